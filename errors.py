@@ -1,0 +1,104 @@
+"""The whole exception taxonomy: every error fxopt raises on purpose is one of these."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArchiveError",
+    "CaptureError",
+    "FusedMemberError",
+    "FxoptError",
+    "GuardError",
+    "InputError",
+    "ModeError",
+    "OrderError",
+    "PassError",
+    "PipelineError",
+    "PlanError",
+    "StateError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+class FxoptError(Exception):
+    """Base of all fxopt errors; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(FxoptError):
+    """The request itself is wrong: an unknown name, option, type or combination."""
+
+    exit_code = 2
+
+
+class PipelineError(UsageError):
+    """A pipeline string does not parse; the message shows the span at fault."""
+
+    def __init__(self, message: str, text: str, start: int, end: int) -> None:
+        caret = " " * start + "^" * max(1, end - start)
+        super().__init__(f"{message}\n  {text}\n  {caret}")
+        self.text, self.start, self.end = text, start, end
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_pipeline_error, (str(self), self.text, self.start, self.end)
+
+
+def _rebuild_pipeline_error(message: str, text: str, start: int, end: int) -> PipelineError:
+    error = PipelineError.__new__(PipelineError, message)
+    error.args, error.text, error.start, error.end = (message,), text, start, end
+    return error
+
+
+class OrderError(UsageError):
+    """Two passes cannot run in the order asked for, or not together."""
+
+
+class InputError(FxoptError):
+    """The model, its example inputs or a file cannot be used as given."""
+
+    exit_code = 3
+
+
+class ArchiveError(InputError):
+    """A saved model is unreadable, corrupt, too new or not trusted."""
+
+
+class PlanError(InputError):
+    """A plan is unreadable, too new, or does not fit this model."""
+
+
+class CaptureError(FxoptError):
+    """A forward could not be captured; the message names the module, line and reason."""
+
+    exit_code = 3
+
+
+class GuardError(FxoptError):
+    """A call does not meet what was assumed at capture, and no fallback is safe."""
+
+
+class ModeError(FxoptError):
+    """The model holds rewrites that are valid in evaluation mode only."""
+
+
+class FusedMemberError(FxoptError):
+    """A member of a fused ensemble was replaced or removed; its parameters live in the fused tensor."""
+
+
+class StateError(FxoptError):
+    """A state dict or optimizer state does not fit and cannot be translated."""
+
+
+class VerificationError(FxoptError):
+    """Two models that should agree do not."""
+
+
+class PassError(FxoptError):
+    """A pass raised, hung or returned nonsense; `reproducer` is the path of a script that replays it."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, reproducer: str | None = None) -> None:
+        super().__init__(message)
+        self.reproducer = reproducer
