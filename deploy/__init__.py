@@ -1,1 +1,1 @@
-"""."""
+"""Save, load and export optimized models."""

@@ -1,1 +1,1 @@
-"""."""
+"""Modules that passes put into models."""

@@ -1,1 +1,1 @@
-"""."""
+"""Show what was done: before and after, as text and as JSON."""

@@ -1,0 +1,59 @@
+# Everything a developer runs. Each target builds .venv from requirements.lock when it is missing or older than the lock.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DOCS_BIN := .venv-docs/bin
+DOCS_READY := .venv-docs/.ready
+
+.PHONY: demo test check format bench docs wheel lock clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(BIN)/fxopt demo $(DEMO)
+
+test: $(READY)
+	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest tests/test_layout.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH) || exit 1; done
+
+docs: $(DOCS_READY)
+	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+wheel: $(READY)
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+# `pip freeze` of the environment as it is, torch without the suffix that names one build of it.
+lock: $(READY)
+	$(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude fxopt \
+		| sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > .venv/requirements.new
+	{ head -n 1 requirements.lock; cat .venv/requirements.new; } > .venv/requirements.lock
+	mv .venv/requirements.lock requirements.lock
+	touch $(READY)
+
+clean:
+	rm -rf build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# The stamp is the last thing written, so an interrupted build is repeated.
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(DOCS_READY): requirements-docs.lock
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS_BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements-docs.lock
+	touch $@

@@ -1,0 +1,72 @@
+"""Every environment variable that fxopt reads, read in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from .errors import UsageError
+
+__all__ = ["Settings", "current"]
+
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says; each field is the variable `FXOPT_` and its name in capitals.
+
+    Attributes:
+        verify: check every rewrite unless the call says otherwise.
+        measure: time every rewrite made for speed unless the call says otherwise.
+        pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
+        reproducer_dir: the folder that reproducers of failed passes are written to.
+    """
+
+    verify: bool = True
+    measure: bool = True
+    pass_timeout: float = 300.0
+    reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
+
+
+def current(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from `environment`, by default the process's own.
+
+    Raises:
+        UsageError: a variable holds something other than its kind of value.
+    """
+    source = os.environ if environment is None else environment
+    given: dict[str, Any] = {}
+    for field_ in fields(Settings):
+        variable = f"FXOPT_{field_.name.upper()}"
+        if text := source.get(variable):
+            given[field_.name] = _READERS[field_.name](variable, text)
+    return Settings(**given)
+
+
+def _flag(key: str, text: str) -> bool:
+    if text.lower() not in _WORDS:
+        raise UsageError(f"{key}={text!r} is neither on nor off; use 1 or 0")
+    return _WORDS[text.lower()]
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"{key}={text!r} is not a number of seconds, zero or more")
+    return seconds
+
+
+_READERS: Mapping[str, Callable[[str, str], object]] = {
+    "verify": _flag,
+    "measure": _flag,
+    "pass_timeout": _seconds,
+    "reproducer_dir": lambda _, text: Path(text).expanduser(),
+}

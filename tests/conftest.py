@@ -1,0 +1,71 @@
+"""What every test stands on: `fxopt` is this checkout, torch is single-threaded and seeded, GPU tests know their place."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _fxopt_is_this_checkout() -> bool:
+    spec = importlib.util.find_spec("fxopt")
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent == CHECKOUT
+
+
+def _put_checkout_on_path() -> None:
+    """Make `import fxopt` find this checkout, whatever its folder is called, here and in child processes."""
+    site = Path(tempfile.mkdtemp(prefix="fxopt-tests-"))
+    (site / "fxopt").symlink_to(CHECKOUT, target_is_directory=True)
+    sys.path.insert(0, str(site))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+
+
+if not _fxopt_is_this_checkout():
+    _put_checkout_on_path()
+
+hypothesis.settings.register_profile("fxopt", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fxopt")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """Return the root of the repository."""
+    return CHECKOUT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Give torch one thread: tests run side by side, and two pools on the same cores only fight."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Start each test from the same random state and give the outer one back."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
