@@ -1,0 +1,21 @@
+"""Name what the user probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the candidate nearest to `name`, else the candidates, else nothing."""
+    known = sorted(set(candidates))
+    folded = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {folded[near[0]]!r}?"
+    if not known:
+        return ""
+    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"; there is {shown}" if len(known) == 1 else f"; there are {shown}"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from fxopt.errors import OrderError
+from fxopt.passes.base import Pass, Phase
+from fxopt.passes.order import check_order
+
+
+def a_pass(name: str, **contract: Any) -> Pass:
+    return type(name, (Pass,), {**contract, "__str__": lambda self: self.name})()
+
+
+def message(*passes: Pass) -> str:
+    with pytest.raises(OrderError) as caught:
+        check_order(passes)
+    return str(caught.value)
+
+
+def test_no_rules_no_objection():
+    a, b = a_pass("A"), a_pass("B")
+    check_order([])
+    check_order([a, b, a])
+
+
+def test_rules_that_hold():
+    check_order(
+        [a_pass("A", before=("b",)), a_pass("B", after=("a",), requires=("a",)), a_pass("C", destroys={"a": "gone"})]
+    )
+
+
+@pytest.mark.parametrize(
+    ("late", "early", "why"),
+    [
+        ({}, {"before": ("b",)}, "'a' must run before 'b'"),
+        ({"after": ("a",)}, {}, "'b' must run after 'a'"),
+        ({"requires": ("a",)}, {}, "'b' needs 'a' to have run before it"),
+        (
+            {"destroys": {"a": "the layers are shards"}},
+            {},
+            "once 'b' has run, 'a' no longer can: the layers are shards",
+        ),
+    ],
+)
+def test_wrong_order_names_both_says_why_and_what_works(late: Mapping[str, Any], early: Mapping[str, Any], why: str):
+    b, a, other = a_pass("B", **late), a_pass("A", **early), a_pass("C")
+    assert message(b, other, a) == f"'b' is listed before 'a', but {why}; use c,a,b"
+    check_order([other, a, b])
+
+
+def test_no_order_works():
+    a = a_pass("A", destroys={"b": "its layers are shards"})
+    b = a_pass("B", after=("a",))
+    for order in ((a, b), (b, a)):
+        text = message(*order)
+        assert "'a'" in text
+        assert "'b'" in text
+        assert "its layers are shards" in text
+        assert "so they cannot be used together" in text
+
+
+def test_longer_circles_have_no_order_either():
+    a, b, c = a_pass("A", before=("b",)), a_pass("B", before=("c",)), a_pass("C", before=("a",))
+    assert message(a, b, c).endswith("no other order works either")
+
+
+def test_a_pass_that_destroys_itself_runs_once():
+    once = a_pass("Shard", destroys={"shard": "the parameters are shards already"})
+    check_order([once])
+    assert "the parameters are shards already" in message(once, once)
+
+
+def test_required_pass_is_missing():
+    assert message(a_pass("Qat", requires=("fold",))) == (
+        "'qat' needs 'fold' to have run before it; list it first: fold,qat"
+    )
+
+
+def test_evaluation_and_training_do_not_mix():
+    fold, sync = a_pass("FoldBatchnorm", phase=Phase.EVAL), a_pass("SyncBatchnorm", phase=Phase.TRAIN)
+    assert message(sync, fold) == (
+        "'fold_batchnorm' and 'sync_batchnorm' cannot be used together: "
+        "'fold_batchnorm' needs evaluation mode, 'sync_batchnorm' is for training"
+    )

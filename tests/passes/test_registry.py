@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+import pytest
+from fxopt.errors import UsageError
+from fxopt.passes import registry
+from fxopt.passes.base import Goal, Numerics, Pass, Phase
+
+
+@dataclass(frozen=True)
+class ForeignPass(Pass):
+    """Come from elsewhere.
+
+    Before: anything
+    """
+
+    amount: float
+    label: str = "x"
+    numerics = Numerics.EXACT
+    goal = Goal.SIZE
+    phase = Phase.EVAL
+
+
+class NotADataclass(Pass):
+    pass
+
+
+HERE = sys.modules[__name__]
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch):
+    """Give the registry these entry points, name to value, and this file under the name `foreign`."""
+    monkeypatch.setitem(sys.modules, "foreign", HERE)
+
+    def give(*pairs: tuple[str, str]) -> None:
+        points = [EntryPoint(name, value, registry.GROUP) for name, value in pairs]
+        monkeypatch.setattr(registry, "_entry_points", lambda: points)
+
+    return give
+
+
+def test_finds_a_foreign_pass(entries):
+    entries(("foreign_pass", "foreign:ForeignPass"))
+    assert registry.find_pass("foreign_pass") is ForeignPass
+    info = registry.available()["foreign_pass"]
+    assert (info.summary, info.numerics, info.goal, info.phase) == (
+        "Come from elsewhere.",
+        Numerics.EXACT,
+        Goal.SIZE,
+        Phase.EVAL,
+    )
+    assert info.options == (registry.Option("amount", "a number", None), registry.Option("label", "text", "x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("foreign_pass", "foreign:Absent", "cannot be loaded"),
+        ("foreign_pass", "no_such_module:ForeignPass", "cannot be loaded"),
+        ("not_a_dataclass", "foreign:NotADataclass", "is not a dataclass derived from fxopt.Pass"),
+        ("foreign_pass", "foreign:HERE", "is not a dataclass derived from fxopt.Pass"),
+        ("other_name", "foreign:ForeignPass", "must be registered as 'foreign_pass'"),
+    ],
+)
+def test_a_broken_entry_point_is_named_and_listed_with_its_problem(entries, name, value, problem):
+    entries((name, value))
+    with pytest.raises(UsageError, match=problem) as caught:
+        registry.find_pass(name)
+    assert repr(name) in str(caught.value)
+    assert problem in registry.available()[name].problem
+
+
+def test_two_distributions_with_one_name(entries):
+    entries(("foreign_pass", "foreign:ForeignPass"), ("foreign_pass", "foreign:NotADataclass"))
+    with pytest.raises(UsageError, match="several distributions have a pass 'foreign_pass'"):
+        registry.find_pass("foreign_pass")
+
+
+def test_unknown_name(entries):
+    entries(("foreign_pass", "foreign:ForeignPass"))
+    with pytest.raises(UsageError, match=r"unknown pass 'foreing_pass'; did you mean 'foreign_pass'\?"):
+        registry.find_pass("foreing_pass")
+    with pytest.raises(UsageError, match=r"unknown pass '\.\./base'"):
+        registry.find_pass("../base")
+
+
+def test_own_passes_win_and_carry_their_file_name(entries):
+    own = next(name for name, origin in registry.pass_names().items() if origin == "fxopt")
+    entries((own, "foreign:ForeignPass"))
+    assert registry.find_pass(own) is not ForeignPass
+    for name, origin in registry.pass_names().items():
+        if origin == "fxopt":
+            found = registry.find_pass(name)
+            assert found.__module__ == f"fxopt.transforms.{name}"
+            assert registry.available()[name].problem == ""
+
+
+def test_presets_name_passes_that_exist():
+    assert {name for names in registry.PRESETS.values() for name in names} <= registry.pass_names().keys()
+
+
+def test_listing_imports_no_pass():
+    code = (
+        "import sys; from fxopt.passes.registry import pass_names; pass_names(); "
+        "print([m for m in sys.modules if m.startswith('fxopt.transforms.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

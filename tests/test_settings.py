@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxopt.errors import UsageError
+from fxopt.settings import Settings, current
+
+
+def test_nothing_set_means_the_defaults():
+    assert current({}) == Settings()
+    assert current({"FXOPT_VERIFY": ""}) == Settings()
+
+
+def test_each_variable_is_read():
+    environment = {
+        "FXOPT_VERIFY": "0",
+        "FXOPT_MEASURE": "off",
+        "FXOPT_PASS_TIMEOUT": "2.5",
+        "FXOPT_REPRODUCER_DIR": "/somewhere",
+    }
+    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"))
+
+
+def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXOPT_PASS_TIMEOUT", "7")
+    assert current().pass_timeout == 7
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("FXOPT_VERIFY", "maybe"),
+        ("FXOPT_MEASURE", "2"),
+        ("FXOPT_PASS_TIMEOUT", "soon"),
+        ("FXOPT_PASS_TIMEOUT", "-1"),
+        ("FXOPT_PASS_TIMEOUT", "nan"),
+        ("FXOPT_PASS_TIMEOUT", "inf"),
+    ],
+)
+def test_a_wrong_value_is_named(key: str, text: str):
+    with pytest.raises(UsageError, match=f"{key}='{text}'"):
+        current({key: text})
