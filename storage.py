@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +19,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 @contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """Open a temporary file beside `path` that takes its place when the block ends, and vanishes if the block raises.
 
     A link is followed; the content is on disk before the old file goes.

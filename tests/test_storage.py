@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
@@ -58,4 +57,4 @@ def test_no_such_folder_and_a_folder_in_the_way(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         write_atomically(tmp_path / "folder", "")
-    assert os.listdir(tmp_path) == ["folder"]
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
