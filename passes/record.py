@@ -4,38 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..tracing.program import Coverage
+    from .manager import PassTrace
     from .plan import Plan
     from .state_map import StateMap
 
-__all__ = ["Record"]
+__all__ = ["RECORD_KEY", "Record", "record_of"]
+
+RECORD_KEY = "_fxopt_record"
+"""Where the root of an optimized model keeps its record, in its `__dict__`."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Record:
-    """Everything that reports, checkpoints and replays need; it holds text and numbers, no module and no graph.
+    """Everything that reports, checkpoints and replays need, and no tensor that holds data.
 
     Attributes:
         plan: every decision, in the order taken.
         state_map: from the original names and tensors to today's.
         graphs_before, graphs_after: the text of each graph by its module's qualified name ("" is the root).
-        coverage: how much of the model was captured, and what was not.
-        parameters_before, parameters_after: numbers of elements, tied ones counted once.
+        coverage: in words, how much of the model was captured.
+        parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
         timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
-        checked: what the rewrites were verified in: "float64", "float32", "not at all".
+        checked: what the rewrites were verified in: "float64", "float32", or why they were not.
         messages: warnings and notes, a line each.
+        eval_only: the passes whose rewrites hold in evaluation mode only.
+        traces: what each pass took and did.
+        skeleton: the original structure, its tensors on the meta device.
+        opaque: name, source line and reason of each module that could not be captured.
     """
 
     plan: Plan
     state_map: StateMap
     graphs_before: Mapping[str, str]
     graphs_after: Mapping[str, str]
-    coverage: Coverage
+    coverage: str
     parameters_before: int
     parameters_after: int
     timings: Mapping[str, float] | None = None
     checked: str = "not at all"
-    messages: list[str] = field(default_factory=list)
+    messages: tuple[str, ...] = ()
+    eval_only: tuple[str, ...] = ()
+    traces: tuple[PassTrace, ...] = ()
+    skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
+    opaque: tuple[tuple[str, str, str], ...] = ()
+    _originals: WeakValueDictionary[str, Tensor] = field(
+        default_factory=WeakValueDictionary[str, Tensor], init=False, repr=False
+    )
+
+    def remember(self, model: nn.Module) -> None:
+        """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
+
+        They are held weakly. A model that was itself an optimized one passes on what it remembers.
+        """
+        earlier = record_of(model)
+        names = earlier._originals if earlier else dict(model.named_parameters())
+        self._originals.update(names)
+
+    def original_names(self) -> dict[int, str]:
+        """Return id -> original name for the original's parameters that are still alive in this process."""
+        return {id(parameter): name for name, parameter in self._originals.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_originals"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _originals=WeakValueDictionary[str, Tensor]())
+
+
+def record_of(model: nn.Module) -> Record | None:
+    """Return the record of an optimized model, or None if it is not one (a part of one is not)."""
+    return model.__dict__.get(RECORD_KEY)
