@@ -1,1 +1,1 @@
-"""Modules that passes put into models."""
+"""Modules and functions that passes put into models, or that users use directly."""
