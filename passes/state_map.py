@@ -69,7 +69,7 @@ class StateMap:
         Raises:
             StateError: naming what is missing, unexpected or of the wrong shape by original names.
         """
-        given = self._resolve_aliases(state)
+        given = self.resolve_aliases(state)
         known = {} if current is None else self.backward(current)
         if current is not None:
             check_fits(given, known, strict=strict, optional=self._optional(given))
@@ -103,8 +103,11 @@ class StateMap:
         kept = tuple(pair for pair in later.aliases if not self.targets.intersection(pair) and pair not in self.aliases)
         return StateMap(self.steps + later.steps, self.aliases + kept, self.names or later.names)
 
-    def prefixed(self, prefix: str) -> StateMap:
-        """Return the same map for a model that sits under `prefix` ("" or ending in a dot) in a larger one."""
+    def below(self, home: str) -> StateMap:
+        """Return the same map for a model in which this one's is the module called `home` ("" is the model itself)."""
+        if not home:
+            return self
+        prefix = f"{home}."
         return StateMap(
             tuple(step.renamed(lambda name: prefix + name) for step in self.steps),
             tuple((prefix + alias, prefix + name) for alias, name in self.aliases),
@@ -178,7 +181,7 @@ class StateMap:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _resolve_aliases(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def resolve_aliases(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Let either name of a tied tensor stand for both where a step uses one of them up."""
         given = dict(state)
         for alias, name in self.aliases:

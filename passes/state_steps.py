@@ -48,14 +48,15 @@ class StateStep(ABC):
         """Return the same step on other names."""
         changes: dict[str, Any] = {}
         for field in ("old", "olds", "new"):
-            value: str | tuple[str, ...] | None = getattr(self, field, None)
+            value = cast("str | tuple[str, ...] | None", getattr(self, field, None))
             if value is not None:
                 changes[field] = rename(value) if isinstance(value, str) else tuple(map(rename, value))
         return dataclasses.replace(cast("Any", self), **changes)
 
     def to_json(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(cast("Any", self))
-        return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        fields: dict[str, Any] = dataclasses.asdict(cast("Any", self))
+        lists = {name: list(cast("tuple[Any, ...]", v)) for name, v in fields.items() if isinstance(v, tuple)}
+        return {"kind": self.kind} | fields | lists
 
     def __str__(self) -> str:
         return f"{self.kind} {_summary(self.sources)} -> {_summary(self.targets)}"
@@ -156,7 +157,7 @@ class Concatenate(StateStep):
         if not -whole.ndim <= self.dim < whole.ndim or whole.shape[self.dim] != sum(self.sizes):
             expected = f"dimension {self.dim} must be {sum(self.sizes)} long"
             raise StateError(f"'{self.new}' has shape {list(whole.shape)}; {expected}")
-        return torch.split(whole.detach(), self.sizes, self.dim)
+        return torch.split(whole.detach(), list(self.sizes), self.dim)
 
     __str__ = StateStep.__str__
 
