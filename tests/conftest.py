@@ -1,4 +1,4 @@
-"""What every test stands on: `fxopt` is this checkout, torch is single-threaded and seeded, GPU tests know their place."""
+"""What every test stands on: `fxopt` is this checkout, torch has one thread and a seed, GPU tests need a GPU."""
 
 from __future__ import annotations
 

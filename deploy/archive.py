@@ -1,0 +1,219 @@
+"""Archives of kind *recipe*: how to build the original model, what was done to it, and its weights; never a pickle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArchiveError, UsageError
+from ..passes.plan import Plan
+from ..passes.record import Record
+from ..version import VERSION
+from .container import read_container, read_json, write_container
+from .factory import build_model, find_factory, is_trusted, module_of, name_class
+
+__all__ = ["Replay", "load", "save"]
+
+KIND = "recipe"
+PLAN = "plan.json"
+WEIGHTS = "weights.safetensors"
+
+
+class Replay(Protocol):
+    """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder."""
+
+    def __call__(self, original: nn.Module, decisions: Plan, phase: str) -> nn.Module: ...
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    record: Record,
+    state: Mapping[str, Tensor],
+    factory: str | None = None,
+) -> None:
+    """Write an optimized model to `path`, whole or not at all.
+
+    Args:
+        model: the optimized model.
+        path: of the file to write or replace.
+        record: of the model.
+        state: its state dict under the original names.
+        factory: `package.module:function` that builds the original; by default its class, if that needs no arguments.
+
+    Raises:
+        UsageError: the factory is not there.
+        ArchiveError: a tensor cannot be stored (it is on the meta device, sparse, or of a dtype unknown to the format).
+        OSError: the file cannot be written.
+    """
+    if factory is not None:
+        find_factory(factory)
+    stored, aliases = _stored_once(state)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    manifest: dict[str, Any] = {
+        "kind": KIND,
+        "fxopt": VERSION,
+        "torch": str(torch.__version__),
+        "factory": factory or name_class(type(record.skeleton)),
+        "class": f"{type(record.skeleton).__module__}:{type(record.skeleton).__qualname__}",
+        "training": model.training,
+        "other_mode": [name for name, module in modules.items() if module.training != model.training],
+        "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
+        "aliases": aliases,
+    }
+    write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: _weights_bytes(stored)})
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    replay: Replay,
+    model: nn.Module | None = None,
+    trust: Sequence[str] = (),
+) -> nn.Module:
+    """Build the original model, give it the archive's weights, and repeat the plan on it.
+
+    Args:
+        path: of the archive.
+        replay: applies the plan.
+        model: the original model to use instead of the archive's factory; it is copied, not changed.
+        trust: packages whose factories may be imported and called.
+
+    Raises:
+        ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
+        PlanError: the plan does not fit the model.
+    """
+    where = Path(path)
+    manifest, members = read_container(where, (PLAN, WEIGHTS))
+    description = _Description(where, manifest)
+    plan = Plan.from_json(read_json(where, PLAN, members[PLAN]))
+    state = description.with_aliases(_read_weights(where, members[WEIGHTS]))
+    original = copy.deepcopy(model) if model is not None else _built(description, trust)
+    _load_weights(where, original, state, description.names("frozen"))
+    fast = replay(original, plan, "train" if description.training else "eval")
+    _set_modes(fast, description.training, description.names("other_mode"))
+    return fast
+
+
+class _Description:
+    """The manifest, its entries checked for their types as they are read."""
+
+    def __init__(self, where: Path, manifest: Mapping[str, Any]) -> None:
+        self.where, self.manifest = where, manifest
+        if manifest.get("kind") != KIND:
+            raise ArchiveError(f"{where} is of kind {manifest.get('kind')!r}; this fxopt loads {KIND!r}")
+        self.training: bool = self._of_type("training", bool)
+
+    @property
+    def factory(self) -> str | None:
+        return None if self.manifest.get("factory") is None else self._of_type("factory", str)
+
+    def names(self, key: str) -> list[str]:
+        return [str(name) for name in self._of_type(key, list)]
+
+    def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state with tied tensors under each of their names."""
+        aliases: dict[str, str] = self._of_type("aliases", dict)
+        for alias, name in aliases.items():
+            if alias in state or name not in state:
+                raise ArchiveError(f"{self.where} is damaged: {alias!r} is said to be tied to {name!r}")
+        return state | {alias: state[name] for alias, name in aliases.items()}
+
+    def _of_type(self, key: str, kind: type) -> Any:
+        value = self.manifest.get(key)
+        if type(value) is not kind:
+            raise ArchiveError(f"{self.where} is damaged: its manifest has no proper {key!r}")
+        return value
+
+
+def _stored_once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, ready to be stored, and alias -> name for those that are tied."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        _check_storable(name, tensor)
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        if first.setdefault(identity, name) != name:
+            aliases[name] = first[identity]
+        else:
+            # A view into a stacked tensor shares its storage, which the format refuses.
+            stored[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return stored, aliases
+
+
+def _check_storable(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArchiveError(f"{name!r} is a {type(tensor).__name__}, not a tensor; an archive holds tensors only")
+    if tensor.is_meta:
+        raise ArchiveError(f"{name!r} is on the meta device and has no values to save")
+    if tensor.layout != torch.strided:
+        raise ArchiveError(f"{name!r} is sparse ({tensor.layout}); an archive holds dense tensors only")
+
+
+def _weights_bytes(stored: dict[str, Tensor]) -> bytes:
+    try:
+        return safetensors.torch.save(stored)
+    except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise ArchiveError(f"the weights cannot be stored: {error}") from error
+
+
+def _json_bytes(plan: Plan) -> bytes:
+    return json.dumps(plan.to_json(), indent=1, allow_nan=False).encode()
+
+
+def _read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except (KeyError, ValueError, safetensors.SafetensorError) as error:
+        raise ArchiveError(f"{where}: its weights are unreadable: {error}") from error
+
+
+def _built(description: _Description, trust: Sequence[str]) -> nn.Module:
+    """Call the archive's factory if the user trusts its package."""
+    where, factory = description.where, description.factory
+    if factory is None:
+        raise ArchiveError(f"{where} does not say how to build its model; pass model=")
+    try:
+        trusted, package = is_trusted(factory, trust), module_of(factory).split(".")[0]
+    except UsageError as error:
+        raise ArchiveError(f"{where} is damaged: {error}") from error
+    if not trusted:
+        raise ArchiveError(f"{where} would import and call {factory!r}; pass trust=[{package!r}] to let it, or model=")
+    return build_model(factory)
+
+
+def _load_weights(where: Path, model: nn.Module, state: Mapping[str, Tensor], frozen: Sequence[str]) -> None:
+    """Give a model the weights, in the dtypes they were saved in, and its frozen parameters."""
+    for name, parameter in model.named_parameters():
+        differentiable = parameter.is_floating_point() or parameter.is_complex()
+        parameter.requires_grad_(differentiable and name not in frozen)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise ArchiveError(f"the weights in {where} do not fit the model: {error}") from error
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ArchiveError(f"{name!r} is on the meta device; build the model on a real one to load {where}")
+
+
+def _set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:
+    """Restore the training flag of each module; some may differ from the root's."""
+    model.train(training)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name in others:
+        if name in modules:
+            modules[name].training = not training

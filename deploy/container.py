@@ -1,0 +1,125 @@
+"""The zip file that archives are kept in: a manifest, a few members of known names, checksums, and limits.
+
+Members are stored, never compressed, so that what a reader has to hold is bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import ArchiveError
+from ..storage import atomic_file
+
+__all__ = ["FORMAT", "SCHEMA_VERSION", "read_container", "write_container"]
+
+FORMAT = "fxopt-archive"
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+LONGEST_JSON = 64 * 2**20
+_UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error)
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+    """Write the members and a manifest with their sizes and checksums; equal content makes equal files.
+
+    Raises:
+        OSError: the file cannot be written; an older one at `path` is as it was.
+    """
+    files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
+    head = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **manifest, "files": files}
+    text = json.dumps(head, indent=1, allow_nan=False).encode()
+    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in {MANIFEST: text, **members}.items():
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data)
+
+
+def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the manifest and the members called `expected`, every one checked.
+
+    Raises:
+        ArchiveError: it is no archive, is damaged, holds anything else, or was written by a newer fxopt.
+    """
+    where = Path(path)
+    try:
+        with zipfile.ZipFile(where) as archive:
+            names = _check_entries(where, archive)
+            manifest = read_json(where, MANIFEST, archive.read(_found(where, names, MANIFEST)))
+            _check_version(where, manifest)
+            _check_names(where, names, {MANIFEST, *expected})
+            members = {name: archive.read(names[name]) for name in expected}
+    except _UNREADABLE as error:
+        raise ArchiveError(f"{where} is not a readable fxopt archive: {error}") from error
+    _check_sums(where, manifest, members)
+    return manifest, members
+
+
+def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
+    """Return a member that holds a JSON object.
+
+    Raises:
+        ArchiveError: it is too long or something else.
+    """
+    if len(data) > LONGEST_JSON:
+        raise ArchiveError(f"{where}: {name} has {len(data):,} bytes; at most {LONGEST_JSON:,} are read")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ArchiveError(f"{where}: {name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArchiveError(f"{where}: {name} is not a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def _check_entries(where: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold."""
+    entries = archive.infolist()
+    names = {entry.filename: entry for entry in entries}
+    if len(names) < len(entries):
+        raise ArchiveError(f"{where} has two members of one name")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
+            raise ArchiveError(f"{where}: {entry.filename!r} is compressed or encrypted, which fxopt never writes")
+    if sum(entry.file_size for entry in entries) > where.stat().st_size:
+        raise ArchiveError(f"{where}: its members claim more bytes than the file has")
+    return names
+
+
+def _check_names(where: Path, names: Collection[str], expected: set[str]) -> None:
+    for name in sorted(set(names) - expected):
+        raise ArchiveError(f"{where} has an unexpected member {name!r}")
+    for name in sorted(expected):
+        _found(where, dict.fromkeys(names), name)
+
+
+def _found(where: Path, names: Mapping[str, Any], name: str) -> str:
+    if name not in names:
+        raise ArchiveError(f"{where} is not an fxopt archive: it has no {name}")
+    return name
+
+
+def _check_version(where: Path, manifest: Mapping[str, Any]) -> None:
+    version = manifest.get("schema_version")
+    if manifest.get("format") != FORMAT or type(version) is not int or version < 1:
+        raise ArchiveError(f"{where} is not an fxopt archive: its manifest says neither format nor version")
+    if version > SCHEMA_VERSION:
+        writer = manifest.get("fxopt", "a newer version")
+        raise ArchiveError(
+            f"{where} has format {version}, written by fxopt {writer}; this fxopt reads up to {SCHEMA_VERSION}: upgrade"
+        )
+
+
+def _check_sums(where: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
+    files = manifest.get("files")
+    for name, data in members.items():
+        said = cast("dict[str, Any]", files).get(name) if isinstance(files, dict) else None
+        wanted = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        if said != wanted:
+            raise ArchiveError(f"{where} is damaged: the checksum of {name} does not match")

@@ -1,0 +1,119 @@
+"""Build a model from `package.module:factory`, the one way to name code that a file or a command line has."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError, UsageError
+from ..passes.suggest import did_you_mean
+
+__all__ = ["build_model", "find_factory", "is_trusted", "name_class"]
+
+_SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
+
+
+def find_factory(spec: str) -> Callable[[], object]:
+    """Import what `package.module:factory` names: a function or class that can be called without arguments.
+
+    Raises:
+        UsageError: it is not written so, is not there, or cannot be called without arguments.
+        InputError: the module raises when it is imported.
+    """
+    module_name, path = _parts(spec)
+    found: Any = import_module(module_name)
+    for attribute in path.split("."):
+        owner, found = found, getattr(found, attribute, None)
+        if found is None:
+            public = [name for name in dir(owner) if not name.startswith("_")]
+            raise UsageError(f"{spec!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
+    if not callable(found):
+        raise UsageError(f"{spec!r} is of type {type(found).__name__}, not a function or class that builds a model")
+    missing = _required_parameters(found)
+    if missing:
+        raise UsageError(f"{spec!r} needs arguments ({', '.join(missing)}); name a function that needs none")
+    return found
+
+
+def build_model(spec: str) -> nn.Module:
+    """Return the model that a factory builds.
+
+    Raises:
+        UsageError: as `find_factory` says.
+        InputError: the factory raises, or returns something else than a module.
+    """
+    factory = find_factory(spec)
+    try:
+        model = factory()
+    except Exception as error:
+        raise InputError(f"{spec!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec!r} returned {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module by name, telling one that is not there from one that is broken.
+
+    Raises:
+        UsageError: there is no such module.
+        InputError: it raises when it is imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            folders = ", ".join(folder or "." for folder in sys.path[:2])
+            raise UsageError(f"there is no module {error.name!r}; looked in {folders} and elsewhere") from error
+        raise InputError(f"importing {name!r} failed: {error}") from error
+    except Exception as error:
+        raise InputError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def module_of(spec: str) -> str:
+    """Return the module part of `package.module:factory`.
+
+    Raises:
+        UsageError: it is not written so.
+    """
+    return _parts(spec)[0]
+
+
+def is_trusted(spec: str, packages: Iterable[str]) -> bool:
+    """Say whether a factory's module is one of these packages or inside one."""
+    module = _parts(spec)[0]
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def name_class(kind: type[nn.Module]) -> str | None:
+    """Return `module:Class` if importing that gives the class back and it needs no arguments, else None."""
+    spec = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ == "__main__" or not _SPEC.fullmatch(spec):
+        return None
+    found: Any = sys.modules.get(kind.__module__)
+    for attribute in kind.__qualname__.split("."):
+        found = getattr(found, attribute, None)
+    return spec if found is kind and not _required_parameters(kind) else None
+
+
+def _parts(spec: str) -> tuple[str, str]:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise UsageError(f"{spec!r} does not name a model; write package.module:factory")
+    return match["module"], match["path"]
+
+
+def _required_parameters(factory: Callable[..., object]) -> list[str]:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # built-in callables may have none
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in optional]

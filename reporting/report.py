@@ -1,0 +1,79 @@
+"""What was done to a model and what was not, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from .diff import diff_graphs
+from .table import ReportTable
+
+if TYPE_CHECKING:
+    from ..passes.record import Record
+
+__all__ = ["SCHEMA_VERSION", "Report"]
+
+SCHEMA_VERSION = 1
+"""Of the JSON; it grows when a key changes its meaning or goes, not when one is added."""
+
+
+class Report:
+    """The before and after of one optimized model; `print(report)` shows the table.
+
+    Args:
+        record: what the model remembers; see `fxopt.report`.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def table(self) -> ReportTable:
+        """Return sites, lowerings, errors, speed and parameters, then what was refused or undone and why.
+
+        It is a `rich` renderable: a table where there is room, lines where there is not, ASCII in pipes.
+        """
+        return ReportTable(self.record)
+
+    def diff(self) -> str:
+        """Return the graphs before and after as a unified diff, module by module; empty if nothing changed."""
+        return diff_graphs(self.record.graphs_before, self.record.graphs_after)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the graphs as plain JSON values, with the key `schema_version`: docs/file-formats.md.
+
+        Figures that are not finite are None.
+        """
+        record, plan = self.record, self.record.plan
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "fxopt": plan.fxopt,
+            "torch": plan.torch,
+            "pipeline": list(plan.pipeline),
+            "phase": plan.phase,
+            "checked": record.checked,
+            "coverage": record.coverage,
+            "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
+            "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
+            "timings": _finite(record.timings),
+            "decisions": [_finite(dataclasses.asdict(decision)) for decision in plan.decisions],
+            "messages": list(record.messages),
+        }
+
+    def __str__(self) -> str:
+        return self.table().plain()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.record.plan.decisions)} decisions>"
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with NaN and infinities as None, which JSON has no other word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in cast("Sequence[Any]", value)]
+    return value

@@ -1,0 +1,88 @@
+"""The report on a terminal: a table where there is room, indented lines where there is not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from .wording import Left, Row, applied_rows, headline, left_alone, printable, summary
+
+if TYPE_CHECKING:
+    from ..passes.record import Record
+
+__all__ = ["ReportTable"]
+
+NARROW = 100
+TITLES = {
+    "pass_name": "pass",
+    "site": "site",
+    "lowering": "lowering",
+    "error": "error (float64 / native)",
+    "speed": "speed",
+    "time": "time",
+}
+STYLES = {"refused": "dim", "undone": "yellow", "skipped": "dim", "not captured": "magenta"}
+
+
+class ReportTable:
+    """What was done to a model, for `rich` to print; as a string it is plain text of any width."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.rows = applied_rows(record)
+        self.left = left_alone(record)
+
+    def __str__(self) -> str:
+        return self.plain(width=10_000)
+
+    def plain(self, width: int = 120) -> str:
+        """Return the report as ASCII lines without colours, as a table if `width` has room for one."""
+        console = Console(
+            file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(headline(self.record), style="bold")
+        for title, text in summary(self.record).items():
+            yield Text(f"{title:<18}{text}")
+        if self.rows:
+            yield Text()
+            yield from self._lines() if options.max_width < NARROW else self._table(options.is_terminal)
+        if self.left:
+            yield Text()
+            yield from map(_left_line, self.left)
+        yield from (Text(printable(message), style="yellow") for message in self.record.messages)
+
+    def _table(self, terminal: bool) -> Iterator[RenderableType]:
+        table = Table(box=box.SIMPLE_HEAD if terminal else box.MARKDOWN)
+        for title in TITLES.values():
+            table.add_column(title, overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(text) for text in _cells(row)))
+        yield table
+        yield from (Text(f"{row.site}: {row.timed}", style="dim") for row in self.rows if row.timed)
+
+    def _lines(self) -> Iterator[RenderableType]:
+        for row in self.rows:
+            yield Text(f"{row.pass_name} at {row.site}", style="bold")
+            for field in fields(row)[2:]:
+                if text := getattr(row, field.name):
+                    yield Text(f"  {field.name:<10}{text}")
+
+
+def _cells(row: Row) -> list[str]:
+    return [getattr(row, name) for name in TITLES]
+
+
+def _left_line(left: Left) -> Text:
+    return Text.assemble((f"{left.status:<13}", STYLES.get(left.status, "")), f"{left.what}: {left.reason}")

@@ -1,0 +1,152 @@
+"""Figures and decisions in words: what the table, and anything else that is read by people, shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..passes.plan import Decision
+    from ..passes.record import Record
+
+__all__ = ["Left", "Row", "applied_rows", "duration", "headline", "left_alone", "printable", "summary"]
+
+LONGEST_NAME = 60
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rewrite that stands."""
+
+    pass_name: str
+    site: str
+    lowering: str
+    error: str
+    speed: str
+    time: str
+    timed: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """Places left as they were: `refused` by the pass, `undone` after a check, or `not captured`, and why."""
+
+    status: str
+    what: str
+    reason: str
+
+
+def headline(record: Record) -> str:
+    """Say in one line how many rewrites stand and how they were checked."""
+    statuses = [decision.status for decision in record.plan.decisions]
+    applied = statuses.count("applied")
+    others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]
+    return f"{', '.join([_count(applied, 'rewrite') + ' applied', *others])}; checked: {record.checked}"
+
+
+def summary(record: Record) -> dict[str, str]:
+    """Return the whole model's figures, each under its title."""
+    return {
+        "whole model": _whole_model(record.timings),
+        "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
+        "captured": printable(record.coverage),
+    }
+
+
+def _whole_model(timings: Mapping[str, float] | None) -> str:
+    if not timings:
+        return "not timed"
+    before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
+    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x"
+
+
+def applied_rows(record: Record) -> list[Row]:
+    """Return a row for each rewrite that stands, in the order in which they were made."""
+    return [_row(decision) for decision in record.plan.decisions if decision.status == "applied"]
+
+
+def _row(decision: Decision) -> Row:
+    figures: Mapping[str, Any] = decision.figures
+    site = clipped(decision.label) + (f": {decision.detail}" if decision.detail else "")
+    return Row(
+        pass_name=decision.pass_name,
+        site=printable(site),
+        lowering=decision.choice or "",
+        error=_error(figures),
+        speed=_speed(figures),
+        time=_time(figures),
+        timed=_timed(figures.get("lowerings") or {}),
+    )
+
+
+def _error(figures: Mapping[str, Any]) -> str:
+    meaning, precision = figures.get("meaning_error"), figures.get("precision_error")
+    if meaning is None:
+        return str(figures.get("checked", "unverified"))
+    return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}")
+
+
+def _speed(figures: Mapping[str, Any]) -> str:
+    if figures.get("speedup") is None:
+        return "not timed"
+    low, high = figures.get("speedup_low"), figures.get("speedup_high")
+    return f"{figures['speedup']:.3g}x" + ("" if low is None or high is None else f" ({low:.3g} to {high:.3g})")
+
+
+def _time(figures: Mapping[str, Any]) -> str:
+    before, after = figures.get("before_us"), figures.get("after_us")
+    return "" if before is None or after is None else f"{duration(before / 1e6)} -> {duration(after / 1e6)}"
+
+
+def _timed(lowerings: Mapping[str, float]) -> str:
+    if len(lowerings) < 2:
+        return ""
+    fastest_first = sorted(lowerings.items(), key=lambda item: item[1])
+    return ", ".join(f"{name} {duration(us / 1e6)}" for name, us in fastest_first)
+
+
+def left_alone(record: Record) -> list[Left]:
+    """Return what was not rewritten, equal reasons together, and what was not captured."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for decision in record.plan.decisions:
+        if decision.status != "applied":
+            places.setdefault((decision.status, decision.pass_name, decision.reason), []).append(decision.label)
+    decided = [
+        Left(status, f"{pass_name} at {_several(labels)}", printable(reason))
+        for (status, pass_name, reason), labels in places.items()
+    ]
+    opaque = [
+        Left("not captured", f"{clipped(name) or '(root)'} ({printable(location)})", printable(reason))
+        for name, location, reason in record.opaque
+    ]
+    return decided + opaque
+
+
+def _several(labels: Sequence[str]) -> str:
+    first = clipped(labels[0]) or "(root)"
+    return first if len(labels) == 1 else f"{first} and {len(labels) - 1} more"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three figures and a unit that suits it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def clipped(name: str) -> str:
+    """Return a printable name, without its middle where it is very long."""
+    half = (LONGEST_NAME - 3) // 2
+    clean = printable(name)
+    return clean if len(clean) <= LONGEST_NAME else f"{clean[:half]}...{clean[-half:]}"
+
+
+def printable(text: str) -> str:
+    """Return text in which nothing can move the cursor or change colours: names come from other people's models."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
