@@ -1,0 +1,98 @@
+"""The single demands that verification makes; each objects with a clause that a user understands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .translation import Objection, Quantities, is_gradient
+from .trial import Run
+
+__all__ = [
+    "check_attachment",
+    "check_bits",
+    "check_form",
+    "check_integers",
+    "check_presence",
+    "check_structure",
+    "gap",
+]
+
+_NONE = Tolerance(0.0, 0.0)
+
+_FRAGILE_FACTOR = 4
+"""Integers may differ in 4 times as many places as rounding was seen to change in the original."""
+
+
+def check_structure(before: Run, after: Run) -> None:
+    """Object to a result of another structure, or to arguments changed in place where they were not."""
+    for old, new in zip(before.structure, after.structure, strict=False):
+        if old != new:
+            raise Objection(f"output structure changed: output{old[0]} was {old[1]}, output{new[0]} is {new[1]}")
+    if len(before.structure) != len(after.structure):
+        raise Objection(f"output structure changed: {len(before.structure)} parts became {len(after.structure)}")
+    for name in before.inputs.keys() - after.inputs.keys():
+        raise Objection(f"{name} is no longer changed in place")
+    for name in after.inputs.keys() - before.inputs.keys():
+        raise Objection(f"{name} is changed in place, which it was not")
+
+
+def check_attachment(before: Run, after: Run) -> None:
+    """Object to an output that carries gradients on one side only."""
+    for name in sorted(before.attached - after.attached):
+        raise Objection(f"{name} no longer carries gradients")
+    for name in sorted(after.attached - before.attached):
+        raise Objection(f"{name} carries gradients, which it did not")
+
+
+def check_presence(before: Quantities, after: Quantities) -> None:
+    """Object to gradients that are lost or new, and to buffers that are gone."""
+    for label, expected in before.items():
+        found = after.get(label)
+        if not is_gradient(label):
+            if label not in after:
+                raise Objection(f"{label} is gone")
+        elif expected is None and found is not None:
+            raise Objection(f"{label} is new: there was none")
+        elif expected is not None and found is None:
+            raise Objection(f"{label} is lost")
+
+
+def check_form(before: Quantities, after: Quantities) -> None:
+    """Object to another shape, dtype or device."""
+    for label, expected in before.items():
+        problem = form_problem(expected, after[label]) if expected is not None else ""
+        if problem:
+            raise Objection(f"{label} {problem}")
+
+
+def check_bits(before: Quantities, after: Quantities) -> None:
+    """Object to outputs, arguments or buffers that are not bitwise the same; gradients may be summed differently."""
+    for label, expected in before.items():
+        problem = "" if is_gradient(label) else bitwise_problem(expected, after[label])
+        if problem:
+            raise Objection(f"{label} {problem}")
+
+
+def check_integers(label: str, expected: Any, found: Any, fragile: int, where: str) -> None:
+    """Object to integers that differ in more places than rounding alone explains."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        wrong = int((expected != found).sum())
+        if wrong <= _FRAGILE_FACTOR * fragile:
+            return
+    gap(label, expected, found, None, where)
+
+
+def gap(
+    label: str, expected: Any, found: Any, tolerance: Tolerance | None, where: str, *, fewer_infinities: bool = False
+) -> float:
+    """Return how far two leaves are apart, relative to the scale; object if that is more than `tolerance`."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
+        raise Objection(f"{label} {form_problem(expected, found)}")
+    apart = distance(expected, found, tolerance or _NONE, fewer_infinities=fewer_infinities)
+    if apart.problem:
+        stale = " is stale:" if label.startswith("buffer ") else ""
+        raise Objection(f"{label}{stale} {apart.problem} {where}")
+    return apart.error

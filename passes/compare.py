@@ -1,0 +1,154 @@
+"""How far two tensors are apart, judged by the first one's scale and by the noise that honest rounding makes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Distance", "Tolerance", "bitwise_problem", "deviation", "distance", "form_problem", "scale_of"]
+
+_STANDS_FOR_INFINITY = 1e30
+"""Masks are filled with finfo.min; such values must agree, but they are nobody's scale."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """An error is allowed up to `relative * |element| + absolute`.
+
+    Attributes:
+        smallest_scale: what errors are reported relative to where a tensor's own scale is smaller.
+    """
+
+    relative: float
+    absolute: float
+    smallest_scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far apart two values are.
+
+    Attributes:
+        error: the largest difference, relative to the scale of the expected tensor.
+        problem: a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or "".
+    """
+
+    error: float
+    problem: str = ""
+
+
+_SAME = Distance(0.0)
+
+
+def form_problem(expected: Any, actual: Any) -> str:
+    """Return what differs in the type, shape, dtype or device of two leaves, as a clause, or ""."""
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        same = type(expected) is type(actual)
+        return "" if same else f"changed from {type(expected).__name__} to {type(actual).__name__}"
+    for what in ("shape", "dtype", "device", "layout"):
+        old, new = getattr(expected, what), getattr(actual, what)
+        if old != new:
+            return f"changed its {what} from {_plain(old)} to {_plain(new)}"
+    return ""
+
+
+def _plain(value: object) -> str:
+    return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def bitwise_problem(expected: Any, actual: Any) -> str:
+    """Return where two leaves of one form differ in any bit that counts (NaN equals NaN), as a clause, or ""."""
+    if not isinstance(expected, Tensor):
+        return "" if expected == actual or (expected != expected and actual != actual) else "differs"
+    old, new = _comparable(expected), _comparable(actual)
+    wrong = (old != new) & ~((old != old) & (new != new))
+    return f"is not bitwise the same at {_first(wrong)}" if wrong.any() else ""
+
+
+def scale_of(tensor: Tensor) -> float:
+    """Return the largest magnitude in `tensor`, leaving out what is not finite or stands for infinity."""
+    size = _comparable(tensor).abs()
+    return _largest(torch.where(size < _STANDS_FOR_INFINITY, size, 0.0))
+
+
+def deviation(expected: Tensor, actual: Tensor) -> float:
+    """Return the largest absolute difference where both are finite."""
+    if expected.shape != actual.shape or torch.equal(expected, actual):
+        return 0.0
+    gap = (_comparable(actual) - _comparable(expected)).abs()
+    return _largest(torch.nan_to_num(gap, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infinities: bool = False) -> Distance:
+    """Compare two leaves of the same shape.
+
+    Args:
+        expected: the float64 reference; integers, booleans and plain values must be equal.
+        actual: what the rewritten code gave.
+        tolerance: what rounding may do.
+        fewer_infinities: accept finite values where `expected` is not finite (an overflow that the rewrite avoids).
+    """
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        return _distance_of_values(expected, actual, tolerance)
+    if expected.dtype == actual.dtype and torch.equal(expected, actual):
+        return _SAME
+    old, new = _comparable(expected), _comparable(actual)
+    if not old.is_floating_point() and not old.is_complex():
+        return _distance_of_integers(old, new)
+    return _distance_of_floats(old, new, tolerance, fewer_infinities)
+
+
+def _distance_of_values(expected: Any, actual: Any, tolerance: Tolerance) -> Distance:
+    if isinstance(expected, (float, complex)) and isinstance(actual, (float, complex)):
+        kind = torch.complex128 if isinstance(expected, complex) else torch.float64
+        return distance(torch.tensor(expected, dtype=kind), torch.tensor(actual, dtype=kind), tolerance)
+    same = expected is actual or bool(expected == actual)
+    return _SAME if same else Distance(math.inf, f"changed from {expected!r} to {actual!r}")
+
+
+def _distance_of_integers(expected: Tensor, actual: Tensor) -> Distance:
+    wrong = expected != actual
+    if not wrong.any():
+        return _SAME
+    return Distance(math.inf, f"differs at {_first(wrong)}, in {int(wrong.sum())} of {wrong.numel()} elements")
+
+
+def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, fewer_infinities: bool) -> Distance:
+    equal = (expected == actual) | ((expected != expected) & (actual != actual))
+    old_is_finite = torch.isfinite(expected)
+    odd = ~equal & (~torch.isfinite(actual) | (~old_is_finite if not fewer_infinities else False))
+    if odd.any():
+        at = _first(odd)
+        return Distance(math.inf, f"is {actual[at].item()} where it was {expected[at].item()}, at {list(at)}")
+    gap = torch.where(equal | ~old_is_finite, 0.0, actual - expected).abs()
+    size = torch.where(old_is_finite, expected, 0.0).abs()
+    scale = max(scale_of(size), tolerance.smallest_scale, torch.finfo(torch.float64).tiny)
+    error = _largest(gap) / scale
+    excess = gap - (tolerance.relative * size + tolerance.absolute)
+    if not (excess > 0).any():
+        return Distance(error)
+    at = _unravel(int(excess.argmax()), excess.shape)
+    return Distance(error, f"differs: {error:.1e} relative to its scale at {list(at)}")
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    if dense.is_complex():
+        return dense.to(torch.complex128)
+    return dense.double() if dense.is_floating_point() else dense
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def _first(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0])
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape))

@@ -1,0 +1,99 @@
+"""The float64 oracle: run eager code in double precision although it casts to, or creates, narrower floats."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compat import is_random_operator, is_view_operator, written_arguments
+
+__all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+_DISCRETE = frozenset(
+    "argmax argmin topk sort argsort max.dim min.dim median mode kthvalue round floor ceil trunc sign heaviside "
+    "bucketize searchsorted floor_divide remainder fmod gt ge lt le eq ne nonzero histc multinomial".split()
+)
+
+
+def narrow(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> bool:
+    """Say whether `dtype` is a float or complex type that the oracle replaces; 8-bit floats are left alone."""
+    if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
+        return False
+    return dtype.itemsize < (_COMPLEX[wide] if dtype.is_complex else wide).itemsize
+
+
+def widened(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> torch.dtype:
+    """Return the type that stands for `dtype` under the oracle: float64, complex128, or itself."""
+    if not narrow(dtype, wide):
+        return dtype
+    return _COMPLEX[wide] if dtype.is_complex else wide
+
+
+@contextmanager
+def double_defaults(wide: torch.dtype = torch.float64) -> Generator[None]:
+    """Make Python numbers and factory functions yield `wide` for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wide)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Float64Mode(TorchDispatchMode):
+    """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of.
+
+    Autocast needs no treatment: it never casts a float64 tensor down.
+
+    Attributes:
+        promoted: whether anything had to be promoted; if not, the same code runs alike without this mode.
+        random: whether a random operator ran.
+        discrete: whether floats decided something (argmax, topk, comparisons, rounding).
+    """
+
+    def __init__(self, wide: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.wide = wide
+        self.promoted = self.random = self.discrete = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random = self.random or is_random_operator(func)
+        self.discrete = self.discrete or _decides(func, args, kwargs)
+        if is_view_operator(func):
+            return func(*args, **(kwargs or {}))
+        written = written_arguments(func)
+        args = [item if i in written else self._widen(item) for i, item in enumerate(args)]
+        kwargs = {key: item if key in written else self._widen(item) for key, item in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        return result if written else self._widen(result)
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._promote(value) if narrow(value.dtype, self.wide) else value
+        if isinstance(value, torch.dtype):
+            self.promoted = self.promoted or narrow(value, self.wide)
+            return widened(value, self.wide)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in cast("list[Any]", value)):
+            return type(cast("Any", value))(self._widen(item) for item in cast("list[Any]", value))
+        return cast("Any", value)
+
+    def _promote(self, tensor: Tensor) -> Tensor:
+        self.promoted = True
+        return tensor.to(widened(tensor.dtype, self.wide))
+
+
+def _decides(operator: Any, args: Any, kwargs: Any) -> bool:
+    if not any(isinstance(item, Tensor) and item.is_floating_point() for item in args):
+        return False
+    _, packet, overload = str(operator).rsplit(".", 2)
+    if packet == "_to_copy":
+        dtype = (kwargs or {}).get("dtype")
+        return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    return packet in _DISCRETE or f"{packet}.{overload}" in _DISCRETE

@@ -1,0 +1,64 @@
+"""Run a captured module node by node: past guards that only hold in its own types, and with the tape on each node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from ..tracing.captured import Capture, Variant, capture_of, select
+from .tape import Tape
+
+__all__ = ["Arguments", "graph_forward"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+
+def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
+    """Return a forward that interprets the graph which a call with `arguments` runs, or None where it runs no graph.
+
+    The graph is chosen by `arguments`, in the module's own types, because a guard may ask for these. What the forward
+    is then given may have wider ones. Give `module` this forward only for a while: its capture is replaced too.
+    """
+    capture = capture_of(module)
+    if capture is None:
+        return None
+    selected = select(module, *arguments)
+    if selected is None:
+        return None
+    variant, _ = selected
+    return _Forward(module, variant, capture, tape)
+
+
+@dataclasses.dataclass
+class _Forward:
+    module: nn.Module
+    variant: Variant
+    capture: Capture
+    tape: Tape | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unguarded = dataclasses.replace(self.variant, guards=())
+        self.module.__dict__["_fxopt_capture"] = dataclasses.replace(self.capture, variants=[unguarded])
+        try:
+            selected = select(self.module, args, kwargs)
+        finally:
+            self.module.__dict__["_fxopt_capture"] = self.capture
+        values = selected[1] if selected is not None else []
+        return _Interpreter(self.module, self.variant.graph, self.tape).run(*values, enable_io_processing=False)
+
+
+class _Interpreter(fx.Interpreter):
+    """Tell the tape which node runs."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, tape: Tape | None) -> None:
+        super().__init__(module, graph=graph)
+        self.tape = tape
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.tape is not None:
+            self.tape.at(n.meta.get("origin", n.name))
+        return super().run_node(n)

@@ -1,0 +1,239 @@
+"""What a module did before a rewrite: in float64 and in its own types, as it is and with noise on inputs and state."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..tracing.captured import capture_of
+from .oracle import Oracle, coarsest_epsilon, epsilon_of
+from .perturb import jittered, perturbed_inputs, perturbed_state
+from .stage import Stage
+from .trial import Arguments, Run
+
+__all__ = ["Data", "RecordedCall", "Reference", "Sample", "reference"]
+
+_CALLS = 3
+"""Of a module called often, this many calls are run."""
+
+_PROBES = 4
+"""Float decisions (argmax, routing) flip under rounding: this many runs show how much."""
+
+
+class RecordedCall(Protocol):
+    """How a module was called; `tracing.record.Call` is one."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+
+class Data(enum.Enum):
+    """What a sample was run on."""
+
+    RECORDED = "on the recorded inputs"
+    NOISY_INPUTS = "on inputs with noise"
+    NOISY = "on inputs and parameters with noise"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of the original module, and what came of it.
+
+    Attributes:
+        data: what the arguments and the state are.
+        arguments: of the call, in the module's own types.
+        state: parameters and buffers by their old names, in the module's own types.
+        exact: the run in the widest type that works.
+        native: the run in the module's own types; None where the sample is about meaning only.
+        echo: the exact run with the last bits of inputs and state changed, where `native` is no coarser than `exact`.
+        probes: exact runs with rounding-sized noise, where floats decide something.
+    """
+
+    data: Data
+    arguments: Arguments
+    state: Mapping[str, Tensor]
+    exact: Run
+    native: Run | None = None
+    echo: Run | None = None
+    probes: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Everything that verification needs to know of the module as it was.
+
+    Attributes:
+        samples: the runs; empty if there was no call to run.
+        state: parameters and buffers by name, as they were.
+        parameters: which of them are parameters.
+        training: the mode asked for; None leaves every flag as it is.
+        gradients: whether gradients were taken.
+        seed: of noise, upstream gradients and random draws.
+        wide: the type of the exact runs; None where the module runs in its own types only.
+        narrower_because: why `wide` is not float64, or "".
+        native_epsilon: the resolution of the coarsest float type the module uses.
+        keyed: whether random draws are named by the node they happen in: the module had a graph.
+        random: whether random operators ran; their draws then come from a tape.
+        stream: the native run of the first call on the plain random stream; present where `random`.
+    """
+
+    samples: tuple[Sample, ...]
+    state: Mapping[str, Tensor]
+    parameters: frozenset[str]
+    training: bool | None
+    gradients: bool
+    seed: int
+    wide: torch.dtype | None = torch.float64
+    narrower_because: str = ""
+    native_epsilon: float = 0.0
+    keyed: bool = False
+    random: bool = False
+    stream: Run | None = None
+
+    @property
+    def checked_in(self) -> str:
+        """Name the type of the exact runs."""
+        return "its own types" if self.wide is None else str(self.wide).removeprefix("torch.")
+
+
+def reference(
+    module: nn.Module,
+    calls: Sequence[RecordedCall],
+    *,
+    training: bool | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+) -> Reference:
+    """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
+
+    The module is left exactly as it was: parameters, gradients, buffers, attributes, flags and random state.
+
+    Args:
+        module: the module around the site.
+        calls: how it was called.
+        training: run in this mode; None leaves every module's flag as it is, and so does its current mode.
+        gradients: take gradients of float arguments and parameters under random upstream gradients.
+        seed: of all noise and random draws.
+
+    Raises:
+        InputError: if the module does not run on its recorded calls.
+    """
+    maker = _Maker(Stage(module), training, gradients, seed)
+    return maker.make(_spread([(call.args, call.kwargs) for call in calls]))
+
+
+def _spread(arguments: list[Arguments]) -> list[Arguments]:
+    """Return at most `_CALLS` of the calls, the first and the last among them."""
+    last = len(arguments) - 1
+    if last < _CALLS:
+        return arguments
+    return [arguments[step * last // (_CALLS - 1)] for step in range(_CALLS)]
+
+
+class _Maker:
+    """Take the samples of one reference."""
+
+    def __init__(self, stage: Stage, training: bool | None, gradients: bool, seed: int) -> None:
+        keyed = capture_of(stage.module) is not None
+        self.oracle = Oracle(stage, training, gradients, seed, keyed=keyed)
+        self.stage = stage
+        self.state = stage.state
+        self.reason = ""
+        self.epsilon = 0.0
+
+    def make(self, calls: Sequence[Arguments]) -> Reference:
+        samples = self._samples(calls) if calls else []
+        oracle = self.oracle
+        return Reference(
+            samples=tuple(samples),
+            state={name: tensor.detach() for name, tensor in self.state.items()},
+            parameters=frozenset(self.stage.parameters),
+            training=oracle.training,
+            gradients=oracle.gradients,
+            seed=oracle.seed,
+            wide=oracle.wide,
+            narrower_because=self.reason,
+            native_epsilon=self.epsilon,
+            keyed=oracle.keyed,
+            random=oracle.random,
+            stream=oracle.stream(calls[0], self.state) if oracle.random else None,
+        )
+
+    def _samples(self, calls: Sequence[Arguments]) -> list[Sample]:
+        self.epsilon = coarsest_epsilon(calls[0], self.state)
+        runs = [self._widest(calls[0]), *(self.oracle.exact(call, self.state) for call in calls[1:])]
+        recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
+        return [*recorded, *self._noisy(recorded[0])]
+
+    def _widest(self, arguments: Arguments) -> Run:
+        """Run in the widest type that works, and let the oracle stay with it."""
+        for wide in (torch.float64, torch.float32):
+            self.oracle.wide, self.oracle.census = wide, None
+            try:
+                return self.oracle.exact(arguments, self.state)
+            except Exception as error:  # the module's own code may raise anything; the report gives the reason
+                self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        self.oracle.wide = None
+        try:
+            return self.oracle.exact(arguments, self.state)
+        except Exception as error:
+            name = type(self.stage.module).__name__
+            raise InputError(f"{name} raised {type(error).__name__} on a call it was recorded with: {error}") from error
+
+    def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
+        native = self.oracle.native(arguments, state)
+        fine = epsilon_of(self.oracle.wide)
+        needs_echo = fine is None or self.epsilon <= fine
+        decides = self.oracle.census is not None and self.oracle.census.discrete
+        return Sample(
+            data=data,
+            arguments=arguments,
+            state=state,
+            exact=exact,
+            native=native,
+            echo=self._jittered(arguments, state, fine or self.epsilon, 0) if needs_echo else None,
+            probes=tuple(
+                self._jittered(arguments, state, 4 * self.epsilon, probe) for probe in range(_PROBES if decides else 0)
+            ),
+        )
+
+    def _jittered(self, arguments: Arguments, state: Mapping[str, Tensor], step: float, number: int) -> Run:
+        call, values = jittered((arguments, dict(state)), step, self.oracle.wide, self.oracle.seed + number)
+        return self.oracle.exact(call, values)
+
+    def _noisy(self, first: Sample) -> list[Sample]:
+        """Run the first call again with noise; where the module does not take it, with less of it, or not at all."""
+        state = perturbed_state(self.state, self.oracle.seed)
+        inputs = perturbed_inputs(first.arguments, self.oracle.seed + 1)
+        samples: list[Sample] = []
+        for arguments in (inputs, first.arguments):
+            run = self._attempt(arguments, state, first.exact)
+            if run is not None:
+                samples.append(self._sample(Data.NOISY, arguments, state, run))
+                break
+        run = self._attempt(inputs, self.state, first.exact)
+        if run is not None:
+            samples.append(Sample(Data.NOISY_INPUTS, inputs, self.state, run))
+        return samples
+
+    def _attempt(self, arguments: Arguments, state: Mapping[str, Tensor], usual: Run) -> Run | None:
+        """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
+        try:
+            run = self.oracle.exact(arguments, state)
+        except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
+            return None
+        return run if _is_finite(run) or not _is_finite(usual) else None
+
+
+def _is_finite(run: Run) -> bool:
+    values = (*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values())
+    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return all(bool(torch.isfinite(value).all()) for value in floats)

@@ -1,0 +1,149 @@
+"""Run a module on stand-ins for its tensors, and leave no trace on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..tracing.preserve import AttributeState, RandomState
+from .tree import Change, map_tensors
+
+__all__ = ["Stage", "random_state_kept"]
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+@dataclass
+class Stage:
+    """Hold where a module and its children keep their tensors, so that stand-ins can take their places.
+
+    Swapping the entries costs microseconds where copying the module costs milliseconds, and it reaches what a copy
+    would miss: tied tensors stay tied, and views of a fused tensor follow it.
+
+    Attributes:
+        module: the module to run.
+        parameters: its parameters by qualified name; a tied one under each of its names.
+        buffers: its buffers likewise.
+    """
+
+    module: nn.Module
+    parameters: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+    _modules: dict[str, nn.Module] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._modules = dict(self.module.named_modules(remove_duplicate=False))
+        self.parameters = self._named("_parameters")
+        self.buffers = self._named("_buffers")
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name."""
+        return {**self.parameters, **self.buffers}
+
+    def _named(self, kind: str) -> dict[str, Tensor]:
+        homes = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
+        return {dot + key: tensor for dot, home in homes for key, tensor in home.items() if tensor is not None}
+
+    @contextmanager
+    def playing(
+        self,
+        stand_ins: Mapping[str, Tensor],
+        *,
+        convert: Change,
+        training: bool | None = None,
+    ) -> Generator[None]:
+        """Let `stand_ins` be the module's tensors.
+
+        Args:
+            stand_ins: name -> parameter or buffer to use; it may be changed by the run, so give a copy.
+            convert: makes the stand-in of any other tensor the modules hold as a plain attribute.
+            training: the flag to set on every module where the module's own differs; None leaves all as they are.
+        """
+        modules = list({id(module): module for module in self._modules.values()}.values())
+        saved = [_Belongings(module) for module in modules]
+        cast = self._cast(stand_ins)
+        try:
+            for module in modules:
+                _replace(module, cast, convert)
+            if training is not None and training != self.module.training:
+                for module in modules:
+                    module.__dict__["training"] = training
+            yield
+        finally:
+            for belongings in saved:
+                belongings.restore()
+
+    def _cast(self, stand_ins: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        cast: dict[int, Tensor] = {}
+        for name, tensor in self.state.items():
+            if name in stand_ins:
+                cast.setdefault(id(tensor), stand_ins[name])
+        return cast
+
+    def standing(self, kind: str) -> dict[str, Tensor]:
+        """Return the `parameters` or `buffers` that stand in the module now, during or after a run."""
+        return self._named(f"_{kind}")
+
+
+class _Belongings:
+    """What one module holds; putting all of it back blindly is faster than looking for what has changed."""
+
+    __slots__ = ("containers", "own", "saved")
+
+    def __init__(self, module: nn.Module) -> None:
+        own = self.own = vars(module)
+        registers = (own["_parameters"], own["_buffers"], own["_modules"])
+        self.saved = [(dictionary, dict(dictionary)) for dictionary in (*registers, own)]
+        has_containers = any(isinstance(own[name], (list, dict, set)) for name in own.keys() - _INTERNAL)
+        self.containers = AttributeState(module) if has_containers else None
+
+    def restore(self) -> None:
+        for dictionary, content in self.saved:
+            dictionary.clear()
+            dictionary.update(content)
+        if self.containers is not None:
+            self.containers.restore()
+
+
+def _replace(module: nn.Module, cast: Mapping[int, Tensor], convert: Change) -> None:
+    """Put stand-ins in a module's registers, and in the attributes and containers that hold tensors directly."""
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return cast[id(tensor)] if id(tensor) in cast else convert(tensor)
+
+    own = vars(module)
+    for register in (own["_parameters"], own["_buffers"]):
+        for name, tensor in register.items():
+            if tensor is not None:
+                register[name] = stand_in(tensor)
+    for name, value in list(own.items()):
+        if name not in _INTERNAL and _holds_tensors(value):
+            own[name] = map_tensors(value, stand_in)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        return any(isinstance(item, Tensor) for item in items)
+    return isinstance(value, Tensor)
+
+
+@contextmanager
+def random_state_kept(seed: int) -> Generator[None]:
+    """Seed every generator with `seed` for a while, then put each back where it was."""
+    generators = RandomState()
+    try:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        generators.restore()

@@ -1,0 +1,138 @@
+"""Put a run of the original under the rewritten module's names, so that the two can be laid side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FxoptError, VerificationError
+from .compare import Tolerance, distance
+from .oracle import coarsest_epsilon
+from .reference import Reference
+from .stage import Stage
+from .trial import Run
+
+__all__ = ["MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
+
+MapState = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""From every parameter and buffer under its old name to the same under the new names; `StateMap.forward` is one."""
+
+Quantities = dict[str, Any]
+"""Everything one run yields, by a label that a message can show: "output[0]", "gradient of weight", "buffer mean"."""
+
+_GRADIENT = "gradient of "
+
+
+class Objection(VerificationError):  # noqa: N818 - it is not an error but a finding
+    """Why a rewrite is not accepted."""
+
+
+def quantities(run: Run, parameter_gradients: Mapping[str, Any], buffers: Mapping[str, Any]) -> Quantities:
+    """Return what a run yielded as one flat dictionary."""
+    return {
+        **{name: _as_tensor(value) for name, value in run.outputs.items()},
+        **{f"{name} after the call": tensor for name, tensor in run.inputs.items()},
+        **{f"{_GRADIENT}{name}": gradient for name, gradient in run.input_gradients.items()},
+        **{f"{_GRADIENT}{name}": gradient for name, gradient in parameter_gradients.items()},
+        **{f"buffer {name}": tensor for name, tensor in buffers.items()},
+    }
+
+
+def is_gradient(label: str) -> bool:
+    """Say whether a label of `quantities` names a gradient."""
+    return label.startswith(_GRADIENT)
+
+
+class Translation:
+    """Translate state and runs from the old names to the new ones.
+
+    Attributes:
+        mapped: the original's state under the new names.
+        covers: whether the map accounts for every float tensor of the rewritten module. Only then can noise on the
+            old state be carried over to the new one.
+    """
+
+    def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
+        self.reference, self.after, self.map_state = reference, after, map_state
+        self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
+        self.mapped = self.state(reference.state)
+        self.covers = all(name in self.mapped or not _is_float(tensor) for name, tensor in after.state.items())
+
+    def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Map whole old state.
+
+        Raises:
+            Objection: if the map does not take it.
+        """
+        try:
+            return self.map_state(state)
+        except FxoptError as error:
+            raise Objection(f"the state map does not fit: {error}") from error
+
+    def check_state(self) -> None:
+        """Object unless the map yields what the rewritten module really holds."""
+        actual = self.after.state
+        slack = 16 * coarsest_epsilon(((), {}), self.reference.state)
+        for name, expected in self.mapped.items():
+            if name not in actual:
+                raise Objection(f"{name} is gone, though the state map leads to it")
+            found = actual[name]
+            if found.shape != expected.shape:
+                raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
+            if distance(expected, found, Tolerance(slack, 0.0)).problem:
+                raise Objection(f"{name} is not what the state map makes of the original tensors")
+
+    def quantities(self, run: Run) -> Quantities:
+        """Return what a run of the original yielded, under the new names."""
+        return quantities(run, self._gradients(run), self._buffers(run))
+
+    def _buffers(self, run: Run) -> dict[str, Tensor]:
+        if not run.buffers:
+            return {}
+        mapped = self.state({**self.reference.state, **run.buffers})
+        return {name: tensor for name, tensor in mapped.items() if name in self.after.buffers}
+
+    def _gradients(self, run: Run) -> dict[str, Tensor | None]:
+        if not self.reference.gradients:
+            return {}
+        found = run.parameter_gradients
+        values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
+        marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
+        mapped = self.state(values)
+        return {
+            name: _if_present(name, gradient, marks[name])
+            for name, gradient in mapped.items()
+            if name in self.after.parameters or bool(marks[name].any())
+        }
+
+    def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
+        """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""
+        if present not in self._marks:
+            one = {name: torch.tensor(float(name in present)) for name in self.reference.state}
+            marks = {name: mark.expand(self.reference.state[name].shape) for name, mark in one.items()}
+            self._marks[present] = self.state(marks)
+        return self._marks[present]
+
+
+def _if_present(name: str, gradient: Tensor, marks: Tensor) -> Tensor | None:
+    if bool(marks.all()):
+        return gradient
+    if not bool(marks.any()):
+        return None
+    raise Objection(f"{name} joins tensors that receive a gradient with tensors that do not")
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a Python float as a tensor: it was rounded like one."""
+    return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape) if gradient is None else gradient
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

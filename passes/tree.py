@@ -1,0 +1,95 @@
+"""Find and replace the tensors inside nested arguments and results: containers, dataclasses, plain objects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Change", "flatten", "map_tensors", "structure"]
+
+Change = Callable[[Tensor], Tensor]
+
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device, torch.layout, torch.Generator, nn.Module,
+)  # fmt: skip
+
+
+def map_tensors(value: Any, change: Change) -> Any:
+    """Return `value` with every tensor in it replaced by `change(tensor)`; one tensor used twice stays one tensor.
+
+    Containers and objects are rebuilt, never edited; what holds no tensors (modules, functions) is passed on.
+    """
+    return _map(value, change, {})
+
+
+def _map(value: Any, change: Change, done: dict[int, Any]) -> Any:
+    if isinstance(value, _ATOMS):
+        return value
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, Tensor):
+        return done.setdefault(id(value), change(value))
+    if isinstance(value, tuple):
+        return done.setdefault(id(value), _map_tuple(cast("tuple[Any, ...]", value), change, done))
+    return _map_object(value, change, done)
+
+
+def _map_tuple(value: tuple[Any, ...], change: Change, done: dict[int, Any]) -> Any:
+    items = [_map(item, change, done) for item in value]
+    if type(value) is tuple:
+        return tuple(items)
+    rebuild = cast("Callable[..., Any]", type(value))
+    return rebuild(*items) if hasattr(value, "_fields") else rebuild(items)
+
+
+def _map_object(value: Any, change: Change, done: dict[int, Any]) -> Any:
+    twin = copy.copy(value)
+    done[id(value)] = twin
+    if isinstance(value, list):
+        twin[:] = [_map(item, change, done) for item in cast("list[Any]", value)]
+    elif isinstance(value, Mapping) and hasattr(twin, "__setitem__"):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            twin[key] = _map(item, change, done)
+    for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
+        twin.__dict__[name] = _map(item, change, done)
+    return twin
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of `value` (tensors, numbers, strings, None) by their path: `[0].logits`."""
+    return {where: leaf for where, leaf, is_leaf in _walk(value, path) if is_leaf}
+
+
+def structure(value: Any) -> tuple[tuple[str, str], ...]:
+    """Return the shape of `value` without its leaves' values: every path, and the type found there."""
+    return tuple((where, type(item).__name__) for where, item, _ in _walk(value, ""))
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
+    parts = _parts(value)
+    yield path, value, parts is None
+    for step, item in parts or ():
+        yield from _walk(item, path + step)
+
+
+def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    if isinstance(value, (Tensor, *_ATOMS)):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in cast("Mapping[Any, Any]", value).items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", getattr(value, name)) for name in cast("Any", value)._fields]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", item) for index, item in enumerate(cast("list[Any]", value))]
+    if dataclasses.is_dataclass(value):
+        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if hasattr(value, "__dict__"):
+        return [(f".{name}", item) for name, item in vars(value).items()]
+    return None

@@ -1,0 +1,174 @@
+"""One run of a module on one call: what came out, which gradients flowed, what was changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import version_of
+from .float64 import Float64Mode, double_defaults, widened
+from .interpret import Arguments, graph_forward
+from .stage import Stage, random_state_kept
+from .tape import Tape
+from .tree import flatten, map_tensors, structure
+
+__all__ = ["Arguments", "Gradients", "Run", "Trial", "differentiable"]
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one module did on one call; every part is keyed by a name that a message can show.
+
+    Attributes:
+        structure: every path in the result, and the type there.
+        outputs: the leaves of the result, tensors detached.
+        attached: the outputs that gradients flow from.
+        inputs: the arguments that the call changed in place, as it left them.
+        input_gradients: one per float argument; None where none arrived.
+        parameter_gradients: one per parameter; None where none arrived or none is wanted.
+        buffers: as the call left them.
+        random_state: of the CPU generator after the forward.
+    """
+
+    structure: tuple[tuple[str, str], ...]
+    outputs: dict[str, Any]
+    attached: frozenset[str]
+    inputs: dict[str, Tensor]
+    input_gradients: Gradients
+    parameter_gradients: Gradients
+    buffers: dict[str, Tensor]
+    random_state: Tensor
+
+
+@dataclass
+class Trial:
+    """The conditions to run a module under, again and again.
+
+    Attributes:
+        stage: the module, ready to take stand-ins.
+        training: the mode to run in; None leaves each module's flag as it is.
+        gradients: whether gradients are wanted.
+        seed: of the upstream gradients and of the random stream.
+        wide: the type that floats are promoted to; None runs in the module's own types.
+        oracle: promotes what the code casts or creates on its way, where that is needed.
+        tape: serves the random draws; None leaves them to the generator.
+        by_node: interpret the module's graph, where it has one, instead of running its code.
+    """
+
+    stage: Stage
+    training: bool | None
+    gradients: bool
+    seed: int
+    wide: torch.dtype | None = None
+    oracle: Float64Mode | None = None
+    tape: Tape | None = None
+    by_node: bool = False
+
+    def run(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+        """Run once; `state` gives every parameter and buffer by name, and stays unchanged."""
+        stand_ins = self._stand_ins(state)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(random_state_kept(self.seed))
+            stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
+            stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
+            if self.by_node:
+                self._interpret(arguments)
+            return self._run(arguments, stand_ins)
+
+    def _interpret(self, arguments: Arguments) -> None:
+        forward = graph_forward(self.stage.module, arguments, self.tape)
+        if forward is not None:
+            self.stage.module.__dict__["forward"] = forward
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._type(tensor), copy=True)
+
+    def _type(self, tensor: Tensor) -> torch.dtype:
+        return tensor.dtype if self.wide is None else widened(tensor.dtype, self.wide)
+
+    def _stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made: dict[int, Tensor] = {}
+        for name, original in self.stage.state.items():
+            if id(original) in made:
+                continue
+            if isinstance(original, nn.Parameter):
+                tensor = state[name].detach()
+                made[id(original)] = nn.Parameter(tensor.to(self._type(tensor)), original.requires_grad)
+            else:
+                made[id(original)] = self._convert(state[name])
+        return {name: made[id(original)] for name, original in self.stage.state.items()}
+
+    def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
+        leaves, (args, kwargs) = self._arguments(arguments)
+        given = _named_inputs((args, kwargs))
+        versions = {name: version_of(tensor) for name, tensor in given.items()}
+        with ExitStack() as stack:
+            stack.enter_context(self.oracle or nullcontext())
+            stack.enter_context(self.tape or nullcontext())
+            result = self.stage.module(*args, **kwargs)
+        random_state = torch.get_rng_state()
+        outputs = flatten(result, "output")
+        gradients = self._gradients(outputs, leaves, stand_ins)
+        return Run(
+            structure=structure(result),
+            outputs={name: _detached(value) for name, value in outputs.items()},
+            attached=frozenset(name for name, value in outputs.items() if _requires_grad(value)),
+            inputs={name: _detached(given[name]) for name, at in versions.items() if version_of(given[name]) != at},
+            input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
+            parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
+            buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            random_state=random_state,
+        )
+
+    def _arguments(self, arguments: Arguments) -> tuple[dict[str, Tensor], Arguments]:
+        def leaf_of(tensor: Tensor) -> Tensor:
+            return self._convert(tensor).requires_grad_(self.gradients and differentiable(tensor))
+
+        leaves = map_tensors(arguments, leaf_of)
+        named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
+        return named, map_tensors(leaves, torch.clone)
+
+    def _gradients(
+        self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]
+    ) -> dict[int, Tensor]:
+        roots = [value for value in outputs.values() if _requires_grad(value)]
+        wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
+        if not roots or not wanted:
+            return {}
+        upstream = [self._upstream(root, index) for index, root in enumerate(roots)]
+        with self.oracle if self.oracle is not None and self.oracle.promoted else nullcontext():
+            found = torch.autograd.grad(roots, list(wanted.values()), upstream, allow_unused=True)
+        return {key: gradient.detach() for key, gradient in zip(wanted, found, strict=True) if gradient is not None}
+
+    def _upstream(self, root: Tensor, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + index)
+        noise = torch.randn(root.shape, generator=generator, dtype=torch.float64)
+        exact_in_every_type = noise.to(torch.bfloat16)
+        return exact_in_every_type.to(device=root.device, dtype=root.dtype)
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Say whether gradients can flow to `tensor`, judged by its type."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _named_inputs(arguments: Arguments) -> dict[str, Tensor]:
+    named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,210 @@
+"""Decide whether a rewritten module still is what it was: outputs, gradients, buffers, types, and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import check_attachment, check_bits, check_form, check_integers, check_presence, check_structure, gap
+from .base import Numerics
+from .oracle import Oracle
+from .reference import Data, RecordedCall, Reference, Sample, reference
+from .stage import Stage
+from .translation import MapState, Objection, Quantities, Translation, quantities
+from .trial import Run
+from .yardstick import Measured, Yardstick
+
+__all__ = ["MapState", "RecordedCall", "Reference", "Verdict", "reference", "verify"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found.
+
+    Attributes:
+        ok: whether the rewrite keeps its promise.
+        reason: a sentence that says what is wrong, or "".
+        meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
+        precision_error: the largest error of the rewritten module in its own types, likewise.
+        checked_in: "float64", or the narrower type that had to do.
+    """
+
+    ok: bool
+    reason: str
+    meaning_error: float = 0.0
+    precision_error: float = 0.0
+    checked_in: str = "float64"
+
+
+def verify(
+    reference: Reference,
+    module: nn.Module,
+    *,
+    map_state: MapState = dict,
+    numerics: Numerics = Numerics.REASSOCIATED,
+    budget: float = 0.05,
+) -> Verdict:
+    """Compare a rewritten module with the `reference` that was taken before.
+
+    Two questions are asked. *Meaning*: in float64, on the recorded inputs, and with noise on inputs, parameters and
+    buffers (mapped to their new places), both agree to 1e-10. *Precision*: in its own types, the rewritten module errs
+    at most 4 times as much as the original did, plus 8 units in the last place of the output's scale.
+
+    Args:
+        reference: of the module before.
+        module: the module now; it is left exactly as it is.
+        map_state: from all old parameters and buffers by name to the new ones.
+        numerics: what the rewrite promises. `EXACT` outputs and buffers must be bitwise the same, and so must the
+            random stream; `APPROXIMATE` answers to `budget` alone; `SEMANTIC` need only run.
+        budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor.
+    """
+    check = _Check(reference, Stage(module), map_state, numerics, budget)
+    try:
+        check.run()
+    except Objection as objection:
+        return check.verdict(str(objection))
+    return check.verdict("")
+
+
+class _Check:
+    """One verification under way."""
+
+    def __init__(
+        self, reference: Reference, after: Stage, map_state: MapState, numerics: Numerics, budget: float
+    ) -> None:
+        self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
+        self.map_state = map_state
+        self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
+        self.oracle = Oracle(
+            after,
+            reference.training,
+            reference.gradients,
+            reference.seed,
+            reference.wide,
+            keyed=reference.keyed,
+            random=reference.random,
+        )
+        self.meaning_error = self.precision_error = 0.0
+
+    def verdict(self, reason: str) -> Verdict:
+        return Verdict(not reason, reason, self.meaning_error, self.precision_error, self.checked_in)
+
+    @property
+    def checked_in(self) -> str:
+        if not self.reference.samples:
+            return "nothing: there was no call to run"
+        wide = self.oracle.wide
+        return "its own types" if wide is None else str(wide).removeprefix("torch.")
+
+    def run(self) -> None:
+        if not self.reference.samples:
+            return
+        if self.numerics is Numerics.SEMANTIC:
+            self._only_runs(self.reference.samples[0])
+            return
+        translation = Translation(self.reference, self.after, self.map_state)
+        if self.keeps_meaning:
+            translation.check_state()
+        wanted = self._wanted(translation)
+        samples = [sample for sample in self.reference.samples if sample.data in wanted]
+        measured = [_measured(sample, translation) for sample in samples]
+        yardstick = Yardstick(self.reference, measured)
+        for sample, before in zip(samples, measured, strict=True):
+            self._sample(sample, before, translation, yardstick)
+        if self.numerics is Numerics.EXACT and self.reference.stream is not None:
+            self._stream(samples[0], self.reference.stream, translation)
+
+    def _wanted(self, translation: Translation) -> tuple[Data, ...]:
+        if not self.keeps_meaning:
+            return (Data.RECORDED,)
+        return (Data.RECORDED, Data.NOISY if translation.covers else Data.NOISY_INPUTS)
+
+    def _only_runs(self, sample: Sample) -> None:
+        check_structure(sample.exact, self._attempt("native", sample, self.after.state))
+
+    def _sample(self, sample: Sample, before: Measured, translation: Translation, yardstick: Yardstick) -> None:
+        state: Mapping[str, Tensor] = self.after.state
+        if sample.data is Data.NOISY:
+            state = {**state, **translation.state(sample.state)}
+        if self.keeps_meaning:
+            self._meaning(sample, before, self._exact(sample, state), yardstick)
+        if before.native is not None:
+            self._precision(sample, before, self._attempt("native", sample, state), yardstick)
+
+    def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        """Run exactly; where only the rewritten code lacks float64, in the next narrower type."""
+        while self.oracle.wide is not None:
+            try:
+                return self.oracle.exact(sample.arguments, state)
+            except Exception:  # if it is not for want of a kernel, it comes again below, and becomes the objection
+                self.oracle.wide = torch.float32 if self.oracle.wide is torch.float64 else None
+                self.oracle.census = None
+        return self._attempt("native", sample, state)
+
+    def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        try:
+            return getattr(self.oracle, kind)(sample.arguments, state)
+        except Exception as error:
+            raise Objection(f"the rewritten module raises {type(error).__name__}: {error}") from error
+
+    def _meaning(self, sample: Sample, before: Measured, exact: Run, yardstick: Yardstick) -> None:
+        where = f"({self.checked_in}, {sample.data.value})"
+        check_structure(sample.exact, exact)
+        check_attachment(sample.exact, exact)
+        found = _quantities(exact)
+        check_presence(before.exact, found)
+        tolerances = yardstick.for_meaning(before, self.oracle.wide)
+        for label, expected in before.exact.items():
+            error = gap(label, expected, found[label], tolerances.get(label), where)
+            self.meaning_error = max(self.meaning_error, error)
+
+    def _precision(self, sample: Sample, before: Measured, native: Run, yardstick: Yardstick) -> None:
+        check_structure(sample.exact, native)
+        found = _quantities(native)
+        check_presence(before.exact, found)
+        if self.keeps_meaning:
+            check_form(before.native or {}, found)
+        if self.numerics is Numerics.EXACT and not self.reference.random:
+            check_bits(before.native or {}, found)
+        where = f"(in its own types, {sample.data.value})"
+        tolerances = yardstick.for_precision(before, None if self.keeps_meaning else self.budget)
+        for label, expected in before.exact.items():
+            if label in tolerances:
+                judge = _overflowing_alike((before.native or {})[label], expected)
+                error = gap(label, judge, found[label], tolerances[label], where, fewer_infinities=True)
+                self.precision_error = max(self.precision_error, error)
+            elif self.keeps_meaning:
+                check_integers(label, expected, found[label], yardstick.fragile(before, label), where)
+
+    def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
+        """Compare runs on the plain random stream, and how far each has advanced it."""
+        after = self._attempt("stream", sample, self.after.state)
+        check_bits(translation.quantities(before), _quantities(after))
+        if not torch.equal(before.random_state, after.random_state):
+            raise Objection("the random stream is not advanced as before")
+
+
+def _measured(sample: Sample, translation: Translation) -> Measured:
+    def optional(run: Run | None) -> Quantities | None:
+        return None if run is None else translation.quantities(run)
+
+    return Measured(
+        exact=translation.quantities(sample.exact),
+        native=optional(sample.native),
+        echo=optional(sample.echo),
+        probes=[translation.quantities(probe) for probe in sample.probes],
+    )
+
+
+def _quantities(run: Run) -> Quantities:
+    return quantities(run, run.parameter_gradients, run.buffers)
+
+
+def _overflowing_alike(native: object, exact: Tensor) -> Tensor:
+    """Return the exact values, except that what overflowed in the original may overflow again."""
+    if not isinstance(native, Tensor) or native.shape != exact.shape:
+        return exact
+    return torch.where(torch.isfinite(native), exact, native.to(exact.dtype))

@@ -1,0 +1,145 @@
+"""What rounding honestly does to each quantity, read off the original itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from .compare import Tolerance, deviation, scale_of
+from .reference import Reference
+from .translation import Quantities, is_gradient
+
+__all__ = ["Measured", "Yardstick"]
+
+_EXACT = {
+    torch.float64: Tolerance(1e-10, 2e-13),
+    torch.float32: Tolerance(2e-5, 2e-5),
+}
+"""What exact runs may differ by, relative to the element and to the tensor's scale."""
+
+_SAFETY = 64.0
+"""Rounding in another order is allowed this multiple of the rounding error that the original shows."""
+
+_NATIVE_FACTOR = 4.0
+_NATIVE_UNITS = 8.0
+"""In its own types a rewrite may err 4 times as much as the original, plus 8 units in the last place of the scale."""
+
+_SMALL = 64
+"""A tensor with fewer elements may come out right by luck: its own error is then read off the other tensors too."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One sample of the original under the new names.
+
+    Attributes:
+        exact: what the exact run yielded.
+        native: what the run in the module's own types yielded, if there was one.
+        echo: what the exact run yielded with the last bits of its inputs changed, if that was needed.
+        probes: what it yielded with rounding-sized noise, if floats decide something.
+    """
+
+    exact: Quantities
+    native: Quantities | None
+    echo: Quantities | None
+    probes: Sequence[Quantities]
+
+
+class Yardstick:
+    """Turn the original's own errors into tolerances."""
+
+    def __init__(self, reference: Reference, measured: Sequence[Measured]) -> None:
+        self.reference = reference
+        self.wide_epsilon = reference.native_epsilon
+        if reference.wide is not None:
+            self.wide_epsilon = torch.finfo(reference.wide).eps
+        self._rounding: dict[str, float] = {}
+        for sample in measured:
+            self._learn(sample)
+
+    def _learn(self, sample: Measured) -> None:
+        """Note how much rounding moves each quantity: scaled down from the native error, or seen in the echo."""
+        shrink = self.wide_epsilon / self.reference.native_epsilon
+        for other, factor in ((sample.native, shrink), (sample.echo, 1.0)):
+            for label, expected in sample.exact.items() if other is not None else ():
+                moved = factor * _moved(expected, (other or {}).get(label))
+                self._rounding[label] = max(moved, self._rounding.get(label, 0.0))
+
+    def for_meaning(self, sample: Measured, wide: torch.dtype | None) -> dict[str, Tolerance]:
+        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by."""
+        scales = _scales(sample.exact)
+        base = _EXACT.get(wide) if wide is not None else None
+        base = base or Tolerance(4 * self.reference.native_epsilon, 4 * self.reference.native_epsilon)
+        return {
+            label: Tolerance(
+                base.relative,
+                base.absolute * scale + _SAFETY * self._rounding.get(label, 0.0) + self.wide_epsilon * around,
+                1e-12 * around,
+            )
+            for label, (scale, around) in scales.items()
+        }
+
+    def for_precision(self, sample: Measured, budget: float | None) -> dict[str, Tolerance]:
+        """Return, for each tensor of a sample, what the rewritten module may err by in its own types.
+
+        A `budget` replaces what the original's own errors say; it is relative to the scale.
+        """
+        scales = _scales(sample.exact)
+        if budget is not None:
+            return {label: Tolerance(0.0, budget * scale, 1e-12 * around) for label, (scale, around) in scales.items()}
+        own = {label: self._own_error(sample, label) for label in scales}
+        usual = _typical(own[label] / scale for label, (scale, _) in scales.items() if scale > 0)
+        allowed: dict[str, Tolerance] = {}
+        for label, (scale, around) in scales.items():
+            error = max(own[label], usual * scale) if sample.exact[label].numel() < _SMALL else own[label]
+            units = _NATIVE_UNITS * self._epsilon(sample, label)
+            allowed[label] = Tolerance(0.0, _NATIVE_FACTOR * error + units * max(scale, 1e-6 * around), 1e-12 * around)
+        return allowed
+
+    def fragile(self, sample: Measured, label: str) -> int:
+        """Return how many elements of an integer tensor rounding changes."""
+        expected = sample.exact[label]
+        changed = torch.zeros(expected.shape, dtype=torch.bool, device=expected.device)
+        for other in (sample.native, *sample.probes):
+            found = (other or {}).get(label)
+            if isinstance(found, Tensor) and found.shape == expected.shape:
+                changed |= found != expected
+        return int(changed.sum())
+
+    def _own_error(self, sample: Measured, label: str) -> float:
+        runs = (run for run in (sample.native, sample.echo, *sample.probes) if run is not None)
+        return max((_moved(sample.exact[label], run.get(label)) for run in runs), default=0.0)
+
+    def _epsilon(self, sample: Measured, label: str) -> float:
+        native = (sample.native or {}).get(label)
+        if not isinstance(native, Tensor) or native.dtype is torch.float64 or not native.is_floating_point():
+            return self.reference.native_epsilon
+        return torch.finfo(native.dtype).eps
+
+
+def _moved(expected: object, found: object) -> float:
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor) or not _is_float(expected):
+        return 0.0
+    return deviation(expected, found)
+
+
+def _scales(exact: Quantities) -> dict[str, tuple[float, float]]:
+    """Return each float tensor's scale, and the largest scale among its kind (gradients, or everything else)."""
+    own = {label: scale_of(value) for label, value in exact.items() if isinstance(value, Tensor) and _is_float(value)}
+    around = {False: 0.0, True: 0.0}
+    for label, scale in own.items():
+        around[is_gradient(label)] = max(around[is_gradient(label)], scale)
+    return {label: (scale, around[is_gradient(label)]) for label, scale in own.items()}
+
+
+def _typical(errors: Iterable[float]) -> float:
+    known = [error for error in errors if error > 0]
+    return median(known) if known else 0.0
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
