@@ -6,8 +6,27 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["is_random_operator", "is_view_operator", "written_arguments"]
+__all__ = [
+    "DispatchMode",
+    "is_random_operator",
+    "is_view_operator",
+    "operator_format",
+    "untraceable_entries",
+    "version_of",
+    "written_arguments",
+]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import `torch._dynamo` (more than a second) on its first operator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @cache
@@ -20,6 +39,27 @@ def is_random_operator(operator: Any) -> bool:
 def is_view_operator(operator: Any) -> bool:
     """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
     return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+
+
+def operator_format(function: Any) -> str | None:
+    """Return how a function of the `operator` module is written with its symbol ("{} + {}"), or None."""
+    if getattr(function, "__module__", None) != "_operator":
+        return None
+    return fx.graph.magic_methods.get(function.__name__)
+
+
+def untraceable_entries() -> list[tuple[Any, str, str]]:
+    """Return owner, name and description of each function behind which a forward does what no graph can say."""
+    return [
+        (torch.utils.checkpoint, "checkpoint", "checkpoint is used"),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", "checkpoint is used"),
+        (torch.autograd.function, "_is_setup_context_defined", "a custom autograd function is called"),
+    ]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place."""
+    return tensor._version
 
 
 @cache

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compat import is_random_operator, is_view_operator, written_arguments
+from ..compat import DispatchMode, is_random_operator, is_view_operator, written_arguments
 
 __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
@@ -47,7 +46,7 @@ def double_defaults(wide: torch.dtype = torch.float64) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
-class Float64Mode(TorchDispatchMode):
+class Float64Mode(DispatchMode):
     """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of.
 
     Autocast needs no treatment: it never casts a float64 tensor down.

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compat import is_random_operator
+from ..compat import DispatchMode, is_random_operator
 
 __all__ = ["Key", "Tape"]
 
@@ -20,7 +19,7 @@ Key = str | tuple[str, ...]
 """Where a draw happens: the name of a node, or the names of all the nodes that a fused node stands for."""
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Serve every random operator from draws named (seed, key, count), computed in float64.
 
     Whoever runs a graph says `at(key)` before each node; a tape that is not keyed counts all draws in their order. A

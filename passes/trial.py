@@ -140,20 +140,21 @@ class Trial:
     def _gradients(
         self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        roots = [value for value in outputs.values() if _requires_grad(value)]
+        losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if _requires_grad(value)]
         wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
-        if not roots or not wanted:
+        if not losses or not wanted:
             return {}
-        upstream = [self._upstream(root, index) for index, root in enumerate(roots)]
         with self.oracle if self.oracle is not None and self.oracle.promoted else nullcontext():
-            found = torch.autograd.grad(roots, list(wanted.values()), upstream, allow_unused=True)
-        return {key: gradient.detach() for key, gradient in zip(wanted, found, strict=True) if gradient is not None}
+            found = torch.autograd.grad(losses, list(wanted.values()), allow_unused=True)
+        return {key: gradient for key, gradient in zip(wanted, found, strict=True) if gradient is not None}
 
-    def _upstream(self, root: Tensor, index: int) -> Tensor:
+    def _loss(self, output: Tensor, index: int) -> Tensor:
+        """Return a scalar that sends the same random gradient into `output`, whatever its type."""
         generator = torch.Generator().manual_seed(self.seed + index)
-        noise = torch.randn(root.shape, generator=generator, dtype=torch.float64)
-        exact_in_every_type = noise.to(torch.bfloat16)
-        return exact_in_every_type.to(device=root.device, dtype=root.dtype)
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        exact_in_every_type = noise.to(torch.bfloat16).to(device=output.device, dtype=output.dtype)
+        loss = (output * exact_in_every_type).sum()
+        return loss.real if loss.is_complex() else loss
 
 
 def differentiable(tensor: Tensor) -> bool:
