@@ -1,0 +1,268 @@
+"""The `fxopt` command: it parses, calls the library and prints; torch is imported only once there is work for it.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused input, 4 a pass failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import FxoptError
+from .version import VERSION
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["app", "main"]
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(
+    name="fxopt",
+    help="Rewrite PyTorch models with torch.fx: proven equal, measured, reversible.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="MODEL is package.module:factory, with example_inputs() beside the factory, or a file saved by fxopt.",
+)
+
+
+class PhaseOption(StrEnum):
+    """What the model is optimized for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:factory, or a file saved by fxopt.")]
+Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors) first.")]
+Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors); see the docs.")]
+Trust = Annotated[list[str] | None, typer.Option(metavar="PACKAGE", help="Let a saved MODEL import this package.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    try:
+        app(arguments)
+    except FxoptError as error:
+        _complain(error)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        # Whoever read the output has gone; Python's own last flush must not fail over it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        _complain(error)
+        raise SystemExit(3) from None
+
+
+def _complain(error: BaseException) -> None:
+    lines = [f"fxopt: error: {error}", *getattr(error, "__notes__", ())]
+    typer.echo("\n".join(lines), err=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fxopt {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Hold the options that stand before the command."""
+
+
+@app.command()
+def optimize(
+    model: Model,
+    passes: Annotated[
+        str | None, typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
+    weights: Weights = None,
+    inputs: Inputs = None,
+    phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
+    verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
+    measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that pay.")] = None,
+    seed: Annotated[int, typer.Option(help="Of verification's random inputs.")] = 0,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Optimize a model and report what was done.
+
+    Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
+    """
+    from . import api
+
+    original, example_inputs = _open(model, weights, inputs, trust)
+    wanted = phase.value if phase else None
+    training = original.training if wanted is None else wanted == "train"
+    fast = api.optimize(
+        original,
+        passes if passes is not None else "training" if training else "inference",
+        example_inputs=example_inputs,
+        phase=wanted,
+        verify=verify,
+        measure=measure,
+        plan=plan,
+        seed=seed,
+    )
+    if save_plan is not None:
+        api.plan(fast).save(save_plan)
+    if output is not None:
+        api.save(fast, output, factory=None if Path(model).is_file() else model)
+    report = api.report(fast)
+    _show(report.to_json() if as_json else report.table(), as_json)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    weights: Weights = None,
+    inputs: Inputs = None,
+    graph: Annotated[str | None, typer.Option(metavar="NAME", help="Print the graph of this module.")] = None,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Show what of a model can be captured, and what was done to a saved one.
+
+    Example: fxopt inspect zoo.models:heads --graph heads.0
+    """
+    from . import api
+    from .errors import UsageError
+    from .passes.record import record_of
+    from .passes.suggest import did_you_mean
+    from .reporting.inspection import inspection, inspection_json
+
+    opened, example_inputs = _open(model, weights, inputs, trust)
+    if record_of(opened) is not None and graph is None:
+        report = api.report(opened)
+        return _show(report.to_json() if as_json else report.table(), as_json)
+    program = api.capture(opened, example_inputs)
+    if graph is None:
+        return _show(inspection_json(program) if as_json else inspection(program), as_json)
+    if graph not in program.graphs:
+        raise UsageError(f"no graph for module {graph!r}{did_you_mean(graph, program.graphs)}")
+    return _show({"graph": str(program.graphs[graph])} if as_json else f"{program.graphs[graph]}\n", as_json)
+
+
+@app.command()
+def diff(a: Model, b: Model, trust: Trust = None, as_json: Json = False) -> None:
+    """Compare the graphs of two models; exit with 1 if they differ.
+
+    Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
+    """
+    from .reporting.diff import diff_graphs
+
+    text = diff_graphs(*({name: str(graph) for name, graph in _graphs(model, trust).items()} for model in (a, b)))
+    _show({"equal": not text, "diff": text} if as_json else text, as_json)
+    raise typer.Exit(1 if text else 0)
+
+
+@app.command()
+def passes(
+    name: Annotated[str | None, typer.Argument(metavar="PASS", help="Say all about this one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the passes and presets, or describe one pass.
+
+    Example: fxopt passes fuse_ensembles
+    """
+    from .reporting.catalogue import catalogue, catalogue_json
+
+    _show(catalogue_json(name) if as_json else catalogue(name), as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check the installation; exit with 1 if something that fxopt needs is missing.
+
+    Example: fxopt doctor --json
+    """
+    from .reporting.environment import checks
+
+    found = checks()
+    lines = [f"{'  ' if check.ok else '! '}{check.name:<28}{check.found}\n" for check in found]
+    _show({"checks": [vars(check) for check in found]} if as_json else "".join(lines), as_json)
+    raise typer.Exit(0 if all(check.ok for check in found) else 1)
+
+
+@app.command()
+def demo(
+    compile_: Annotated[bool, typer.Option("--compile", help="Time torch.compile too; it takes a minute.")] = False,
+    heads: Annotated[int, typer.Option(min=1, help="Members of the ensemble.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the input.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Make an ensemble of 128 heads faster, and show that nothing else changed.
+
+    Example: fxopt demo --compile
+    """
+    from .demo import Demo
+
+    result = Demo(heads, batch, steps, compile_, show=_hide if as_json else _show).run()
+    if as_json:
+        _show(result, as_json)
+    raise typer.Exit(0 if all(result["checks"].values()) else 1)
+
+
+def _open(
+    model: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None
+) -> tuple[nn.Module, object]:
+    """Return the model that MODEL means, and its example inputs or None."""
+    from . import api
+    from .deploy.factory import build_model
+    from .deploy.source import inputs_beside, load_weights, read_inputs
+
+    # Like `python -m`, find the user's own modules in the folder the command is run in.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    saved = Path(model).is_file()
+    built = api.load(model, trust=trust or ()) if saved else build_model(model)
+    if weights is not None:
+        load_weights(built, weights)
+    if inputs is not None:
+        return built, read_inputs(inputs)
+    example_inputs = None if saved else inputs_beside(model)
+    if example_inputs is None:
+        typer.echo("fxopt: no example inputs, so nothing can be checked or timed", err=True)
+    return built, example_inputs
+
+
+def _graphs(model: str, trust: Sequence[str] | None) -> dict[str, Any]:
+    from . import api
+    from .passes.record import record_of
+
+    opened, example_inputs = _open(model, None, None, trust)
+    return api.graphs(opened) if record_of(opened) else dict(api.capture(opened, example_inputs).graphs)
+
+
+def _hide(value: Any) -> None:
+    """Show nothing: what is shown bit by bit otherwise comes as one piece of JSON."""
+
+
+def _show(value: Any, as_json: bool = False) -> None:
+    """Print JSON, or something to read: in colour on a terminal, as plain text elsewhere."""
+    if as_json:
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=2, allow_nan=False))
+    elif sys.stdout.isatty() and not isinstance(value, str):
+        from rich.console import Console
+
+        Console().print(value)
+    else:
+        typer.echo(str(value), nl=False)

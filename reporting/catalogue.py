@@ -1,0 +1,62 @@
+"""The passes there are, as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from typing import Any
+
+from ..passes.registry import PRESETS, PassInfo, available, find_pass
+
+__all__ = ["catalogue", "catalogue_json"]
+
+
+def catalogue(name: str | None = None) -> str:
+    """List passes and presets in a line each, or say all about the pass called `name`.
+
+    Raises:
+        UsageError: there is no such pass.
+    """
+    if name is not None:
+        return _page(name)
+    infos = available()
+    width = max(map(len, [*infos, *PRESETS])) + 2
+    lines = [f"{info.name:<{width}}{info.problem or info.summary}" for info in infos.values()]
+    presets = [f"{preset:<{width}}{','.join(members)}" for preset, members in PRESETS.items()]
+    return "\n".join(["passes", *_indented(lines), "presets", *_indented(presets)]) + "\n"
+
+
+def catalogue_json(name: str | None = None) -> dict[str, Any]:
+    """Return what `catalogue` says as plain JSON values."""
+    if name is not None:
+        find_pass(name)
+    infos = [_plain(info) for info in available().values() if name in (None, info.name)]
+    return {"passes": infos, "presets": {preset: list(members) for preset, members in PRESETS.items()}}
+
+
+def _page(name: str) -> str:
+    found = find_pass(name)
+    info = available()[name]
+    options = [
+        f"{option.name}={'...' if option.default is None else option.default}  ({option.takes})"
+        for option in info.options
+    ]
+    contract = [f"numerics {_word(info.numerics)}, goal {_word(info.goal)}, phase {_word(info.phase)}"]
+    sections = {"contract": contract, "options": options or ["none"]}
+    text = [f"{name}: {inspect.getdoc(found)}", ""]
+    return "\n".join([*text, *(line for key, value in sections.items() for line in [key, *_indented(value)])]) + "\n"
+
+
+def _plain(info: PassInfo) -> dict[str, Any]:
+    return {
+        key: _word(value) if isinstance(value, enum.Enum) else value for key, value in dataclasses.asdict(info).items()
+    }
+
+
+def _word(member: enum.Enum | None) -> str:
+    return "" if member is None else str(member.value)
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

@@ -1,0 +1,50 @@
+"""How much of a model was captured, module by module, as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .wording import clipped, printable
+
+if TYPE_CHECKING:
+    from ..tracing.program import Program
+
+__all__ = ["inspection", "inspection_json"]
+
+SCHEMA_VERSION = 1
+
+
+def inspection(program: Program) -> str:
+    """Return the coverage, the captured modules (equal ones together) and the opaque ones with line and reason."""
+    lines = [printable(str(program.coverage())), ""]
+    lines += [f"  {_several(names):<44} {kind:<24} {nodes} nodes" for (kind, nodes), names in _equal(program).items()]
+    if program.opaque:
+        lines += ["", "not captured; these run as they are:"]
+        lines += [
+            f"  {clipped(o.name) or '(root)'} ({o.location}): {printable(o.reason)}" for o in program.opaque.values()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def inspection_json(program: Program) -> dict[str, Any]:
+    """Return what `inspection` says as plain JSON values."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "coverage": str(program.coverage()),
+        "graphs": {name: len(graph.nodes) for name, graph in program.graphs.items()},
+        "opaque": [{"module": o.name, "location": o.location, "reason": o.reason} for o in program.opaque.values()],
+    }
+
+
+def _equal(program: Program) -> dict[tuple[str, int], list[str]]:
+    """Return the names of captured modules of one class whose graphs have equally many nodes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name, graph in program.graphs.items():
+        kind = type(program.module(name.partition("#")[0])).__name__
+        found.setdefault((kind, len(graph.nodes)), []).append(name)
+    return found
+
+
+def _several(names: list[str]) -> str:
+    first = clipped(names[0]) or "(root)"
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fxopt.cli import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(6))
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=1)
+
+class Deciding(Heads):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else -super().forward(x)
+
+def example_inputs():
+    torch.manual_seed(1)
+    return (torch.randn(3, 4),)
+
+def heads():
+    torch.manual_seed(0)
+    return Heads().eval()
+
+def deciding():
+    return Deciding().eval()
+
+def training_heads():
+    return heads().train()
+"""
+
+FAST = ("--no-measure",)
+"""Decide by the documented rule, so that the tests do not depend on the machine."""
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Fxopt = Callable[..., Done]
+
+
+@pytest.fixture
+def fxopt(capsys: pytest.CaptureFixture[str]) -> Fxopt:
+    """Return a function that runs the command line in this process."""
+
+    def run(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exited:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Done(int(exited.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Work in a folder with a module `zoo`, whose factories the command line imports from there."""
+    (tmp_path / "zoo.py").write_text(SOURCE)
+    (tmp_path / "bare.py").write_text("from zoo import heads")
+    (tmp_path / "grumpy.py").write_text("from zoo import heads\ndef example_inputs():\n    raise OSError('no data')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("zoo", "bare", "grumpy"):
+        sys.modules.pop(name, None)
+
+
+def in_new_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fxopt", *arguments], capture_output=True, text=True, check=False, timeout=120, **options
+    )
+
+
+def test_help_and_version_need_no_torch(zoo: Path):
+    code = (
+        "import sys; from fxopt.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules, 'networkx' in sys.modules)"
+    )
+    for arguments in (["--help"], ["optimize", "--help"], ["--version"], ["no-such-command"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_the_module_runs_as_a_command():
+    done = in_new_process("--version")
+    assert (done.returncode, done.stdout) == (0, "fxopt 0.1.0\n")
+
+
+def test_wrong_usage_exits_with_2(fxopt: Fxopt):
+    assert fxopt("no-such-command").code == 2
+    assert fxopt("optimize").code == 2
+    assert fxopt("optimize", "zoo:heads", "--phase", "sometimes").code == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("zoo", 2, "'zoo' does not name a model; write package.module:factory"),
+        ("zoo.py:heads", 2, "write package.module:factory"),
+        ("zou:heads", 2, "there is no module 'zou'"),
+        ("zoo:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
+        ("zoo:SOURCE", 2, "zoo has no 'SOURCE'"),
+        ("zoo:torch", 2, "is of type module, not a function or class that builds a model"),
+        ("zoo:example_inputs", 3, "returned tuple, expected a torch.nn.Module"),
+        ("grumpy:heads", 3, "grumpy:example_inputs raised OSError: no data"),
+        ("zoo.py", 3, "zoo.py is not a readable fxopt archive"),
+    ],
+)
+def test_a_model_that_is_none(fxopt: Fxopt, model: str, code: int, message: str):
+    done = fxopt("inspect", model)
+    assert done.code == code
+    assert message in done.err
+    assert done.out == ""
+
+
+def test_a_wrong_pipeline_is_shown_with_its_place(fxopt: Fxopt):
+    done = fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code, fuse_ensemble")
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "fxopt: error: unknown pass 'fuse_ensemble'; did you mean 'fuse_ensembles'?",
+        "  eliminate_dead_code, fuse_ensemble",
+        "                       ^^^^^^^^^^^^^",
+    ]
+
+
+def test_optimize_reports_and_saves(fxopt: Fxopt, zoo: Path):
+    done = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", "--save-plan", "plan.json", *FAST)
+    assert (done.code, done.err) == (0, "")
+    assert "1 rewrite applied" in done.out
+    assert "fuse_ensembles" in done.out
+    assert json.loads((zoo / "plan.json").read_text())["schema_version"] == 1
+
+    import zoo as models
+
+    import fxopt as library
+
+    loaded = library.load(zoo / "out.fxopt", trust=["zoo"])
+    assert type(loaded) is not models.Heads
+    assert isinstance(loaded, models.Heads)
+    x = models.example_inputs()[0]
+    torch.testing.assert_close(loaded(x), models.heads()(x))
+
+
+def test_optimize_as_json(fxopt: Fxopt):
+    report = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "--json", *FAST).json
+    assert report["schema_version"] == 1
+    assert [decision["status"] for decision in report["decisions"]] == ["applied"]
+    assert report["phase"] == "eval"
+
+
+def test_the_preset_follows_the_mode(fxopt: Fxopt):
+    pipeline = fxopt("optimize", "zoo:training_heads", "--json", *FAST).json["pipeline"]
+    assert "fold_constants" not in pipeline
+    pipeline = fxopt("optimize", "zoo:training_heads", "--phase", "eval", "--json", *FAST).json["pipeline"]
+    assert "fold_constants" in pipeline
+
+
+def test_a_plan_is_repeated(fxopt: Fxopt):
+    fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--save-plan", "plan.json", *FAST)
+    again = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--plan", "plan.json", "--json")
+    assert [decision["choice"] for decision in again.json["decisions"]] == ["vmap"]
+    absent = fxopt("optimize", "zoo:heads", "--plan", "absent.json")
+    assert absent.code == 3
+    assert "absent.json" in absent.err
+
+
+def test_weights_and_inputs_come_from_safetensors(fxopt: Fxopt, zoo: Path):
+    import zoo as models
+
+    model = models.heads()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    save_file(model.state_dict(), zoo / "zero.safetensors")
+    save_file({"0": torch.ones(2, 4)}, zoo / "x.safetensors")
+    save_file({"x": torch.ones(2, 4)}, zoo / "named.safetensors")
+    save_file({"y": torch.ones(2, 4)}, zoo / "wrong.safetensors")
+    save_file({"other": torch.ones(1)}, zoo / "others.safetensors")
+    for inputs in ("x.safetensors", "named.safetensors"):
+        done = fxopt(
+            "optimize", "bare:heads", "--weights", "zero.safetensors", "--inputs", inputs, "-o", "o.fxopt", *FAST
+        )
+        assert (done.code, done.err) == (0, "")
+
+    import fxopt as library
+
+    assert library.load("o.fxopt", trust=["bare"])(torch.ones(1, 4)).abs().max() == 0
+
+    refused = fxopt("inspect", "bare:heads", "--inputs", "wrong.safetensors")
+    assert refused.code == 3
+    assert "unexpected keyword argument 'y'" in refused.err
+    misfit = fxopt("inspect", "zoo:heads", "--weights", "others.safetensors")
+    assert misfit.code == 3
+    assert "do not fit the model" in misfit.err
+    for option in ("--weights", "--inputs"):
+        pickle = fxopt("inspect", "zoo:heads", option, "model.pt")
+        assert pickle.code == 2
+        assert "looks like a pickle" in pickle.err
+        damaged = fxopt("inspect", "zoo:heads", option, "zoo.py")
+        assert damaged.code == 3
+        assert "not a readable safetensors file" in damaged.err
+
+
+def test_without_inputs_it_says_so_on_stderr(fxopt: Fxopt):
+    done = fxopt("inspect", "bare:heads", "--json")
+    assert done.code == 0
+    assert "no example inputs" in done.err
+    assert done.json["schema_version"] == 1
+
+
+def test_inspect_shows_coverage_graphs_and_what_is_opaque(fxopt: Fxopt):
+    done = fxopt("inspect", "zoo:heads")
+    assert done.code == 0
+    assert "heads.0 and 5 more" in done.out
+    assert "Sequential" in done.out
+    assert "placeholder" in fxopt("inspect", "zoo:heads", "--graph", "").out
+    wrong = fxopt("inspect", "zoo:heads", "--graph", "head.0")
+    assert wrong.code == 2
+    assert "did you mean 'heads.0'?" in wrong.err
+    opaque = fxopt("inspect", "zoo:deciding", "--json").json["opaque"]
+    assert [entry["module"] for entry in opaque] == [""]
+    assert "zoo.py:" in opaque[0]["location"]
+    assert "(root) (" in fxopt("inspect", "zoo:deciding").out
+
+
+def test_diff_compares_models_and_archives(fxopt: Fxopt):
+    assert fxopt("diff", "zoo:heads", "zoo:heads").code == 0
+    fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST)
+    done = fxopt("diff", "zoo:heads", "out.fxopt", "--trust", "zoo")
+    assert done.code == 1
+    assert "--- (root)" in done.out
+    assert fxopt("diff", "zoo:heads", "out.fxopt", "--trust", "zoo", "--json").json["equal"] is False
+
+
+def test_an_archive_is_inspected_only_when_trusted(fxopt: Fxopt):
+    fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST)
+    refused = fxopt("inspect", "out.fxopt")
+    assert refused.code == 3
+    assert "would import and call 'zoo:heads'" in refused.err
+    assert "1 rewrite applied" in fxopt("inspect", "out.fxopt", "--trust", "zoo").out
+
+
+def test_passes_are_listed_and_described(fxopt: Fxopt):
+    listed = fxopt("passes")
+    assert listed.code == 0
+    assert "fuse_ensembles" in listed.out
+    assert "inference" in listed.out
+    page = fxopt("passes", "fuse_ensembles").out
+    assert "Before" in page
+    assert "lowering=" in page
+    assert fxopt("passes", "--json").json["presets"]["inference"]
+    assert [info["name"] for info in fxopt("passes", "fuse_ensembles", "--json").json["passes"]] == ["fuse_ensembles"]
+    assert fxopt("passes", "fuse").code == 2
+
+
+def test_doctor_finds_this_installation_in_order(fxopt: Fxopt):
+    done = fxopt("doctor", "--json")
+    assert done.code == 0
+    assert {"fxopt", "torch", "FXOPT_VERIFY"} <= {check["name"] for check in done.json["checks"]}
+
+
+def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.reporting.environment.REQUIRED", ("no-such-distribution",))
+    done = fxopt("doctor")
+    assert done.code == 1
+    assert "! no-such-distribution" in done.out
+
+
+def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXOPT_VERIFY", "perhaps")
+    done = fxopt("optimize", "zoo:heads")
+    assert done.code == 2
+    assert "FXOPT_VERIFY='perhaps'" in done.err
+
+
+def test_a_file_that_cannot_be_written_exits_with_3(fxopt: Fxopt):
+    done = fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code", "-o", "absent/out.fxopt", *FAST)
+    assert done.code == 3
+    assert "absent" in done.err
+
+
+def test_a_pass_that_raises_exits_with_4_and_a_reproducer(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
+    from fxopt.transforms.eliminate_dead_code import EliminateDeadCode
+
+    def broken(self: object, program: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(EliminateDeadCode, "find", broken)
+    monkeypatch.setenv("FXOPT_REPRODUCER_DIR", str(zoo / "reproducers"))
+    done = fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code")
+    assert done.code == 4
+    assert "eliminate_dead_code" in done.err
+    assert "on purpose" in done.err
+    assert list((zoo / "reproducers").rglob("*.py"))
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = "import os,sys; from fxopt.cli import main; os.close(1); os.dup2(int(sys.argv[1]), 1); main(['passes'])"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(write)], pass_fds=[write], capture_output=True, text=True, check=False
+    )
+    os.close(write)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_the_demo_checks_itself(fxopt: Fxopt):
+    shown = fxopt("demo", "--heads", "4", "--steps", "2")
+    assert shown.code == 0
+    assert "speed-up" in shown.out
+    assert "NO " not in shown.out
+    result = fxopt("demo", "--heads", "4", "--steps", "2", "--json").json
+    assert len(result["checks"]) == 3
+    assert set(result["speed"]) == {"inference", "training"}
+
+
+def test_the_demo_exits_with_1_where_a_check_fails(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    from fxopt.demo import Demo
+
+    monkeypatch.setattr(Demo, "checkpoints", lambda self, model, x: {"weights survive": False})
+    done = fxopt("demo", "--heads", "4", "--steps", "1")
+    assert done.code == 1
+    assert "NO   weights survive" in done.out
