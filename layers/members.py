@@ -1,0 +1,150 @@
+"""Where the parameters of a fused ensemble live, and what is left in their old places: live views, sealed in.
+
+The members stay in the module tree as they were, the same objects with the same class names, so that code which reaches
+for `model.heads[3][0].weight` reads and writes the slice of the stacked parameter that the model computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import FusedMemberError
+from ..tracing.captured import Capture, capture_of, install, uninstall
+from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
+
+__all__ = ["FusedMembers", "attach_member", "detach_member", "seal"]
+
+
+class FusedMembers(nn.Module):
+    """Hold the parameters of an ensemble's N members, stacked: `weight_0` of shape [N, *member shape], and so on.
+
+    Args:
+        parameters: name -> tensor [N, ...]; it is taken over, not copied, with whatever memory layout it has.
+        requires_grad: for all, or by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], requires_grad: bool | Mapping[str, bool] = True) -> None:
+        super().__init__()
+        for name, tensor in parameters.items():
+            trains = requires_grad if isinstance(requires_grad, bool) else requires_grad[name]
+            self.register_parameter(name, nn.Parameter(tensor.detach(), trains))
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={list(parameter.shape)}" for name, parameter in self.named_parameters())
+
+
+def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]]) -> Callable[[], None]:
+    """Take parameters of `module` away and let it read them as slices of stacked ones.
+
+    Args:
+        module: a member; it keeps its identity, its class's name and its forward.
+        views: parameter name -> (module that holds the stacked parameter, its name there, index of the slice).
+
+    Returns:
+        A function that puts everything back as it was, the old parameters' values included.
+
+    Raises:
+        FusedMemberError: if the module has no such parameter, or one of another shape than the slice.
+    """
+    slices = {name: View(*view) for name, view in views.items()}
+    for name, view in slices.items():
+        _check_slice(module, name, view)
+    parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
+    before = dict(parameters)
+    undo = _change(module, VIEWS, {**views_of(module), **slices})
+    # The names stay, without a value: that keeps their order, and stops what looks for them there.
+    parameters.update(dict.fromkeys(slices))
+
+    def restore() -> None:
+        undo()
+        now = {name: parameter for name, parameter in parameters.items() if name not in slices}
+        parameters.clear()
+        parameters.update(before | now)
+
+    return restore
+
+
+def detach_member(module: nn.Module) -> None:
+    """Give a member parameters of its own again, with the values of its slices; nothing happens to other modules."""
+    views = views_of(module)
+    own = {name: nn.Parameter(view.read().detach().clone(), view.stacked.requires_grad) for name, view in views.items()}
+    if own:
+        _change(module, VIEWS, None)
+        module._parameters.update(own)  # pyright: ignore[reportPrivateUsage]
+
+
+def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
+    """Let the children `names` of `parent` be neither replaced nor removed; a container takes in nothing either.
+
+    Returns:
+        A function that takes the seal off again.
+    """
+    return _change(parent, SEALED, sealed_names(parent) | frozenset(names))
+
+
+def _check_slice(module: nn.Module, name: str, view: View) -> None:
+    parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    if parameter is None:
+        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
+    stacked = view.stacked
+    if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
+        raise FusedMemberError(
+            f"'{name}' of this {type(module).__name__} has shape {list(parameter.shape)}; it cannot be slice "
+            f"{view.position} of '{view.name}', which has shape {list(stacked.shape)}"
+        )
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+
+def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
+    """Set or delete an entry of `__dict__` and give the module the class that goes with it; return how to go back."""
+    entry, capture, old_class = module.__dict__.get(key), capture_of(module), _class_under_graphs(module)
+    _set(module, key, value)
+    _put_class(module, _class_for(module, old_class), capture)
+    installed = capture_of(module)
+
+    def undo() -> None:
+        _set(module, key, entry)
+        current = capture_of(module)
+        _put_class(module, old_class, capture if current is installed else current)
+
+    return undo
+
+
+def _set(module: nn.Module, key: str, value: Any) -> None:
+    if value:
+        module.__dict__[key] = value
+    else:
+        module.__dict__.pop(key, None)
+
+
+def _class_under_graphs(module: nn.Module) -> type[nn.Module]:
+    capture = capture_of(module)
+    return type(module) if capture is None else capture.base
+
+
+def _class_for(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that serves the module's views and seal; without any, the one that `cls` was made from."""
+    base: type[nn.Module] = cls.__dict__.get(FUSED_FROM, cls)
+    names = tuple(name for name in views_of(module) if not isinstance(getattr(base, name, None), property))
+    if not names and (issubclass(base, FusedPart) or not sealed_names(module)):
+        return base
+    return fused_class(base, names)
+
+
+def _put_class(module: nn.Module, cls: type[nn.Module], capture: Capture | None) -> None:
+    """Change the class below the module's graphs."""
+    uninstall(module)
+    module.__class__ = cls
+    if capture is None:
+        return
+    owner = capture._owner  # pyright: ignore[reportPrivateUsage]
+    install(module, capture)
+    installed = capture_of(module)
+    if installed is not None:
+        # Where it is a copy, for the other class, it belongs to whom the first belonged.
+        installed._owner = owner  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,273 @@
+"""The class of modules inside a fused ensemble: members whose parameters live elsewhere, and the containers above them.
+
+Such a class is made on the fly from the user's own, and named like it. It reads two entries of a module's `__dict__`:
+`_fxopt_views`, parameter name -> `View`, and `_fxopt_sealed`, the names of children that must stay what they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FusedMemberError
+from ..tracing.captured import Captured
+from ..tracing.dynamic import class_recipe, user_class
+
+__all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class"]
+
+VIEWS = "_fxopt_views"
+SEALED = "_fxopt_sealed"
+FUSED_FROM = "_fxopt_fused_from"
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_MUTATORS = (
+    "__delitem__", "__iadd__", "__imul__", "__setitem__", "append", "clear", "extend", "insert", "pop", "update",
+)  # fmt: skip
+
+
+class View(NamedTuple):
+    """Slice `position` of the parameter `name` of `store`."""
+
+    store: nn.Module
+    name: str
+    position: int
+
+    @property
+    def stacked(self) -> Tensor:
+        return getattr(self.store, self.name)
+
+    def read(self) -> Tensor:
+        """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
+        stacked = self.stacked
+        member = stacked[self.position]
+        if not torch.compiler.is_compiling() and stacked.is_leaf and stacked.grad is not None:
+            member.grad = stacked.grad[self.position]
+        return member
+
+    def write(self, value: Tensor, what: str) -> None:
+        """Copy a tensor of the same shape into the slice."""
+        with torch.no_grad():
+            member = self.stacked[self.position]
+            if value.shape != member.shape:
+                raise FusedMemberError(
+                    f"{what} is a slice of a stacked parameter and keeps its shape {list(member.shape)}; a tensor of "
+                    f"shape {list(value.shape)} cannot be copied into it. {ADVICE}"
+                )
+            member.copy_(value)
+
+
+ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
+
+
+class FusedPart(nn.Module):
+    """Mix into the class of a module inside a fused ensemble.
+
+    A member's parameters read as slices of the stacked ones, and writing to them writes there. Asked directly, a part
+    of the ensemble lists, saves and loads its parameters as if they were its own. What would cut the module tree loose
+    from the computation raises `FusedMemberError`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self, Captured):
+            # Someone called type(member)(...): a new module, of the user's class, that is part of nothing.
+            self.__class__ = cast("Any", user_class(type(self)))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the user's own hook for subclasses (registries, say) from seeing the classes made here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, class_recipe(type(self)), self.__getstate__()
+
+    # -- what a member is made of ----------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        view = views_of(self).get(name)
+        if view is not None:
+            self._fxopt_write(name, view, value)
+            return
+        sealed = sealed_names(self)
+        if name in sealed and self._modules.get(name) is not value:
+            raise self._fxopt_refusal(f"'{name}' cannot be replaced")
+        if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):
+            raise self._fxopt_refusal(f"'{name}' cannot be added")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in views_of(self) or name in sealed_names(self):
+            raise self._fxopt_refusal(f"'{name}' cannot be deleted")
+        super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        sealed = sealed_names(self)
+        if name in sealed or (sealed and isinstance(self, _CONTAINERS)):
+            raise self._fxopt_refusal(f"'{name}' cannot be {'replaced' if name in sealed else 'added'}")
+        super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        views = views_of(self)
+        if name in views:
+            self._fxopt_write(name, views[name], param)
+        elif views:
+            raise self._fxopt_refusal(f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
+        else:
+            super().register_parameter(name, param)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        if any(not isinstance(parameter, nn.Parameter) for parameter in self.parameters()):
+            raise self._fxopt_refusal("one member cannot be frozen by itself")
+        return super().requires_grad_(requires_grad)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        # The children of a replica are replicas, too.
+        replica.__dict__.pop(SEALED, None)
+        return replica
+
+    def _fxopt_write(self, name: str, view: View, value: object) -> None:
+        if not isinstance(value, Tensor):
+            raise self._fxopt_refusal(f"'{name}' cannot become {value!r}")
+        view.write(value, f"'{name}' of this {type(self).__name__}")
+
+    def _fxopt_refusal(self, what: str) -> FusedMemberError:
+        return FusedMemberError(
+            f"this {type(self).__name__} is part of a fused ensemble, which computes with stacked parameters: {what}. "
+            f"{ADVICE}"
+        )
+
+    # -- asked directly --------------------------------------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        if recurse:
+            dotted = f"{prefix}." if prefix else ""
+            for name, parameter in _stacked_or_slices(_outside(self)):
+                yield dotted + name, cast("nn.Parameter", parameter)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        result: Any = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if destination is None and not args:
+            for name, view in _outside(self).items():
+                result[prefix + name] = view.read() if keep_vars else view.read().detach()
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        views = _outside(self)
+        if not views:
+            return super().load_state_dict(state_dict, strict, assign)
+        missing = [name for name in views if name not in state_dict]
+        if strict and missing:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self).__name__}:\n\tMissing key(s): {missing}"
+            )
+        rest = cast("dict[str, Any]", copy.copy(state_dict))
+        slices = [(name, view, rest.pop(name)) for name, view in views.items() if name in state_dict]
+        result: Any = super().load_state_dict(rest, strict, assign)
+        for name, view, value in slices:
+            view.write(value, f"'{name}'")
+        return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
+
+
+def views_of(module: nn.Module) -> Mapping[str, View]:
+    """Return the parameters of a member that are slices of stacked ones, by name."""
+    return module.__dict__.get(VIEWS, {})
+
+
+def sealed_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's children that must stay what they are."""
+    return module.__dict__.get(SEALED, frozenset())
+
+
+def _outside(module: nn.Module) -> dict[str, View]:
+    """Return the slices that `module` and its children read from stores that are not among its children."""
+    inside = {id(child) for child in module.modules()}
+    return {
+        f"{path}.{name}" if path else name: view
+        for path, child in cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
+        for name, view in views_of(child).items()
+        if id(view.store) not in inside
+    }
+
+
+def _stacked_or_slices(views: Mapping[str, View]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a stacked parameter once where all its slices are there, else each slice that is."""
+    families: dict[tuple[int, str], list[str]] = {}
+    for name, view in views.items():
+        families.setdefault((id(view.store), view.name), []).append(name)
+    for names in families.values():
+        stacked = views[names[0]].stacked
+        if len({views[name].position for name in names}) == stacked.shape[0]:
+            yield f"{names[0]}..{names[-1]}", stacked
+        else:
+            yield from ((name, views[name].read()) for name in names)
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+_Key = tuple[type[nn.Module], tuple[str, ...]]
+_classes: weakref.WeakValueDictionary[_Key, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def fused_class(base: type[nn.Module], names: tuple[str, ...] = ()) -> type[nn.Module]:
+    """Return the subclass of `base`, named like it, for parts of an ensemble whose parameters `names` are slices."""
+    known = _classes.get((base, names))
+    if known is None:
+        known = _classes[base, names] = _make(base, names)
+    return known
+
+
+def _make(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    body: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_fxopt_base": user_class(base),
+        FUSED_FROM: base,
+        "_fxopt_recipe": (_remade, (class_recipe(base), names)),
+        **{name: _live(name) for name in names},
+    }
+    if issubclass(base, _CONTAINERS):
+        body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}
+    mixins = () if issubclass(base, FusedPart) else (FusedPart,)
+    return types.new_class(base.__name__, (*mixins, base), exec_body=lambda namespace: namespace.update(body))
+
+
+def _remade(recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class again, whose base may be one that was made on the fly, too."""
+    make, arguments = recipe
+    return fused_class(make(*arguments), names)
+
+
+def _rebuild(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+    return nn.Module.__new__(make(*arguments))
+
+
+def _live(name: str) -> property:
+    """Return the property through which a member's parameter is read; writing goes through `__setattr__`."""
+
+    def read(self: nn.Module) -> Tensor:
+        view = views_of(self).get(name)
+        if view is None:
+            raise AttributeError(name)
+        return view.read()
+
+    return property(read)
+
+
+def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a container's method that changes what is in it, refusing once the container is sealed."""
+
+    def refuse(self: FusedPart, *args: Any, **kwargs: Any) -> Any:
+        if sealed_names(self):
+            raise self._fxopt_refusal(f"{name} cannot change its members")  # pyright: ignore[reportPrivateUsage]
+        return method(self, *args, **kwargs)
+
+    return types.FunctionType(refuse.__code__, refuse.__globals__, name, None, refuse.__closure__)
