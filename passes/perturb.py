@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,13 +74,18 @@ def _noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    exact = tensor.detach().double() if not tensor.is_complex() else tensor.detach()
-    size = exact.abs()
-    ordinary = size < _HUGE
-    scale = torch.where(ordinary, size, 0).square().mean().sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)
-    moved = exact + _noise(tensor, generator) * (_STRENGTH * scale)
-    return torch.where(ordinary, moved, exact).to(tensor.dtype)
+    start = tensor.detach()
+    norm = float(torch.linalg.vector_norm(start, dtype=widened(start.dtype)))
+    if norm < _HUGE:
+        return torch.add(start, _noise(start, generator).to(start.dtype), alpha=_STRENGTH * _scale(norm, start))
+    ordinary = start.abs() < _HUGE
+    kept = torch.where(ordinary, start, 0).to(widened(start.dtype))
+    scale = _scale(float(torch.linalg.vector_norm(kept)), start)
+    return torch.where(ordinary, kept + _STRENGTH * scale * _noise(start, generator), start).to(start.dtype)
+
+
+def _scale(norm: float, tensor: Tensor) -> float:
+    return norm / math.sqrt(tensor.numel()) or 1.0
 
 
 def _moved_buffer(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,185 @@
+"""Decide which of several ways to run the same thing is fastest, on a machine that is never quiet."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+from .runner import Runner, runner
+
+__all__ = ["Interval", "Runner", "Timings", "runner", "time_candidates"]
+
+Candidate = Callable[[], object]
+
+_SAMPLE_SECONDS = 200e-6
+"""Calls are repeated until one sample takes this long, a thousand times what the clock resolves."""
+
+_WARM_UP_SECONDS = 2e-3
+"""Calls shorter than this are made once more before each sample, for the candidate before has taken the caches."""
+
+_LEAST_ROUNDS = 9
+"""Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
+
+_MOST_ROUNDS = 400
+_CLEARLY_SLOWER = 1.05
+_NOISE = 1.02
+"""Two candidates closer than 2% count as equally fast."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio, and where it lies with 95% confidence."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass
+class Timings:
+    """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
+
+    What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
+    the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
+    section 3.2), which assumes nothing about the distribution.
+    """
+
+    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+
+    def ratio(self, before: str, after: str) -> Interval:
+        """Return how many times faster `after` is than `before`, from the rounds that timed both."""
+        return self._interval(before, after, 0.95)
+
+    def seconds(self, name: str) -> float:
+        """Return the median time of one call."""
+        return median(sample[name] for sample in self.rounds if name in sample)
+
+    def microseconds(self, name: str) -> float:
+        """Return the median time of one call, in microseconds."""
+        return self.seconds(name) * 1e6
+
+    def fastest(self, prefer: Sequence[str]) -> str:
+        """Return the fastest of `prefer`; of those that are not shown to be 2% slower than it, the first."""
+        best = min(prefer, key=self._best_times(prefer).__getitem__)
+        return next(name for name in prefer if name == best or self.ratio(name, best).low <= _NOISE)
+
+    def _best_times(self, names: Sequence[str]) -> dict[str, float]:
+        """Return each candidate's time in units of another's that all are compared with, to share its rounds."""
+        common = max(names, key=lambda name: sum(name in sample for sample in self.rounds))
+        return {name: self._interval(name, common, 0.95).mid for name in names}
+
+    def _interval(self, before: str, after: str, confidence: float) -> Interval:
+        ratios = sorted(s[before] / s[after] for s in self.rounds if before in s and after in s)
+        if not ratios:
+            return Interval(0.0, math.nan, math.inf)
+        rank = _sign_test_rank(len(ratios), confidence)
+        if rank == 0:
+            return Interval(0.0, median(ratios), math.inf)
+        return Interval(ratios[rank - 1], median(ratios), ratios[-rank])
+
+    def equal(self, one: str, other: str) -> bool:
+        """Say whether two candidates are equally fast, to 2% with 99% confidence."""
+        interval = self._interval(one, other, 0.99)
+        return interval.low > 1 / _NOISE and interval.high < _NOISE
+
+    def survivors(self, names: Sequence[str]) -> list[str]:
+        """Return the candidates that are not clearly (99% confidence) slower than the fastest by 5% or more."""
+        best = min(names, key=self._best_times(names).__getitem__)
+        return [name for name in names if self._interval(name, best, 0.99).low <= _CLEARLY_SLOWER]
+
+
+def _sign_test_rank(count: int, confidence: float) -> int:
+    """Return r such that the median lies between the r-th smallest and r-th largest value; 0 if too few are given."""
+    tail = 0.0
+    for rank in range(count // 2 + 1):
+        tail += math.comb(count, rank) * 0.5**count
+        if 2 * tail > 1 - confidence:
+            return rank
+    return count // 2
+
+
+def time_candidates(
+    candidates: Mapping[str, Candidate], *, seconds: float = 0.25, least_rounds: int = _LEAST_ROUNDS
+) -> Timings:
+    """Time candidates side by side until the answer is clear, or the time is up.
+
+    Every round takes one sample of each candidate, in another order each time. A candidate that is clearly
+    slower than the fastest drops out; what it is slower by is known by then.
+
+    Args:
+        candidates: name -> what to call; a `Runner` is left without a trace on its module.
+        seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case.
+        least_rounds: the number of rounds before anything is decided.
+    """
+    timings = Timings()
+    with ExitStack() as stack:
+        for candidate in candidates.values():
+            if isinstance(candidate, Runner):
+                stack.enter_context(candidate.leaving_no_trace())
+        samplings = {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
+        stack.enter_context(_no_garbage_collection())
+        _sample_rounds(timings, samplings, seconds, least_rounds)
+    return timings
+
+
+def _sample_rounds(timings: Timings, samplings: Mapping[str, _Sampling], seconds: float, least_rounds: int) -> None:
+    racing = list(samplings)
+    shuffling = random.Random(0)  # noqa: S311 - it hides no secret
+    deadline = time.perf_counter() + seconds
+    while len(timings.rounds) < _MOST_ROUNDS:
+        order = shuffling.sample(racing, len(racing))
+        timings.rounds.append({name: samplings[name].sample() for name in order})
+        if len(timings.rounds) < least_rounds:
+            continue
+        survivors = timings.survivors(racing)
+        if time.perf_counter() > deadline or _is_clear(timings, survivors):
+            return
+        racing = survivors
+
+
+def _is_clear(timings: Timings, survivors: Sequence[str]) -> bool:
+    """Say whether more samples would change nothing: one is left, or those left are equally fast."""
+    first, *others = survivors
+    return all(timings.equal(first, other) for other in others)
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """How one candidate is sampled."""
+
+    candidate: Candidate
+    calls: int
+    warm_up: bool
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Sampling:
+        once = cls(candidate, 1, warm_up=False)
+        once.sample()
+        seconds = max(min(once.sample() for _ in range(3)), 1e-9)
+        return cls(candidate, max(1, math.ceil(_SAMPLE_SECONDS / seconds)), seconds < _WARM_UP_SECONDS)
+
+    def sample(self) -> float:
+        """Return the seconds that one call takes."""
+        if self.warm_up:
+            self.candidate()
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.candidate()
+        return (time.perf_counter() - start) / self.calls
+
+
+@contextmanager
+def _no_garbage_collection() -> Generator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
