@@ -1,0 +1,62 @@
+"""Every Python block in README and docs/ runs, in order, page by page; every link between pages leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+BLOCK = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)(?P<target>[^)#\s]*)(?:#[^)]*)?\)")
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Return each Python block with the number of its first line."""
+    text = page.read_text(encoding="utf-8")
+    found = [match for match in BLOCK.finditer(text) if match["language"] == "python"]
+    return [(text.count("\n", 0, match.start("code")) + 1, match["code"]) for match in found]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    # As a file of their own, so that tracebacks and `inspect` find the lines.
+    lines: list[str] = []
+    for number, code in python_blocks(page):
+        lines += [""] * (number - 1 - len(lines)) + code.splitlines()
+    script = tmp_path / f"{page.stem.replace('-', '_')}.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), {"__name__": f"page_{script.stem}"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    broken = [m["target"] for m in LINK.finditer(text) if m["target"] and not (page.parent / m["target"]).exists()]
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_is_marked_as_such(page: Path):
+    text = page.read_text(encoding="utf-8")
+    known = {"python", "sh", "text", "toml", "json", "{toctree}", "diff"}
+    assert {line[3:].strip() for line in text.splitlines() if re.match(r"```.", line)} <= known
+
+
+def test_every_pass_has_a_page_and_a_row():
+    from fxopt.passes.registry import pass_names
+
+    own = {name for name, origin in pass_names().items() if origin == "fxopt"}
+    assert {p.stem for p in (ROOT / "docs" / "passes").glob("*.md")} - {"index"} == own
+    for page in (ROOT / "README.md", ROOT / "docs" / "passes" / "index.md"):
+        assert own <= _linked(page)
+
+
+def _linked(page: Path) -> set[str]:
+    return {Path(match["target"]).stem for match in LINK.finditer(page.read_text(encoding="utf-8"))}
