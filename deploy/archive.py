@@ -59,7 +59,7 @@ def save(
     if factory is not None:
         find_factory(factory)
     stored, aliases = _stored_once(state)
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     manifest: dict[str, Any] = {
         "kind": KIND,
         "fxopt": VERSION,
@@ -96,7 +96,7 @@ def load(
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)
-    plan = Plan.from_json(read_json(where, PLAN, members[PLAN]))
+    plan = Plan.from_json(read_json(where, PLAN, members[PLAN]), f"the plan in {where}")
     state = description.with_aliases(_read_weights(where, members[WEIGHTS]))
     original = copy.deepcopy(model) if model is not None else _built(description, trust)
     _load_weights(where, original, state, description.names("frozen"))
@@ -213,7 +213,7 @@ def _load_weights(where: Path, model: nn.Module, state: Mapping[str, Tensor], fr
 def _set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:
     """Restore the training flag of each module; some may differ from the root's."""
     model.train(training)
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     for name in others:
         if name in modules:
             modules[name].training = not training

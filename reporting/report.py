@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .diff import diff_graphs
 from .table import ReportTable
@@ -48,32 +45,17 @@ class Report:
         record, plan = self.record, self.record.plan
         return {
             "schema_version": SCHEMA_VERSION,
-            "fxopt": plan.fxopt,
-            "torch": plan.torch,
-            "pipeline": list(plan.pipeline),
-            "phase": plan.phase,
+            **{key: value for key, value in plan.to_json().items() if key != "schema_version"},
             "checked": record.checked,
             "coverage": record.coverage,
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
-            "timings": _finite(record.timings),
-            "decisions": [_finite(dataclasses.asdict(decision)) for decision in plan.decisions],
+            "timings": None if record.timings is None else dict(record.timings),
             "messages": list(record.messages),
         }
 
     def __str__(self) -> str:
-        return self.table().plain()
+        return str(self.table())
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.record.plan.decisions)} decisions>"
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with NaN and infinities as None, which JSON has no other word for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(each) for each in cast("Sequence[Any]", value)]
-    return value
