@@ -1,1 +1,143 @@
-"""fxopt."""
+"""fxopt: a compiler for PyTorch models. `optimize(model, passes=[...])` gives the model back, rewritten, checked and timed.
+
+Names are imported when they are first used, so that `import fxopt`, and with it the command line, starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from .api import (
+        capture,
+        graphs,
+        list_passes,
+        load,
+        load_state_dict,
+        optimize,
+        plan,
+        report,
+        restore,
+        save,
+        state_dict,
+        translate_optimizer,
+    )
+    from .errors import (
+        ArchiveError,
+        CaptureError,
+        FusedMemberError,
+        FxoptError,
+        GuardError,
+        InputError,
+        ModeError,
+        OrderError,
+        PassError,
+        PipelineError,
+        PlanError,
+        StateError,
+        Unsuitable,
+        UsageError,
+        VerificationError,
+    )
+    from .passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+    from .passes.edit import Edit
+    from .passes.patterns import Match, Pattern, anything, module, operation
+    from .passes.plan import Decision, Plan
+    from .reporting.report import Report
+    from .tracing.inputs import Inputs
+    from .tracing.program import Program
+    from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
+    from .transforms.eliminate_dead_code import EliminateDeadCode
+    from .transforms.fold_constants import FoldConstants
+    from .transforms.fuse_ensembles import FuseEnsembles
+
+_HOMES = {
+    "api": (
+        "capture graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "translate_optimizer"
+    ),
+    "errors": (
+        "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
+        "PipelineError PlanError StateError Unsuitable UsageError VerificationError"
+    ),
+    "passes.base": "Goal Numerics Pass Phase Refusal Site",
+    "passes.edit": "Edit",
+    "passes.patterns": "Match Pattern anything module operation",
+    "passes.plan": "Decision Plan",
+    "reporting.report": "Report",
+    "tracing.inputs": "Inputs",
+    "tracing.program": "Program",
+    "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
+    "transforms.eliminate_dead_code": "EliminateDeadCode",
+    "transforms.fold_constants": "FoldConstants",
+    "transforms.fuse_ensembles": "FuseEnsembles",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "ArchiveError",
+    "CaptureError",
+    "Decision",
+    "Edit",
+    "EliminateCommonSubexpressions",
+    "EliminateDeadCode",
+    "FoldConstants",
+    "FuseEnsembles",
+    "FusedMemberError",
+    "FxoptError",
+    "Goal",
+    "GuardError",
+    "InputError",
+    "Inputs",
+    "Match",
+    "ModeError",
+    "Numerics",
+    "OrderError",
+    "Pass",
+    "PassError",
+    "Pattern",
+    "Phase",
+    "PipelineError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Refusal",
+    "Report",
+    "Site",
+    "StateError",
+    "Unsuitable",
+    "UsageError",
+    "VerificationError",
+    "__version__",
+    "anything",
+    "capture",
+    "graphs",
+    "list_passes",
+    "load",
+    "load_state_dict",
+    "module",
+    "operation",
+    "optimize",
+    "plan",
+    "report",
+    "restore",
+    "save",
+    "state_dict",
+    "translate_optimizer",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

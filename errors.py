@@ -15,6 +15,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "StateError",
+    "Unsuitable",
     "UsageError",
     "VerificationError",
 ]
@@ -88,6 +89,10 @@ class FusedMemberError(FxoptError):
 
 class StateError(FxoptError):
     """A state dict or optimizer state does not fit and cannot be translated."""
+
+
+class Unsuitable(FxoptError):
+    """A rewrite found out while writing that it does not apply; the site is refused with this reason."""
 
 
 class VerificationError(FxoptError):

@@ -81,8 +81,9 @@ class Site:
         choices: the lowerings that `rewrite` can produce, in order of preference; empty if there is one only.
         choice: the lowering that `rewrite` shall produce now.
         phase: narrows the pass's own phase for this site.
+        required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
-        payload: what `find` worked out and `rewrite` needs; never compared or saved.
+        label: what the report calls the site; the home's name by default.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -92,8 +93,9 @@ class Site:
     choices: tuple[str, ...] = ()
     choice: str | None = None
     phase: Phase | None = None
+    required: bool = False
     detail: str = ""
-    payload: object = field(default=None, repr=False, compare=False)
+    label: str = ""
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast
@@ -85,6 +85,11 @@ class Plan:
     fxopt: str = VERSION
     torch: str = str(torch.__version__)
     schema_version: int = SCHEMA_VERSION
+
+    def extended(self, later: Plan) -> Plan:
+        """Return the plan that does this one and then `later`."""
+        moved = tuple(replace(decision, step=decision.step + len(self.pipeline)) for decision in later.decisions)
+        return replace(later, pipeline=self.pipeline + later.pipeline, decisions=self.decisions + moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""

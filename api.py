@@ -1,0 +1,240 @@
+"""The public functions: plain orchestration over the layers below."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from .deploy import archive, reproducer
+from .errors import StateError, UsageError
+from .passes import optimizer_state
+from .passes.base import FunctionPass, Pass, Phase
+from .passes.order import check_order
+from .passes.pipeline import parse
+from .passes.plan import Plan
+from .passes.record import Record, record_of
+from .passes.registry import PassInfo, available
+from .passes.restoration import restored, transplanted
+from .passes.session import Request, copied, run_session
+from .reporting.report import Report
+from .settings import current
+from .tracing.inputs import normalize_inputs
+from .tracing.program import Program, capture_program
+
+__all__ = [
+    "capture",
+    "graphs",
+    "list_passes",
+    "load",
+    "load_state_dict",
+    "optimize",
+    "plan",
+    "report",
+    "restore",
+    "save",
+    "state_dict",
+    "translate_optimizer",
+]
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)
+PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def optimize(
+    model: M,
+    passes: PassLike | Iterable[PassLike] = "inference",
+    *,
+    example_inputs: object = None,
+    phase: str | Phase | None = None,
+    verify: bool | None = None,
+    measure: bool | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    inplace: bool = False,
+    seed: int = 0,
+) -> M:
+    """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
+
+    Args:
+        model: any module. It is left untouched unless `inplace`.
+        passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
+            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
+        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), or a list of these (several calls).
+            Without them nothing can be verified or timed, and documented rules decide.
+        phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
+        verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
+        measure: time each rewrite made for speed and undo what is not faster; by default yes, or what FXOPT_MEASURE says.
+        plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
+        inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
+        seed: of the random inputs and gradients that verification draws.
+
+    Returns:
+        A module of the same class, in the same mode, with the same attributes, methods and names.
+
+    Raises:
+        UsageError: a wrong pass, option, order, or argument.
+        InputError: the model cannot be copied, has lazy parameters, or refuses its example inputs (its error is chained).
+        PassError: a pass raised, hung or returned nonsense; the model is untouched, and a reproducer was written.
+        PlanError: the plan does not fit this model.
+    """
+    pipeline = _passes(passes)
+    settings = current()
+    request = Request(
+        passes=pipeline,
+        inputs=normalize_inputs(example_inputs),
+        phase=_phase(phase),
+        verify=settings.verify if verify is None else verify,
+        measure=settings.measure if measure is None else measure,
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
+        seed=seed,
+        settings=settings,
+        on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
+    )
+    fast = run_session(model, request)
+    return cast(M, transplanted(model, fast) if inplace else fast)
+
+
+def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
+    """Return the passes meant, checked for their order."""
+    listed = [passes] if isinstance(passes, (str, Pass)) or callable(passes) else list(passes)
+    found: list[Pass] = []
+    for item in listed:
+        found.extend(_meant(item))
+    check_order(found)
+    return tuple(found)
+
+
+def _meant(item: object) -> tuple[Pass, ...]:
+    if isinstance(item, str):
+        return parse(item)
+    if isinstance(item, Pass):
+        return (item,)
+    if isinstance(item, type) and issubclass(item, Pass):
+        return (item(),)
+    if callable(item):
+        return (FunctionPass(item),)
+    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
+
+
+def _phase(phase: str | Phase | None) -> Phase | None:
+    if phase is None:
+        return None
+    words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
+    found = phase if isinstance(phase, Phase) else words.get(phase)
+    if found not in (Phase.TRAIN, Phase.EVAL):
+        raise UsageError(f"phase={phase!r}; use 'train', 'eval', or None for the model's own mode")
+    return found
+
+
+def capture(model: nn.Module, example_inputs: object = None) -> Program:
+    """Return the model's `Program`: `.model` runs the graphs, `.graphs` are they, `.coverage()` says what was captured.
+
+    Args:
+        model: any module; it is copied, not changed.
+        example_inputs: as for `optimize`.
+
+    Raises:
+        InputError: the model cannot be copied, or refuses its example inputs.
+    """
+    return capture_program(copied(model), example_inputs)
+
+
+def report(model: nn.Module) -> Report:
+    """Return what was done to an optimized model, and what was not and why."""
+    return Report(_record(model))
+
+
+def graphs(model: nn.Module) -> dict[str, fx.Graph]:
+    """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them."""
+    _record(model)
+    return Program.of(model).graphs
+
+
+def plan(model: nn.Module) -> Plan:
+    """Return the decisions behind an optimized model; `optimize(..., plan=...)` repeats them."""
+    return _record(model).plan
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of an optimized model under the original names: what the unoptimized model would save."""
+    return _record(model).state_map.backward(model.state_dict())
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+    """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`."""
+    _record(model)
+    return model.load_state_dict(state, strict=strict, assign=assign)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Return the original structure and class with the current weights, buffers and attributes.
+
+    The optimized model is left as it is; the result shares no tensors with it.
+    """
+    return restored(model, _record(model))
+
+
+def translate_optimizer(optimizer: O, model: nn.Module) -> O:
+    """Move an optimizer of the unoptimized model's parameters to those of the optimized one, state and all, in place.
+
+    Learning-rate schedulers stay attached, since the optimizer object stays the same.
+
+    Args:
+        optimizer: over the parameters of the model that was given to `optimize` (in this process), or one built
+            with named parameters.
+        model: the optimized model.
+
+    Raises:
+        StateError: an optimizer that does not work element by element, or members in different groups or at unequal
+            steps; nothing is changed then.
+    """
+    record = _record(model)
+    names = record.original_names()
+    return optimizer_state.translate_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
+
+
+def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
+    """Save an optimized model as a recipe: how to build the original, the plan, and the weights; never a pickle.
+
+    Args:
+        model: an optimized model.
+        path: where to; written whole or not at all.
+        factory: `package.module:function` that builds the unoptimized model; by default the model's class, if it can
+            be built without arguments.
+    """
+    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+
+
+def load(path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: Iterable[str] = ()) -> nn.Module:
+    """Load a recipe: build the model, load its weights and repeat the plan.
+
+    Args:
+        path: of the archive.
+        model: the unoptimized model to use instead of importing the archive's factory.
+        trust: packages from which the archive's factory may be imported and run.
+
+    Raises:
+        ArchiveError: unreadable, corrupt, too new, or a factory that is not trusted.
+    """
+
+    def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
+        return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+
+    return archive.load(path, replay=replay, model=model, trust=tuple(trust))
+
+
+def list_passes() -> dict[str, PassInfo]:
+    """Return every pass by name: what it does, its options and its contract; other packages' passes too."""
+    return available()
+
+
+def _record(model: nn.Module) -> Record:
+    record = record_of(model)
+    if record is None:
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)")
+    return record

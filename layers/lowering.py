@@ -1,0 +1,223 @@
+"""Write an ensemble's packs as batched operations: the lowerings that `fuse_ensembles` chooses between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ..passes.expansion import Operation, map_structure
+from ..passes.isomorphism import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot
+from ..passes.joins import Join, find_joins
+from ..passes.operators import function_of
+from ..passes.rebuild import Unit, Writer
+from . import ensemble as batched
+
+__all__ = ["Lowering", "covered_operations", "lower"]
+
+
+@dataclass
+class Lowering:
+    """How one ensemble is written.
+
+    Attributes:
+        ensemble: what to write.
+        choice: `wide`, `bmm`, `grouped_conv` or `vmap`.
+        names: the parameters of each position -> the name of the stacked tensor that holds them.
+        add_module: registers a module in the home and returns its name (used by `vmap`).
+    """
+
+    ensemble: Ensemble
+    choice: str
+    names: Mapping[tuple[str, ...], str]
+    add_module: Callable[[nn.Module], str]
+    joins: dict[Pack, list[Join]] = field(default_factory=dict[Pack, list[Join]])
+
+    def __post_init__(self) -> None:
+        self.joins = {pack: list(find_joins(pack)) for pack in self.ensemble.packs}
+
+
+def covered_operations(lowering: Lowering) -> set[Operation]:
+    """Return the operations that the lowering replaces."""
+    packed = {member for pack in lowering.ensemble.packs for member in pack.members}
+    joined = {removed for joins in lowering.joins.values() for join in joins for removed in join.removed}
+    return packed | joined
+
+
+def lower(lowering: Lowering) -> list[Unit]:
+    """Return the units of graph that compute the ensemble, its joins, and its single members where those are read."""
+    packs = lowering.ensemble.packs
+    units = [_vmap_unit(lowering)] if lowering.choice == "vmap" else [_pack_unit(pack, lowering) for pack in packs]
+    covered = covered_operations(lowering)
+    for pack in packs:
+        units.extend(_join_unit(pack, join) for join in lowering.joins[pack])
+        if any(user not in covered for member in pack.members for user in member.users):
+            units.append(_unbind_unit(pack))
+    return units
+
+
+# -- packs ---------------------------------------------------------------------------------------------------------
+
+
+def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
+    def emit(writer: Writer) -> None:
+        write = _write_linear if pack.operator == "linear" else _write_pointwise
+        node = write(pack, lowering, writer)
+        node.meta["origin"] = tuple(member.name for member in pack.members)
+        writer.values[pack] = node
+
+    return Unit(_order(pack), [key for o in pack.operands for key in _keys(o)], [pack], emit)
+
+
+def _order(pack: Pack) -> int:
+    return min(member.index for member in pack.members)
+
+
+def _keys(operand: Operand) -> Sequence[Any]:
+    match operand:
+        case Pack():
+            return [operand]
+        case Shared():
+            return [operand.operation]
+        case Selected():
+            return [operand.source]
+        case Gathered():
+            return operand.operations
+        case Parameters():
+            return []
+
+
+def _stacked(operand: Operand, count: int, lowering: Lowering, writer: Writer) -> fx.Node:
+    """Write an operand with the members along dimension 0 (a shared one as it is)."""
+    graph = writer.graph
+    match operand:
+        case Pack() | Shared():
+            return writer.values[operand if isinstance(operand, Pack) else operand.operation]
+        case Parameters():
+            return graph.get_attr(lowering.names[operand.names])
+        case Selected():
+            return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
+        case Gathered():
+            return graph.call_function(batched.gather_members, tuple(writer.values[o] for o in operand.operations))
+
+
+def _write_linear(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
+    operands = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
+    function = _linear_function(pack, lowering.choice)
+    return writer.graph.call_function(function, (operands[0], operands[1], operands[2] if len(operands) > 2 else None))
+
+
+def _linear_function(pack: Pack, choice: str) -> Callable[..., Any]:
+    if isinstance(pack.operands[1], Shared):
+        return F.linear
+    shared = isinstance(pack.operands[0], Shared)
+    if choice == "wide":
+        return batched.wide_linear if shared else batched.batched_linear
+    if choice == "grouped_conv":
+        return batched.shared_grouped_linear if shared else batched.grouped_linear
+    return batched.shared_batched_linear if shared else batched.batched_linear
+
+
+def _write_pointwise(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
+    values = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
+    aligned = [_aligned(operand, value, pack, writer) for operand, value in zip(pack.operands, values, strict=True)]
+    args, kwargs = map_structure(pack.arguments, lambda leaf: aligned[leaf.index] if isinstance(leaf, Slot) else leaf)
+    return writer.graph.call_function(function_of(pack.operator), args, kwargs)
+
+
+def _aligned(operand: Operand, value: fx.Node, pack: Pack, writer: Writer) -> fx.Node:
+    """Give a stacked operand as many dimensions as the widest one, behind the members' dimension."""
+    if isinstance(operand, Shared) or len([o for o in pack.operands if not isinstance(o, Shared)]) == 1:
+        return value
+    widest = _widest(pack)
+    if operand is widest or (isinstance(operand, Pack) and operand.rank is not None and operand.rank == pack.rank):
+        return value
+    return writer.graph.call_function(batched.align_members, (value, writer.values[widest]))
+
+
+def _widest(pack: Pack) -> Pack | None:
+    packs = [operand for operand in pack.operands if isinstance(operand, Pack)]
+    return max(packs, key=lambda source: source.rank if source.rank is not None else 1 << 30, default=None)
+
+
+# -- where members leave -------------------------------------------------------------------------------------------
+
+
+def _join_unit(pack: Pack, join: Join) -> Unit:
+    def emit(writer: Writer) -> None:
+        writer.values[join.root] = _write_join(join, writer.values[pack], writer)
+
+    extra = [addend for addend in join.addends if isinstance(addend, Operation)]
+    return Unit(join.root.index, [pack, *extra], [join.root], emit)
+
+
+def _write_join(join: Join, value: fx.Node, writer: Writer) -> fx.Node:
+    graph = writer.graph
+    if join.kind == "stack":
+        node = value if join.dim == 0 else graph.call_function(batched.stack_members, (value, join.dim))
+    elif join.kind == "cat":
+        node = graph.call_function(batched.concatenate_members, (value, join.dim))
+    else:
+        node = graph.call_method("sum", (value, 0))
+        for addend in join.addends:
+            if isinstance(addend, Operation) or addend != 0:
+                node = graph.call_function(function_of("add"), (node, writer.substitute(addend)))
+    if node is not value:
+        node.meta.setdefault("val", join.root.node.meta.get("val"))
+    return node
+
+
+def _unbind_unit(pack: Pack) -> Unit:
+    """Give each member's result by itself, for the users that do not take them all."""
+
+    def emit(writer: Writer) -> None:
+        graph = writer.graph
+        parts = graph.call_method("unbind", (writer.values[pack], 0))
+        for position, member in enumerate(pack.members):
+            writer.values[member] = graph.call_function(function_of("getitem"), (parts, position))
+
+    return Unit(_order(pack), [pack], list(pack.members), emit)
+
+
+# -- vmap ----------------------------------------------------------------------------------------------------------
+
+
+def _vmap_unit(lowering: Lowering) -> Unit:
+    """Write the whole ensemble as one `torch.func.vmap` over a graph of a single member."""
+    packs = lowering.ensemble.packs
+    outer = list(dict.fromkeys(o for pack in packs for o in pack.operands if not isinstance(o, Pack)))
+    exits = exits_of(lowering.ensemble)
+
+    def emit(writer: Writer) -> None:
+        name = lowering.add_module(_vectorized(packs, outer, exits))
+        values = [_stacked(operand, lowering.ensemble.size, lowering, writer) for operand in outer]
+        result = writer.graph.call_module(name, tuple(values))
+        for position, pack in enumerate(exits):
+            picked = result if len(exits) == 1 else writer.graph.call_function(function_of("getitem"), (result, position))
+            writer.values[pack] = picked
+
+    needs = [key for operand in outer for key in _keys(operand)]
+    return Unit(min(_order(pack) for pack in packs), needs, list(exits), emit)
+
+
+def exits_of(ensemble: Ensemble) -> list[Pack]:
+    """Return the packs whose members somebody outside the ensemble reads."""
+    inside = {member for pack in ensemble.packs for member in pack.members}
+    return [pack for pack in ensemble.packs if any(u not in inside for m in pack.members for u in m.users)]
+
+
+def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence[Pack]) -> nn.Module:
+    graph = fx.Graph()
+    values: dict[Operand, fx.Node] = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(outer)}
+    for pack in packs:
+        slots = [values[operand] for operand in pack.operands]
+        args, kwargs = map_structure(pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf)
+        function = F.linear if pack.operator == "linear" else function_of(pack.operator)
+        values[pack] = graph.call_function(function, args, kwargs)
+    results = tuple(values[pack] for pack in exits)
+    graph.output(results[0] if len(results) == 1 else results)
+    in_dims = tuple(None if isinstance(operand, Shared) else 0 for operand in outer)
+    return batched.VectorizedMembers(fx.GraphModule(nn.Module(), graph, "Member"), in_dims)

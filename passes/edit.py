@@ -1,0 +1,257 @@
+"""The only thing that changes a program: one site's rewrite, landed whole or undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import CaptureError, UsageError
+from ..tracing.captured import capture_of, install, own, recompile
+from .state_map import StateMap, StateStep
+
+if TYPE_CHECKING:
+    from ..tracing.program import Program
+    from .base import Site
+
+__all__ = ["Edit"]
+
+
+class Edit:
+    """Change the module around one site: its graph, its children and the names of its tensors.
+
+    Every change is journalled, so `undo` puts back what was there; the graph is edited as a copy, the user's original
+    nodes stay as they were. New nodes know the pass and the site that made them (`node.meta["provenance"]`).
+
+    Attributes:
+        program: the program being changed.
+        site: the place being rewritten.
+        state: the effect on names and tensors so far; see `map_state`.
+    """
+
+    def __init__(self, program: Program, site: Site, pass_name: str) -> None:
+        self.program = program
+        self.site = site
+        self.pass_name = pass_name
+        self.home = program.module(site.home)
+        self._undo: list[Callable[[], None]] = []
+        self._steps: list[StateStep] = []
+        self._before = capture_of(self.home)
+        self._owned = False
+
+    # -- the graph -------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Return the site's graph, for reading and for editing: a copy of what was there before."""
+        self._own_graph()
+        return self.program.graph(self.site.home, self.site.variant)
+
+    def _own_graph(self) -> None:
+        if self._owned:
+            return
+        before = self._before
+        if before is None:
+            raise CaptureError(f"module '{self.site.home}' has no graph to edit")
+        install(self.home, before.copy())  # marks it as shared, so that the next line makes a private copy
+        own(self.home)
+        self._undo.append(lambda: install(self.home, before))
+        self._owned = True
+        self.program.touch()
+
+    def set_graph(self, graph: fx.Graph) -> None:
+        """Put `graph` in the place of the site's graph."""
+        self._own_graph()
+        capture = capture_of(self.home)
+        if capture is None:
+            raise CaptureError(f"module '{self.site.home}' lost its graph")
+        known = {node.name for node in capture.variants[self.site.variant].graph.nodes}
+        capture.variants[self.site.variant].graph = graph
+        for node in graph.nodes:
+            if node.name not in known:
+                self._sign(node)
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, before: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        """Add a call of a function, of the child module named `target`, or (as ".name") of a method of `args[0]`.
+
+        It goes before `before`, by default right behind the last of its operands.
+        """
+        graph = self.graph
+        anchor = before or _behind_operands(graph, (args, kwargs))
+        with graph.inserting_before(anchor):
+            if callable(target):
+                node = graph.call_function(target, args, kwargs)
+            elif target.startswith("."):
+                node = graph.call_method(target[1:], args, kwargs)
+            else:
+                node = graph.call_module(target, args, kwargs)
+        self._sign(node)
+        return node
+
+    def graph_node(self, label: str) -> fx.Node:
+        """Return the site's node called `label` in the graph being edited."""
+        self._own_graph()
+        return self.site[label]
+
+    def get_attr(self, name: str, *, before: fx.Node | None = None) -> fx.Node:
+        """Add a read of attribute `name`, qualified from the home module."""
+        graph = self.graph
+        with graph.inserting_before(before or _behind_operands(graph, ())):
+            node = graph.get_attr(name)
+        self._sign(node)
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every user of `old` read `new`, and erase `old` with whatever only it needed."""
+        new.meta.setdefault("val", old.meta.get("val"))
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.erase(old)
+
+    def erase(self, node: fx.Node) -> None:
+        """Erase an unused node, and then those of its operands that nothing reads any more and that do nothing else."""
+        operands = node.all_input_nodes
+        node.graph.erase_node(node)
+        for operand in operands:
+            if not operand.users and operand.op in ("get_attr",):
+                self.erase(operand)
+
+    def move_users_behind(self, nodes: Sequence[fx.Node]) -> None:
+        """Restore execution order after `nodes` took the place of earlier ones: what reads them comes behind them."""
+        graph = self.graph
+        place = {node: number for number, node in enumerate(graph.nodes)}
+        last = max(nodes, key=place.__getitem__)
+        early: dict[fx.Node, None] = {}
+        for node in graph.nodes:
+            if place[node] < place[last] and any(s in early or s in set(nodes) for s in node.all_input_nodes):
+                early[node] = None
+        for node in reversed([node for node in early if node not in set(nodes)]):
+            last.append(node)
+
+    def _sign(self, node: fx.Node) -> None:
+        node.meta.setdefault("provenance", (self.pass_name, self.site.key))
+
+    def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+        """Give the site's graph to a function as a `GraphModule` and take the graph it returns.
+
+        Raises:
+            UsageError: if the function returns anything else.
+        """
+        given = fx.GraphModule(self.home, self.graph, type(self.home).__name__)
+        returned = function(given)
+        if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
+        self._adopt_children(returned)
+        self.set_graph(returned.graph)
+
+    def _adopt_children(self, module: fx.GraphModule) -> None:
+        """Take over modules and tensors that the returned graph refers to and the home does not have."""
+        for node in module.graph.nodes:
+            if node.op not in ("call_module", "get_attr"):
+                continue
+            path, _, last = str(node.target).rpartition(".")
+            value = getattr(module.get_submodule(path), last)
+            if path == "" and not hasattr(self.home, last):
+                self._set_child(last, value)
+
+    # -- the module tree -------------------------------------------------------------------------------------------
+
+    def add_module(self, module: nn.Module, *, name: str) -> str:
+        """Register `module` as a child of the home under `name`, or `name_1`, ... where that is taken; return the name."""
+        free = self._free_name(name)
+        module.train(self.home.training)
+        self._set_child(free, module)
+        return free
+
+    def remove_module(self, name: str) -> None:
+        """Take the child `name` out of the home; nothing may call it any more."""
+        home, child = self.home, getattr(self.home, name)
+        delattr(home, name)
+        self._undo.append(lambda: setattr(home, name, child))
+        self.program.touch()
+
+    def add_constant(self, value: torch.Tensor, *, name: str) -> str:
+        """Keep a constant tensor on the home; return its name.
+
+        It is a plain attribute, not a buffer: like the literal it replaces, it follows neither `.to()` nor `.half()`,
+        and is not part of the state dict.
+        """
+        free = self._free_name(name)
+        self._set_child(free, value)
+        return free
+
+    def _free_name(self, name: str) -> str:
+        free, number = name, 0
+        while hasattr(self.home, free):
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+    def _set_child(self, name: str, value: Any) -> None:
+        home = self.home
+        setattr(home, name, value)
+        self._undo.append(lambda: delattr(home, name))
+        self.program.touch()
+
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """Journal a change that was made through another module's own interface."""
+        self._undo.append(undo)
+        self.program.touch()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def record_state(self, step: StateStep) -> None:
+        """Say what the rewrite does to tensors; names are qualified from the home module."""
+        self._steps.append(step)
+
+    def state_map(self) -> StateMap:
+        """Return the rewrite's effect on names and tensors, from the home module's point of view."""
+        return StateMap(tuple(self._steps))
+
+    # -- landing ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Check the new graph and compile it.
+
+        Raises:
+            CaptureError: if the graph is not well formed.
+        """
+        if not self._owned:
+            return
+        graph = self.program.graph(self.site.home, self.site.variant)
+        try:
+            graph.lint()
+            _check_targets(graph, self.home)
+        except (RuntimeError, AttributeError, ValueError) as error:
+            raise CaptureError(f"the rewritten graph is malformed: {error}") from error
+        recompile(self.home)
+        self.program.touch()
+
+    def undo(self) -> None:
+        """Put everything back, last change first."""
+        while self._undo:
+            self._undo.pop()()
+        self._steps.clear()
+        self._owned = False
+        self.program.touch()
+
+
+def _behind_operands(graph: fx.Graph, arguments: object) -> fx.Node:
+    """Return the node before which a call with these arguments can stand: behind its last operand."""
+    operands: set[fx.Node] = set()
+    fx.map_arg(arguments, operands.add)  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
+    last = None
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in operands:
+            last = node
+    return last.next if last is not None else next(iter(graph.nodes))
+
+
+def _check_targets(graph: fx.Graph, home: nn.Module) -> None:
+    for node in graph.nodes:
+        if node.op == "call_module":
+            home.get_submodule(str(node.target))
+        elif node.op == "get_attr":
+            path, _, last = str(node.target).rpartition(".")
+            getattr(home.get_submodule(path), last)

@@ -1,0 +1,405 @@
+"""Find independent, isomorphic computations: the packs of operations that one batched operation could replace.
+
+The search is superword-level parallelism (Larsen and Amarasinghe, PLDI 2000) on whole tensors: operations get a colour
+from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow along
+the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend on one
+another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from .expansion import Expansion, Operation, map_structure
+from .operators import POINTWISE, function_of
+
+__all__ = ["Ensemble", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "find_ensembles"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Every member reads the same value."""
+
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Each member reads a tensor attribute of its own; all have one shape, dtype and device."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Member i reads index i of one tensor along `dim`."""
+
+    source: Operation
+    dim: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Each member reads a value of its own that nothing has stacked yet."""
+
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a pack's arguments that an operand fills."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class Pack:
+    """Isomorphic, independent operations, one for each member and in member order.
+
+    Attributes:
+        operator: the canonical operator that each computes.
+        members: the operations.
+        arguments: positional and keyword arguments with a `Slot` for each tensor operand.
+        operands: what fills each slot.
+        rank: number of dimensions of one member's result; None where it is not known.
+    """
+
+    operator: str
+    members: tuple[Operation, ...]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    operands: tuple[Operand, ...]
+    rank: int | None
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+Operand = Shared | Parameters | Selected | Gathered | Pack
+
+
+@dataclass(eq=False)
+class Ensemble:
+    """Packs connected by dataflow, in execution order: what the members of one ensemble compute."""
+
+    packs: list[Pack] = field(default_factory=list["Pack"])
+
+    @property
+    def size(self) -> int:
+        return self.packs[0].size
+
+    @property
+    def parameters(self) -> Iterator[Parameters]:
+        """Yield each position's parameters once, in order of first use."""
+        seen: set[tuple[str, ...]] = set()
+        for operand in (operand for pack in self.packs for operand in pack.operands):
+            if isinstance(operand, Parameters) and operand.names not in seen:
+                seen.add(operand.names)
+                yield operand
+
+    @property
+    def shares_input(self) -> bool:
+        """Say whether some linear layer reads one input for all members."""
+        return any(pack.operator == "linear" and isinstance(pack.operands[0], Shared) for pack in self.packs)
+
+    def members_of(self, index: int) -> list[Operation]:
+        return [pack.members[index] for pack in self.packs]
+
+
+def find_ensembles(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
+    """Return the ensembles of at least two members in an expanded dataflow, in execution order."""
+    search = _Search(home)
+    for operation in expansion.operations:
+        search.color(operation)
+    for members in list(search.classes.values()):
+        search.pack(members)
+    return search.ensembles()
+
+
+class _Search:
+    """The state of one search: colours, packs and which pack each operation is in."""
+
+    def __init__(self, home: nn.Module) -> None:
+        self.home = home
+        self.colors: dict[Operation, int] = {}
+        self.classes: dict[object, list[Operation]] = {}
+        self.numbers: dict[object, int] = {}
+        self.located: dict[Operation, tuple[Pack, int]] = {}
+        self.packs: list[Pack] = []
+        self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
+
+    def color(self, operation: Operation) -> None:
+        """Give `operation` a colour if it is a linear layer or element-wise on something coloured."""
+        if not packable(operation):
+            return
+        template, operands = normal_form(operation)
+        if operation.operator != "linear" and not any(operand in self.colors for operand in operands):
+            return
+        signature = (operation.operator, repr(template), *(self.describe(operand) for operand in operands))
+        self.forms[operation] = template, operands
+        self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
+        self.classes.setdefault(signature, []).append(operation)
+
+    def describe(self, operand: Operation) -> object:
+        if operand in self.colors:
+            return "color", self.colors[operand]
+        if operand.kind == "get_attr":
+            return self.describe_attribute(str(operand.target))
+        selection = selected(operand)
+        if selection is not None:
+            return "select", selection[0].name, selection[1]
+        if len(operand.users) > 1:
+            return "shared", operand.name
+        return "own", operand.level, repr(operand.node.meta.get("val"))
+
+    def describe_attribute(self, name: str) -> object:
+        tensor = attribute(self.home, name)
+        if not isinstance(tensor, torch.Tensor):
+            return "constant", name
+        return "attribute", re.sub(r"\d+", "*", name), tuple(tensor.shape), tensor.dtype, tensor.device
+
+    def pack(self, members: Sequence[Operation]) -> None:
+        for group in self.align(members):
+            pack = self.form(group) if len(group) > 1 else None
+            if pack is None:
+                continue
+            self.packs.append(pack)
+            for position, member in enumerate(group):
+                self.located[member] = pack, position
+
+    def align(self, members: Sequence[Operation]) -> list[list[Operation]]:
+        """Split one colour into groups ordered like the packs that they read; linears on outer inputs are one group."""
+        sources = [self.sources(member) for member in members]
+        if not any(sources):
+            return [list(members)]
+        groups: dict[tuple[int, int], dict[int, Operation]] = defaultdict(dict)
+        ranks: dict[tuple[int, int], int] = defaultdict(int)
+        for member, source in zip(members, sources, strict=True):
+            if not source:
+                continue
+            pack, position = source[0]
+            rank = ranks[id(pack), position]
+            ranks[id(pack), position] += 1
+            groups[id(pack), rank][position] = member
+        complete = {id(pack): pack.size for source in sources for pack, _ in source[:1]}
+        return [
+            [group[i] for i in range(complete[pack])]
+            for (pack, _), group in groups.items()
+            if len(group) == complete[pack]
+        ]
+
+    def sources(self, member: Operation) -> list[tuple[Pack, int]]:
+        return [self.located[operand] for operand in self.forms[member][1] if operand in self.located]
+
+    def form(self, group: Sequence[Operation]) -> Pack | None:
+        """Return the pack of `group`, or None where an operand cannot be given to all members at once."""
+        template, _ = self.forms[group[0]]
+        columns = zip(*(self.forms[member][1] for member in group), strict=True)
+        operands = [self.operand(column) for column in columns]
+        if any(operand is None for operand in operands):
+            return None
+        found = tuple(operand for operand in operands if operand is not None)
+        if group[0].operator == "linear" and not _linear_is_batchable(found):
+            return None
+        rank = self.rank(group[0].operator, found)
+        if group[0].operator != "linear" and not _broadcasts(found, rank, self):
+            return None
+        return Pack(group[0].operator or "", tuple(group), template, found, rank)
+
+    def operand(self, column: tuple[Operation, ...]) -> Operand | None:
+        if any(operand in self.colors for operand in column):
+            places = [self.located.get(operand) for operand in column]
+            pack = places[0][0] if places[0] else None
+            if pack is None or any(place != (pack, i) for i, place in enumerate(places)) or pack.size != len(column):
+                return None
+            return pack
+        if all(_same_value(operand, column[0]) for operand in column):
+            return Shared(column[0])
+        if all(operand.kind == "get_attr" for operand in column):
+            names = tuple(str(operand.target) for operand in column)
+            return Parameters(names) if all(isinstance(attribute(self.home, n), nn.Parameter) for n in names) else None
+        return _selection(column) or (Gathered(column) if len(set(column)) == len(column) else None)
+
+    def rank(self, operator: str | None, operands: Sequence[Operand]) -> int | None:
+        ranks = [self.rank_of(operand) for operand in (operands[:1] if operator == "linear" else operands)]
+        return None if any(rank is None for rank in ranks) else max(rank for rank in ranks if rank is not None)
+
+    def rank_of(self, operand: Operand) -> int | None:
+        match operand:
+            case Pack():
+                return operand.rank
+            case Shared():
+                return value_rank(operand.operation, self.home)
+            case Parameters():
+                tensor = attribute(self.home, operand.names[0])
+                return tensor.dim() if isinstance(tensor, torch.Tensor) else None
+            case Selected():
+                rank = value_rank(operand.source, self.home)
+                return None if rank is None else rank - 1
+            case Gathered():
+                return value_rank(operand.operations[0], self.home)
+
+    def ensembles(self) -> list[Ensemble]:
+        owner: dict[Pack, Ensemble] = {}
+        for pack in sorted(self.packs, key=lambda pack: max(member.index for member in pack.members)):
+            joined = {owner[source] for source in pack.operands if isinstance(source, Pack)}
+            ensemble = Ensemble([p for part in joined for p in part.packs] + [pack])
+            owner.update(dict.fromkeys(ensemble.packs, ensemble))
+        unique = dict.fromkeys(owner.values())
+        for ensemble in unique:
+            ensemble.packs.sort(key=lambda pack: max(member.index for member in pack.members))
+        return [ensemble for ensemble in unique if any(True for _ in ensemble.parameters)]
+
+
+def packable(operation: Operation) -> bool:
+    """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
+    if operation.operator != "linear" and operation.operator not in POINTWISE:
+        return False
+    if not operation.mutates and not _asks_in_place(operation):
+        return True
+    return writes_to_fresh_value(operation)
+
+
+def writes_to_fresh_value(operation: Operation) -> bool:
+    """Say whether an in-place operator overwrites a new value that nothing else reads: then it acts like its functional form."""
+    target = next(operation.inputs, None)
+    if target is None or len(target.users) != 1 or target.mutates:
+        return False
+    return target.operator == "linear" or (target.operator in POINTWISE and target.kind != "get_attr")
+
+
+def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Operation]]:
+    """Return the arguments with slots in the place of operands, and the operands; in-place flags are left out."""
+    args, kwargs = _bound(operation)
+    operands: list[Operation] = []
+
+    def slot(leaf: Any) -> Any:
+        if not isinstance(leaf, Operation):
+            return leaf
+        operands.append(leaf)
+        return Slot(len(operands) - 1)
+
+    return map_structure((args, kwargs), slot), operands
+
+
+def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments in one spelling: operands of a linear layer positional, `inplace` left out."""
+    signature = _signature(operation.operator or "")
+    if signature is None:
+        return operation.args, {k: v for k, v in operation.kwargs.items() if k != "inplace"}
+    bound = signature.bind(*operation.args, **operation.kwargs)
+    if operation.operator != "linear":
+        bound.apply_defaults()
+    bound.arguments.pop("inplace", None)
+    if operation.operator == "linear":
+        return tuple(bound.arguments.get(name) for name in ("input", "weight", "bias")), {}
+    first, *rest = bound.arguments.items()
+    return (first[1],), dict(rest)
+
+
+@cache
+def _signature(operator: str) -> inspect.Signature | None:
+    if operator == "linear":
+        names = ("input", "weight", "bias")
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(n, kind, default=None if n == "bias" else inspect.Parameter.empty) for n in names])
+    try:
+        signature = inspect.signature(function_of(operator))
+    except (ValueError, KeyError):
+        return None
+    return signature if "inplace" in signature.parameters else None
+
+
+def _asks_in_place(operation: Operation) -> bool:
+    signature = _signature(operation.operator or "")
+    if signature is None or "inplace" not in signature.parameters:
+        return False
+    return bool(signature.bind(*operation.args, **operation.kwargs).arguments.get("inplace"))
+
+
+def selected(operation: Operation) -> tuple[Operation, int, int] | None:
+    """Return (source, dim, index) where `operation` is `source[..., index, ...]` with full slices elsewhere."""
+    if operation.operator != "getitem" or len(operation.args) != 2 or not isinstance(operation.args[0], Operation):
+        return None
+    index = operation.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    places = [i for i, part in enumerate(parts) if isinstance(part, int) and not isinstance(part, bool)]
+    others = [part for part in parts if not isinstance(part, int)]  # pyright: ignore[reportUnknownVariableType]
+    if len(places) != 1 or not _keeps_everything(others) or not _is_tensor(operation.args[0]):
+        return None
+    if others and others[0] is Ellipsis:
+        return (operation.args[0], places[0] - len(parts), parts[places[0]])  # pyright: ignore[reportUnknownArgumentType]
+    return operation.args[0], places[0], parts[places[0]]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _keeps_everything(parts: Sequence[object]) -> bool:
+    if any(part is Ellipsis for part in parts):
+        return len(parts) == 1
+    return all(part == slice(None) for part in parts)
+
+
+def _is_tensor(operation: Operation) -> bool:
+    return operation.kind == "get_attr" or hasattr(operation.node.meta.get("val"), "dtype")
+
+
+def _same_value(one: Operation, other: Operation) -> bool:
+    return one is other or (one.kind == other.kind == "get_attr" and one.target == other.target)
+
+
+def _selection(column: Sequence[Operation]) -> Selected | None:
+    picks = [selected(operand) for operand in column]
+    first = picks[0]
+    if first is None or any(pick != (first[0], first[1], i) for i, pick in enumerate(picks)):
+        return None
+    return Selected(first[0], first[1])
+
+
+def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
+    _, weight, *bias = operands
+    if isinstance(weight, Shared):
+        return all(isinstance(b, Shared) for b in bias)
+    return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)
+
+
+def _broadcasts(operands: Sequence[Operand], rank: int | None, search: _Search) -> bool:
+    """Say whether shared operands line up with a stacked result: none may have more dimensions than one member has."""
+    stacked = [search.rank_of(operand) for operand in operands if not isinstance(operand, Shared)]
+    for operand in operands:
+        if not isinstance(operand, Shared):
+            continue
+        own = search.rank_of(operand)
+        if own == 0:
+            continue
+        if own is None or any(other is None for other in stacked) or own > max(r for r in stacked if r is not None):
+            return False
+    return True
+
+
+def value_rank(operation: Operation, home: nn.Module) -> int | None:
+    """Return the number of dimensions of what `operation` gives, where it is known; 0 for a Python number."""
+    if operation.kind == "get_attr":
+        tensor = attribute(home, str(operation.target))
+        return tensor.dim() if isinstance(tensor, torch.Tensor) else None
+    value = operation.node.meta.get("val")
+    if isinstance(value, (int, float)):
+        return 0
+    shape = getattr(value, "shape", None)
+    return None if shape is None else len(shape)
+
+
+def attribute(home: nn.Module, name: str) -> object:
+    """Return the attribute that a dotted name means, or None."""
+    path, _, last = name.rpartition(".")
+    try:
+        return getattr(home.get_submodule(path), last, None)
+    except AttributeError:
+        return None

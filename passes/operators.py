@@ -1,0 +1,160 @@
+"""One name for each operator, however the user spelled it: function, method, in-place or Python operator.
+
+Modules need no table: the forward of a `torch.nn` leaf is traced, and what it calls is looked up here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+__all__ = ["POINTWISE", "canonical_name", "function_of", "is_random", "mutates", "operator_of_module"]
+
+_UNARY = (
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
+    "floor frac isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit neg positive rad2deg reciprocal "
+    "relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc celu elu gelu hardshrink "
+    "hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 selu silu softplus softshrink softsign "
+    "tanhshrink threshold"
+).split()
+_BINARY = (
+    "add atan2 bitwise_and bitwise_or bitwise_xor copysign div eq floor_divide fmax fmin fmod ge gt hypot le "
+    "logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul ne pow remainder sub xlogy"
+).split()
+_TERNARY = "addcdiv addcmul clamp lerp where".split()
+
+POINTWISE = frozenset(_UNARY + _BINARY + _TERNARY)
+"""Operators that compute each element of their (broadcast) result from one element of each operand."""
+
+_PYTHON = {
+    "add": (operator.add, operator.iadd),
+    "sub": (operator.sub, operator.isub),
+    "mul": (operator.mul, operator.imul),
+    "div": (operator.truediv, operator.itruediv),
+    "floor_divide": (operator.floordiv, operator.ifloordiv),
+    "remainder": (operator.mod, operator.imod),
+    "pow": (operator.pow, operator.ipow),
+    "neg": (operator.neg,),
+    "positive": (operator.pos,),
+    "matmul": (operator.matmul,),
+    "getitem": (operator.getitem,),
+    "eq": (operator.eq,),
+    "ne": (operator.ne,),
+    "lt": (operator.lt,),
+    "le": (operator.le,),
+    "gt": (operator.gt,),
+    "ge": (operator.ge,),
+}
+_IN_PLACE_PYTHON = frozenset(forms[1] for forms in _PYTHON.values() if len(forms) == 2)
+
+_SYNONYMS = {
+    "linear": ("linear",),
+    "cat": ("cat", "concat", "concatenate"),
+    "stack": ("stack",),
+    "add": ("add", "__add__", "__radd__", "__iadd__"),
+    "sub": ("sub", "subtract"),
+    "mul": ("mul", "multiply"),
+    "div": ("div", "divide", "true_divide"),
+    "clamp": ("clamp", "clip"),
+    "neg": ("neg", "negative"),
+    "abs": ("abs", "absolute"),
+    "matmul": ("matmul",),
+    "unbind": ("unbind",),
+    "sum": ("sum",),
+    "mean": ("mean",),
+}
+_RANDOM = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout bernoulli multinomial "
+    "normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu uniform exponential geometric "
+    "cauchy log_normal random gumbel_softmax fractional_max_pool2d fractional_max_pool3d "
+    "scaled_dot_product_attention".split()
+)
+_NAMESPACES = (torch, F, torch.special, torch._C._nn)
+
+
+@cache
+def _functions() -> dict[Any, str]:
+    table: dict[Any, str] = {}
+    for name in (*POINTWISE, *_RANDOM, *_SYNONYMS):
+        for spelling in _SYNONYMS.get(name, (name,)):
+            for namespace in _NAMESPACES:
+                for candidate in (spelling, f"{spelling}_"):
+                    function = getattr(namespace, candidate, None)
+                    if callable(function):
+                        table[function] = name
+    for name, forms in _PYTHON.items():
+        table.update(dict.fromkeys(forms, name))
+    return table
+
+
+@cache
+def _methods() -> dict[str, str]:
+    table = {spelling: name for name, spellings in _SYNONYMS.items() for spelling in spellings}
+    table.update({name: name for name in (*POINTWISE, *_RANDOM) if name not in table})
+    table.update({f"{spelling}_": name for spelling, name in table.items() if not spelling.startswith("__")})
+    return table
+
+
+def canonical_name(node: fx.Node) -> str | None:
+    """Return the operator that a call_function or call_method node computes, or None where it is not known."""
+    if node.op == "call_function":
+        try:
+            return _functions().get(node.target)
+        except TypeError:
+            return None
+    if node.op == "call_method":
+        return _methods().get(str(node.target))
+    return None
+
+
+@cache
+def function_of(name: str) -> Callable[..., Any]:
+    """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
+
+    Raises:
+        KeyError: if `name` is not an operator of this table.
+    """
+    if name in _PYTHON:
+        return _PYTHON[name][0]
+    for namespace in _NAMESPACES:
+        function = getattr(namespace, name, None)
+        if callable(function):
+            return function
+    raise KeyError(name)
+
+
+def operator_of_module(module_type: type[nn.Module]) -> str | None:
+    """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` is `gelu`."""
+    if not module_type.__module__.startswith("torch.nn.modules") or getattr(nn, module_type.__name__, None) is not module_type:
+        return None
+    name = module_type.__name__.lower()
+    known = {"leakyrelu": "leaky_relu"}.get(name, name)
+    return known if known in POINTWISE or known == "linear" else None
+
+
+def mutates(node: fx.Node) -> bool:
+    """Say whether a node writes into one of its operands."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+    if node.op != "call_function":
+        return False
+    if node.target in (operator.setitem, operator.delitem) or node.target in _IN_PLACE_PYTHON:
+        return True
+    if node.kwargs.get("inplace") is not None and node.kwargs["inplace"] is not False:
+        return True
+    if "out" in node.kwargs:
+        return True
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Say whether a call may draw random numbers."""
+    return canonical_name(node) in _RANDOM

@@ -1,0 +1,150 @@
+"""Write a graph anew around replaced operations, in an order that respects data and writes."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..errors import Unsuitable
+from .expansion import Expansion, Operation, map_structure
+
+__all__ = ["Unit", "Writer", "rebuild"]
+
+
+@dataclass
+class Unit:
+    """A piece of the new graph: what it reads, what it gives, and how it is written.
+
+    Attributes:
+        order: position among units that could come next; the smallest goes first.
+        needs, gives: keys of values: operations, or any object that stands for a new value.
+        emit: writes the nodes and stores what it gives in `writer.values`.
+        barrier: it writes into memory, so everything earlier stays before it and everything later behind.
+    """
+
+    order: int
+    needs: Sequence[Hashable]
+    gives: Sequence[Hashable]
+    emit: Callable[[Writer], None]
+    barrier: bool = False
+
+
+@dataclass
+class Writer:
+    """The new graph and the values written so far."""
+
+    graph: fx.Graph
+    values: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    def substitute(self, argument: Any) -> Any:
+        return map_structure(argument, lambda leaf: self.values[leaf] if isinstance(leaf, Operation) else leaf)
+
+
+def rebuild(
+    graph: fx.Graph, expansion: Expansion, replacements: Sequence[Unit], covered: Iterable[Operation]
+) -> fx.Graph:
+    """Return a new graph in which `replacements` stand for the `covered` operations.
+
+    Module calls of which nothing is covered are kept as they are; of the others, what is not covered is written out.
+
+    Raises:
+        Unsuitable: if the replacements depend on one another in a circle.
+    """
+    covered = set(covered)
+    opened = {operation.call for operation in covered}
+    needed = {key for unit in replacements for key in unit.needs}
+    units = [*replacements, *_kept(graph, expansion, covered, opened, needed)]
+    new = fx.Graph()
+    writer = Writer(new)
+    for unit in _scheduled(units):
+        unit.emit(writer)
+    return new
+
+
+def _kept(
+    graph: fx.Graph, expansion: Expansion, covered: set[Operation], opened: set[str], needed: set[Hashable]
+) -> Iterable[Unit]:
+    for operation in expansion.operations:
+        idle = operation not in needed and _is_idle(operation, covered)
+        if operation.call in opened and operation not in covered and not idle:
+            yield _operation_unit(operation)
+    last = {operation.call: operation.index for operation in expansion.operations}
+    for node in graph.nodes:
+        if node.name not in opened:
+            yield _node_unit(node, expansion, last.get(node.name, 0))
+
+
+def _is_idle(operation: Operation, covered: set[Operation]) -> bool:
+    return operation.kind == "get_attr" and all(user in covered for user in operation.users)
+
+
+def _operation_unit(operation: Operation) -> Unit:
+    def emit(writer: Writer) -> None:
+        node = writer.graph.create_node(
+            operation.kind, operation.target,
+            writer.substitute(operation.args), writer.substitute(operation.kwargs),
+            name=operation.name.replace("/", "_"),
+        )  # fmt: skip
+        node.meta = dict(operation.node.meta)
+        writer.values[operation] = node
+
+    return Unit(operation.index, list(operation.inputs), [operation], emit, operation.mutates)
+
+
+def _node_unit(node: fx.Node, expansion: Expansion, order: int) -> Unit:
+    needs: list[Operation] = []
+    map_structure(
+        [expansion.results[source.name] for source in node.all_input_nodes],
+        lambda leaf: needs.append(leaf) if isinstance(leaf, Operation) else None,
+    )
+    result = expansion.results[node.name]
+
+    def emit(writer: Writer) -> None:
+        copy = writer.graph.node_copy(node, lambda source: writer.substitute(expansion.results[source.name]))
+        if isinstance(result, Operation):
+            writer.values.setdefault(result, copy)
+
+    mutating = isinstance(result, Operation) and result.mutates and result.node is node
+    gives = [result] if isinstance(result, Operation) and result not in needs else []
+    return Unit(order if node.op != "output" else order + 1, needs, gives, emit, mutating)
+
+
+def _scheduled(units: Sequence[Unit]) -> Iterable[Unit]:
+    """Yield the units so that each comes after what it needs, earliest order first (Kahn, 1962)."""
+    givers = {key: number for number, unit in enumerate(units) for key in unit.gives}
+    waits: list[set[int]] = [{givers[key] for key in unit.needs if key in givers} for unit in units]
+    _add_barriers(units, waits)
+    followers: dict[int, list[int]] = defaultdict(list)
+    for number, sources in enumerate(waits):
+        sources.discard(number)
+        for source in sources:
+            followers[source].append(number)
+    ready = [(units[number].order, number) for number, sources in enumerate(waits) if not sources]
+    heapq.heapify(ready)
+    done = 0
+    while ready:
+        _, number = heapq.heappop(ready)
+        done += 1
+        yield units[number]
+        for follower in followers[number]:
+            waits[follower].discard(number)
+            if not waits[follower]:
+                heapq.heappush(ready, (units[follower].order, follower))
+    if done != len(units):
+        raise Unsuitable("the fused operations depend on one another in a circle")
+
+
+def _add_barriers(units: Sequence[Unit], waits: list[set[int]]) -> None:
+    for barrier, unit in enumerate(units):
+        if not unit.barrier:
+            continue
+        for number, other in enumerate(units):
+            if other.order < unit.order:
+                waits[barrier].add(number)
+            elif other.order > unit.order:
+                waits[number].add(barrier)

@@ -1,0 +1,204 @@
+"""Cut a part of a graph out into a child module, and put a child's graph back into its caller's.
+
+A region is how autocast, checkpointing, sharding, pipeline stages and compiled blocks mark a part of a model: nodes that
+run together, behind one module call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import CaptureError, Unsuitable
+from ..tracing.captured import Capture, Variant, capture_of, install
+from ..tracing.signature import Signature
+from .edit import Edit
+from .expansion import map_structure
+
+__all__ = ["Region", "inline", "outline"]
+
+
+class Region(nn.Module):
+    """A part of its home's graph.
+
+    It calls children that its home still owns: names survive, so a region writes nothing into a state dict and takes
+    nothing from one. Tensors of the home come in as arguments.
+
+    Attributes:
+        origins: name of a child here -> its qualified name in the home.
+    """
+
+    def __init__(self, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+        super().__init__()
+        self.origins = dict(origins)
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *args: Any) -> Any:
+        """Run the region's graph; it has no other forward."""
+        raise CaptureError("this region lost its graph")
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """Write nothing: the home's own names cover the children."""
+        return {} if destination is None else destination
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The children are loaded under the home's names; here they get what they have.
+        for name, child in self.named_children():
+            state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))
+
+
+def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
+    """Move nodes of the site's graph into a new child `name`; return the call that stands for them.
+
+    Args:
+        edit: of the site whose graph holds the nodes.
+        nodes: neither inputs nor outputs; reads of attributes stay at home and are handed in.
+        name: of the child; numbered if it is taken.
+
+    Raises:
+        Unsuitable: if a path leaves the nodes and comes back: then they cannot run as one.
+    """
+    chosen = [node for node in edit.graph.nodes if node in set(nodes) and node.op != "get_attr"]
+    if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:
+        raise Unsuitable("a region is made of one or more operations, not of inputs and outputs")
+    inside = set(chosen)
+    _check_convex(chosen, inside)
+    inputs = list(dict.fromkeys(s for node in chosen for s in node.all_input_nodes if s not in inside))
+    results = [node for node in chosen if any(user not in inside for user in node.users)]
+    region, graph = _region(edit, chosen, inputs, results)
+    child = edit.add_module(region, name=name)
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    install(region, Capture(type(region), [Variant((), graph)], Signature.of_names(names)))
+    return _call_region(edit, child, chosen, inputs, results)
+
+
+def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
+    tainted: set[fx.Node] = set()
+    for node in chosen[0].graph.nodes:
+        sources = node.all_input_nodes
+        outside_path = any(source in tainted or (source in inside and node not in inside) for source in sources)
+        if node not in inside and outside_path:
+            tainted.add(node)
+        elif node in inside and any(source in tainted for source in sources):
+            raise Unsuitable(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+
+
+def _region(
+    edit: Edit, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> tuple[Region, fx.Graph]:
+    targets = list(dict.fromkeys(str(node.target) for node in chosen if node.op == "call_module"))
+    local = {target: target.replace(".", "_") for target in targets}
+    if len(set(local.values())) < len(local):
+        local = {target: f"child_{number}" for number, target in enumerate(targets)}
+    children = {local[target]: edit.home.get_submodule(target) for target in targets}
+    graph = fx.Graph()
+    values = {source: graph.placeholder(source.name) for source in inputs}
+    for source, placeholder in values.items():
+        placeholder.meta = dict(source.meta)
+    for node in chosen:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if node.op == "call_module":
+            values[node].target = local[str(node.target)]
+    outputs = tuple(values[node] for node in results)
+    graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    return Region(children, {name: target for target, name in local.items()}), graph
+
+
+def _call_region(
+    edit: Edit, child: str, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.Node:
+    anchor = _first_place(chosen, inputs)
+    call = edit.call(child, *inputs, before=anchor)
+    call.meta["val"] = tuple(node.meta.get("val") for node in results)
+    replacements: dict[fx.Node, fx.Node] = {results[0]: call} if len(results) == 1 else {}
+    if not replacements:
+        for position, node in enumerate(results):
+            replacements[node] = edit.call(operator.getitem, call, position, before=anchor)
+    else:
+        call.meta["val"] = results[0].meta.get("val")
+    inside = set(chosen)
+    for node, replacement in replacements.items():
+        replacement.meta.setdefault("val", node.meta.get("val"))
+        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(chosen):
+        edit.graph.erase_node(node)
+    edit.move_users_behind(list(replacements.values()))
+    return call
+
+
+def _first_place(chosen: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Node:
+    """Return the node before which the call goes: behind the last input, and not before the first chosen node."""
+    order = {node: number for number, node in enumerate(chosen[0].graph.nodes)}
+    last_input = max((order[source] for source in inputs), default=-1)
+    place = max(last_input + 1, order[chosen[0]])
+    return next(node for node, number in order.items() if number == place)
+
+
+def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
+    """Put the graph of a captured child in the place of a call of it; return the new nodes.
+
+    The child stays where it is in the module tree, save a `Region`, which goes.
+
+    Raises:
+        Unsuitable: if the child has no graph, more than one, or is called in a way that its graph does not cover.
+    """
+    module = edit.program.callee(edit.site.home, call)
+    capture = capture_of(module)
+    if capture is None or len(capture.variants) != 1:
+        raise Unsuitable(f"'{call.target}' has no single graph to inline")
+    values = _bound(capture, call)
+    graph = capture.variants[0].graph
+    new: list[fx.Node] = []
+    with edit.graph.inserting_before(call):
+        for node in graph.nodes:
+            if node.op == "placeholder" or node.op == "output":
+                continue
+            values[node] = edit.graph.node_copy(node, values.__getitem__)
+            values[node].target = _outer_target(node, str(call.target), module)
+            new.append(values[node])
+    result = map_structure(graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf)
+    _hand_over(edit, call, result)
+    if isinstance(module, Region):
+        edit.remove_module(str(call.target))
+    return new
+
+
+def _bound(capture: Capture, call: fx.Node) -> dict[fx.Node, Any]:
+    given = capture.parameters.bind(call.args, dict(call.kwargs))
+    arguments = capture.variants[0].arguments
+    values: dict[fx.Node, Any] = {}
+    for node in capture.variants[0].graph.nodes:
+        if node.op != "placeholder":
+            continue
+        value = given.get(arguments.get(node.name, node.name))
+        if not isinstance(value, fx.Node):
+            raise Unsuitable(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
+        values[node] = value
+    return values
+
+
+def _outer_target(node: fx.Node, path: str, module: nn.Module) -> Any:
+    if node.op not in ("call_module", "get_attr"):
+        return node.target
+    if isinstance(module, Region):
+        first, dot, rest = str(node.target).partition(".")
+        return module.origins[first] + dot + rest
+    return f"{path}.{node.target}"
+
+
+def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
+    """Let the users of the call read the inlined result; items of a structure are picked at once."""
+    if isinstance(result, fx.Node):
+        call.replace_all_uses_with(result)
+        edit.graph.erase_node(call)
+        return
+    for user in list(call.users):
+        if user.target is not operator.getitem or user.args[0] is not call:
+            raise Unsuitable(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")
+        user.replace_all_uses_with(result[user.args[1]])
+        edit.graph.erase_node(user)
+    edit.graph.erase_node(call)

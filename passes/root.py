@@ -1,0 +1,49 @@
+"""What sets the root of an optimized model apart: it has the record, and it loads checkpoints with original names."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..tracing.captured import Capture, capture_of, install, uninstall
+from ..tracing.dynamic import class_recipe, user_class
+from .checkpoints import LoadsOriginalNames
+from .record import RECORD_KEY, Record
+
+__all__ = ["crown"]
+
+_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def crown(model: nn.Module, record: Record) -> None:
+    """Make `model` the root of an optimized model, whether or not its own forward could be captured."""
+    capture = capture_of(model)
+    uninstall(model)
+    if not isinstance(model, LoadsOriginalNames):
+        model.__class__ = loading_class(type(model))
+    install(model, capture or Capture(type(model), []))
+    model.__dict__[RECORD_KEY] = record
+
+
+def loading_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base`, named like it, whose `load_state_dict` takes original names too."""
+    known = _classes.get(base)
+    if known is None:
+        body = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__init_subclass__": classmethod(lambda cls, **kwargs: None),
+            "_fxopt_base": user_class(base),
+            "_fxopt_recipe": (_loading_class_of, class_recipe(base)),
+        }
+        known = _classes[base] = types.new_class(base.__name__, (LoadsOriginalNames, base), exec_body=lambda ns: ns.update(body))
+    return known
+
+
+def _loading_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
+    return loading_class(make(*arguments))

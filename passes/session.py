@@ -1,0 +1,188 @@
+"""One optimization from the user's model to the optimized one: copy, capture, run the passes, record."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError, PassError, UsageError
+from ..settings import Settings
+from ..tracing.inputs import Inputs
+from ..tracing.program import Program, capture_program
+from .base import Pass, Phase
+from .manager import Manager
+from .plan import Plan
+from .record import RECORD_KEY, Record, record_of
+from .root import crown
+from .state_map import StateMap
+
+__all__ = ["Request", "copied", "run_session", "skeleton_of"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, checked.
+
+    Attributes:
+        passes: in the order in which they run.
+        inputs: the example calls; may be none.
+        phase: TRAIN or EVAL, or None for the model's own mode.
+        verify, measure: whether rewrites are checked and timed.
+        plan: decisions to repeat instead.
+        seed: of verification's random inputs.
+        settings: limits from the environment.
+        on_failure: writes a reproducer of a failed pass and returns its path.
+    """
+
+    passes: Sequence[Pass]
+    inputs: tuple[Inputs, ...] = ()
+    phase: Phase | None = None
+    verify: bool = True
+    measure: bool = True
+    plan: Plan | None = None
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+    on_failure: Callable[[PassError], str | None] | None = None
+
+
+def run_session(model: nn.Module, request: Request) -> nn.Module:
+    """Return an optimized copy of `model`, with its record; `model` is only read.
+
+    Raises:
+        InputError: if the model cannot be copied or refuses its example inputs.
+        PassError: if a pass fails.
+    """
+    check_model(model)
+    fast = copied(model)
+    training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+    earlier = record_of(fast)
+    skeleton = earlier.skeleton if earlier else skeleton_of(model)
+    with _in_mode(fast, training):
+        program = capture_program(fast, list(request.inputs) or None, training=training)
+        texts = _texts(program)
+        manager = _manager(program, request)
+        if request.plan is None:
+            manager.run(request.passes)
+        else:
+            manager.replay(request.passes, request.plan)
+    record = _record(program, manager, request, texts, skeleton, earlier)
+    record.remember(model)
+    crown(fast, record)
+    if record.eval_only:
+        fast.eval()
+    return fast
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be optimized at all.
+
+    Raises:
+        UsageError: if `model` is not a module.
+        InputError: if it has parameters without a shape yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of the model.
+
+    Raises:
+        InputError: if the model cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({type(error).__name__}: {error}); make it copyable by copy.deepcopy"
+        ) from error
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """Return the model's structure, with the tensors that a state dict holds on the meta device."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        kept = {name: b for name, b in module._buffers.items() if name not in transient}  # pyright: ignore[reportPrivateUsage]
+        for tensor in (*module._parameters.values(), *kept.values()):  # pyright: ignore[reportPrivateUsage]
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _outline(tensor)
+    skeleton = copy.deepcopy(model, memo)
+    skeleton.__dict__.pop(RECORD_KEY, None)
+    return skeleton
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    outline = tensor.detach().to("meta")
+    return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline
+
+
+@contextlib.contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model into a mode for a while; flags that already agree at the root, mixed ones too, stay as they are."""
+    flags = {module: module.training for module in model.modules()}
+    if model.training != training:
+        for module in flags:
+            module.training = training
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module.training = flags.get(module, model.training)
+
+
+def _manager(program: Program, request: Request) -> Manager:
+    return Manager(
+        program, check=request.verify, time=request.measure, seed=request.seed,
+        settings=request.settings, on_failure=request.on_failure,
+    )  # fmt: skip
+
+
+def _texts(program: Program) -> dict[str, str]:
+    return {name: str(graph) for name, graph in program.graphs.items()}
+
+
+def _record(
+    program: Program, manager: Manager, request: Request, before: dict[str, str], skeleton: nn.Module, earlier: Record | None
+) -> Record:
+    model = program.model
+    state_map = manager.state_map()
+    limited = [landed.pass_.name for landed in manager.landed if landed.phase is Phase.EVAL]
+    return Record(
+        plan=manager.plan(request.passes) if earlier is None else earlier.plan.extended(manager.plan(request.passes)),
+        state_map=earlier.state_map.compose(state_map) if earlier else _named(state_map, skeleton),
+        graphs_before=earlier.graphs_before if earlier else before,
+        graphs_after=_texts(program),
+        coverage=str(program.coverage()),
+        parameters_before=len(list(skeleton.parameters())),
+        parameters_after=len(list(model.parameters())),
+        timings=manager.timings,
+        checked=manager.checked(),
+        messages=(),
+        eval_only=tuple(dict.fromkeys([*(earlier.eval_only if earlier else ()), *limited])),
+        traces=(*(earlier.traces if earlier else ()), *manager.traces),
+        skeleton=skeleton,
+        opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+    )
+
+
+def _named(state_map: StateMap, skeleton: nn.Module) -> StateMap:
+    """Add the original names, in their order, and which of them are tied."""
+    first: dict[int, str] = {}
+    aliases: list[tuple[str, str]] = []
+    names = list(skeleton.state_dict())
+    tensors = dict((*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False)))
+    for name in names:
+        tensor = tensors.get(name)
+        known = name if tensor is None else first.setdefault(id(tensor), name)
+        if known != name:
+            aliases.append((name, known))
+    return state_map.ordered(names, aliases)

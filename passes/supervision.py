@@ -1,0 +1,62 @@
+"""Run a pass's own code: within a time limit, and with its name on whatever it raises."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+from ..errors import FxoptError, PassError, Unsuitable
+
+__all__ = ["supervised"]
+
+T = TypeVar("T")
+
+
+class _Overdue(BaseException):
+    """The time is up; not an `Exception`, so that a pass's own `except Exception` does not swallow it."""
+
+
+def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
+    """Return `action()`, or raise PassError saying `what` failed and how.
+
+    A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no timer that
+    interrupts, an action that hangs is not stopped.
+
+    Raises:
+        PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
+        Unsuitable: as raised by the action: a late refusal, not a failure.
+    """
+    try:
+        with _time_limit(seconds):
+            return action()
+    except _Overdue:
+        raise PassError(f"{what} took longer than {seconds:g} s and was stopped") from None
+    except (Unsuitable, PassError):
+        raise
+    except FxoptError as error:
+        raise PassError(f"{what}: {error}") from error
+    except Exception as error:
+        raise PassError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    unlimited = seconds <= 0 or not hasattr(signal, "setitimer")
+    if unlimited or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def overdue(_signal: int, _frame: FrameType | None) -> None:
+        raise _Overdue
+
+    previous = signal.signal(signal.SIGALRM, overdue)
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, outer)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,105 @@
+"""eliminate_common_subexpressions: computes equal things once, where they are equal."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.passes.pipeline import parse
+from fxopt.testing import assert_equivalent
+from fxopt.transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
+
+
+class Repeats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) + torch.relu(self.layer(x)).sum(-1, keepdim=True)
+
+
+class Distinct(nn.Module):
+    """Alike, but not equal: 1, 1.0 and True, another dimension, another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = x.long()
+        return (i + 1) + (i + 1.0) + x.sum(0) + x.sum(1) + self.a(x) + self.b(x)
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(x)
+        b = torch.relu(x)
+        a.add_(1)
+        return a * b
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(x), torch.relu(x)
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand_like(x) - torch.rand_like(x)
+
+
+def merged(model: nn.Module, x: Tensor) -> nn.Module:
+    return fxopt.optimize(model, "eliminate_common_subexpressions", example_inputs=(x,))
+
+
+def count(model: nn.Module) -> int:
+    return sum(node.op.startswith("call") for node in fxopt.graphs(model)[""].nodes)
+
+
+def test_the_graph_before_and_after() -> None:
+    model = Repeats()
+    fast = merged(model, torch.randn(2, 4))
+    assert [n.name for n in fxopt.graphs(fast)[""].nodes] == ["x", "layer", "relu", "sum_1", "add", "output"]
+    assert_equivalent(model, fast, (torch.randn(3, 4),))
+
+
+def test_equal_looking_values_of_other_types_are_kept_apart() -> None:
+    model, x = Distinct(), torch.randn(4, 4)
+    before = fxopt.optimize(model, [], example_inputs=(x,))
+    assert count(merged(model, x)) == count(before)
+
+
+def test_refuses_graphs_that_write() -> None:
+    model, x = Writes(), torch.randn(4)
+    fast = merged(model, x)
+    assert [d.reason for d in fxopt.plan(fast).decisions] == [
+        "'add_' may write in place, so equal expressions may differ"
+    ]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_two_outputs_stay_two_tensors() -> None:
+    x = torch.randn(4)
+    one, other = merged(TwoOutputs(), x)(x)
+    one.add_(1)
+    assert not torch.equal(one, other)
+
+
+def test_random_draws_stay_apart() -> None:
+    x = torch.randn(16)
+    assert merged(Random(), x)(x).abs().sum() > 0
+
+
+def test_twice_is_once() -> None:
+    x = torch.randn(2, 4)
+    fast = merged(Repeats(), x)
+    assert count(merged(fast, x)) == count(fast) == 4
+
+
+@given(st.just(EliminateCommonSubexpressions()))
+def test_text_round_trip(pass_: EliminateCommonSubexpressions) -> None:
+    assert parse(str(pass_)) == (pass_,)

@@ -1,0 +1,86 @@
+"""Compute once what is computed several times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import fx
+
+from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ..passes.effects import has_effects, reaches_output, writes
+from ..passes.expansion import map_structure
+
+if TYPE_CHECKING:
+    from ..passes.edit import Edit
+    from ..tracing.program import Program
+
+__all__ = ["EliminateCommonSubexpressions"]
+
+
+@dataclass(frozen=True)
+class EliminateCommonSubexpressions(Pass):
+    """Compute equal expressions once.
+
+    Before: a = torch.relu(x); b = torch.relu(x)        After: a = torch.relu(x), read in both places
+    Refuses: a graph that writes in place, since then equal expressions need not be equal values.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SIZE
+    phase: ClassVar[Phase] = Phase.BOTH
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for home, capture in program.captures.items():
+            for variant, captured in enumerate(capture.variants):
+                repeated = repetitions(captured.graph, program, home)
+                if not repeated:
+                    continue
+                writer = next((node for node in captured.graph.nodes if writes(node, program, home)), None)
+                if writer is not None:
+                    yield Refusal(f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)")
+                    continue
+                nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
+                yield Site(program, home, nodes, variant, detail=f"{len(repeated)} computed before")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        graph = edit.graph
+        for node, first in repetitions(graph, site.program, site.home).items():
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def repetitions(graph: fx.Graph, program: Program, home: str) -> dict[fx.Node, fx.Node]:
+    """Return each node whose value an earlier node already has, with that node, in execution order.
+
+    Two values that the module hands to its caller stay two, so that the caller may write into one of them.
+    """
+    first: dict[object, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if has_effects(node, program, home):
+            continue
+        key = _key(node, same)
+        known = first.setdefault(key, node)
+        if known is not node and not (reaches_output(known) and reaches_output(node)):
+            same[node] = known
+    return same
+
+
+def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:
+    arguments = map_structure((node.args, dict(sorted(node.kwargs.items()))), lambda leaf: _Leaf.of(leaf, same))
+    return node.op, node.target, repr(arguments)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of an argument whose text is equal exactly where leaves are equal: 1, 1.0 and True are not."""
+
+    text: str
+
+    @classmethod
+    def of(cls, leaf: Any, same: dict[fx.Node, fx.Node]) -> _Leaf:
+        if isinstance(leaf, fx.Node):
+            return cls(f"%{same.get(leaf, leaf).name}")
+        return cls(f"{type(leaf).__name__}:{leaf!r}")

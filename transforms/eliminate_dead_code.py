@@ -1,0 +1,53 @@
+"""Remove what nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import fx
+
+from ..passes.base import Goal, Numerics, Pass, Phase, Site
+from ..passes.effects import has_effects
+
+if TYPE_CHECKING:
+    from ..passes.edit import Edit
+    from ..tracing.program import Program
+
+__all__ = ["EliminateDeadCode"]
+
+
+@dataclass(frozen=True)
+class EliminateDeadCode(Pass):
+    """Remove computations whose results nobody reads.
+
+    Before: y = self.unused(x); return self.used(x)        After: return self.used(x)
+    Refuses: nothing; whatever writes, draws random numbers, runs hooks or is not known to be pure is kept.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    goal: ClassVar[Goal] = Goal.SIZE
+    phase: ClassVar[Phase] = Phase.BOTH
+
+    def find(self, program: Program) -> Iterator[Site]:
+        for home, capture in program.captures.items():
+            for variant, captured in enumerate(capture.variants):
+                dead = dead_nodes(captured.graph, program, home)
+                if dead:
+                    nodes = {f"dead_{number}": node.name for number, node in enumerate(dead)}
+                    yield Site(program, home, nodes, variant, detail=f"{len(dead)} nodes nobody reads")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        graph = edit.graph
+        for node in dead_nodes(graph, site.program, site.home):
+            graph.erase_node(node)
+
+
+def dead_nodes(graph: fx.Graph, program: Program, home: str) -> list[fx.Node]:
+    """Return the nodes without effects that nothing live reads, users before what they use."""
+    dead: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        if all(user in dead for user in node.users) and not has_effects(node, program, home):
+            dead[node] = None
+    return list(dead)

@@ -1,0 +1,267 @@
+"""Fuse isomorphic, independent members into batched operations on stacked parameters."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from ..layers.lowering import Lowering as Lowered
+from ..layers.lowering import covered_operations, lower
+from ..layers.members import FusedMembers, attach_member, seal
+from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ..passes.expansion import Expansion, Operation, expand
+from ..passes.facts import TensorOwners
+from ..passes.gradient_reach import differentiable_outputs
+from ..passes.isomorphism import Ensemble, Parameters, attribute, find_ensembles
+from ..passes.rebuild import rebuild
+from ..passes.state_map import Stack
+
+if TYPE_CHECKING:
+    from ..passes.edit import Edit
+    from ..tracing.program import Program
+
+__all__ = ["FuseEnsembles", "Lowering"]
+
+LARGEST_UNMEASURED_WEIGHT = 16384
+"""Elements of one member's weight up to which fusing is the rule where nothing can be measured.
+
+From 128 heads of 16-32-4 (512 elements), which win at every batch size on a CPU, and 8 members of 256-512-64 (131,072),
+which lose: benchmarks/ensembles.py draws the line between them.
+"""
+
+
+class Lowering(enum.Enum):
+    """How the fused computation is written."""
+
+    AUTO = "auto"
+    WIDE = "wide"
+    BMM = "bmm"
+    GROUPED_CONV = "grouped_conv"
+    VMAP = "vmap"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class FuseEnsembles(Pass):
+    """Compute the members of an ensemble together, on stacked parameters.
+
+    Before: torch.cat([head(x) for head in self.heads], -1)
+    After:  concatenate_members(batched_linear(tanh(wide_linear(x, weight_0, bias_0)), weight_2, bias_2), -1)
+    Refuses: members with hooks or parametrizations, tied or shared parameters; in training, members that differ in
+        requires_grad or that do not always receive gradients together.
+
+    Options:
+        lowering: `auto` takes the fastest measured (without example inputs: `wide` where the members share their input,
+            else `bmm`, and nothing where one weight has over 16,384 elements); any other name is taken as asked.
+    """
+
+    lowering: Lowering = Lowering.AUTO
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    before: ClassVar[tuple[str, ...]] = ()
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        if self.lowering is Lowering.LOOP:
+            return
+        for home, capture in list(program.captures.items()):
+            if len(capture.variants) > 1:
+                continue
+            expansion = expand(program, home)
+            yield from _closed_members(expansion, home)
+            for ensemble in find_ensembles(expansion, program.module(home)):
+                yield self._examine(ensemble, expansion, program, home)
+
+    def _examine(self, ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> Site | Refusal:
+        reason = _obstacle(ensemble, expansion, program, home)
+        at = _qualified(home, _common_name(ensemble))
+        if reason is not None:
+            return Refusal(reason, at)
+        phase, training_reason = _phase(ensemble, expansion, program, home)
+        if training_reason is not None and program.training:
+            return Refusal(training_reason, at)
+        if self.lowering is Lowering.AUTO and not program.inputs and _largest_weight(ensemble, program, home) > LARGEST_UNMEASURED_WEIGHT:
+            return Refusal("the members are large, so fusing them may be slower; give example_inputs to measure it", at)
+        count = sum(1 for _ in ensemble.parameters)
+        return Site(
+            program, home,
+            nodes={f"{p}.{m}": member.name for p, pack in enumerate(ensemble.packs) for m, member in enumerate(pack.members)},
+            choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
+            detail=f"{ensemble.size} members, {count} parameters each", label=at,
+        )  # fmt: skip
+
+    def _choices(self, ensemble: Ensemble) -> tuple[str, ...]:
+        if self.lowering is not Lowering.AUTO:
+            return (self.lowering.value,)
+        candidates = ("wide", "bmm") if ensemble.shares_input else ("bmm",)
+        return (*candidates, "vmap", "grouped_conv")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        expansion = expand(site.program, site.home)
+        ensemble = _located(site, expansion, edit.home)
+        names = _stack_parameters(ensemble, edit)
+        lowering = Lowered(
+            ensemble, site.choice or site.choices[0], names,
+            lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
+        )  # fmt: skip
+        edit.set_graph(rebuild(edit.graph, expansion, lower(lowering), covered_operations(lowering)))
+
+
+# -- what may be fused ---------------------------------------------------------------------------------------------
+
+
+def _closed_members(expansion: Expansion, home: str) -> Iterator[Refusal]:
+    """Report calls that look like members, but cannot be opened, once for each family of siblings."""
+    families: dict[str, list[Operation]] = {}
+    for operation in expansion.operations:
+        if operation.kind == "call_module":
+            path = str(operation.target).rpartition(".")[0]
+            families.setdefault(path, []).append(operation)
+    for path, calls in families.items():
+        reasons = [expansion.closed[call.name] for call in calls if call.name in expansion.closed]
+        if path and len(calls) > 1 and reasons:
+            first = next(call for call in calls if call.name in expansion.closed)
+            yield Refusal(f"member {str(first.target).rpartition('.')[2]} cannot be fused: {reasons[0]}", _qualified(home, path))
+
+
+def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> str | None:
+    owners = program.facts[TensorOwners]
+    for operand in ensemble.parameters:
+        if len(set(operand.names)) < len(operand.names):
+            repeated = next(name for name in operand.names if operand.names.count(name) > 1)
+            return f"members share the parameter '{repeated}'"
+        for name in operand.names:
+            names = owners.names(_qualified(home, name))
+            if len(names) > 1:
+                return f"the parameter '{names[0]}' is tied to '{names[1]}'"
+    return _order_obstacle(ensemble, expansion)
+
+
+def _order_obstacle(ensemble: Ensemble, expansion: Expansion) -> str | None:
+    inside = {member for pack in ensemble.packs for member in pack.members}
+    writes = [operation.index for operation in expansion.operations if operation.mutates and operation not in inside]
+    for pack in ensemble.packs:
+        first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
+        if any(first < write < last for write in writes):
+            return "a tensor is written in place between the members"
+    return None
+
+
+def _phase(ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> tuple[Phase | None, str | None]:
+    """Return the phase that the rewrite is limited to, and why training is not covered."""
+    module = program.module(home)
+    for operand in ensemble.parameters:
+        trainable = [_parameter(module, name).requires_grad for name in operand.names]
+        if len(set(trainable)) > 1:
+            odd = operand.names[trainable.index(not trainable[0])]
+            return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
+    if not any(_parameter(module, name).requires_grad for operand in ensemble.parameters for name in operand.names):
+        return None, None
+    reach = differentiable_outputs(expansion)
+    reached = [_union(reach[member] for member in ensemble.members_of(i)) for i in range(ensemble.size)]
+    if len(set(reached)) > 1:
+        return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
+    return None, None
+
+
+def _union(masks: Iterator[int]) -> int:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
+
+
+def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
+    module = program.module(home)
+    return max(_parameter(module, operand.names[0]).numel() for operand in ensemble.parameters)
+
+
+# -- rewriting -----------------------------------------------------------------------------------------------------
+
+
+def _located(site: Site, expansion: Expansion, home: nn.Module) -> Ensemble:
+    """Find the site's ensemble again in the graph as it is now."""
+    wanted = set(site.nodes.values())
+    for ensemble in find_ensembles(expansion, home):
+        if {member.name for pack in ensemble.packs for member in pack.members} == wanted:
+            return ensemble
+    raise LookupError(f"the ensemble at {site.key} is no longer there")
+
+
+def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], str]:
+    """Move the members' parameters into one new child; members keep live views. Return the new names."""
+    home = edit.home
+    places = {operand.names: _store_name(operand, ensemble) for operand in ensemble.parameters}
+    stacked = {places[o.names]: torch.stack([_parameter(home, name).detach() for name in o.names]) for o in ensemble.parameters}
+    trainable = {places[o.names]: _parameter(home, o.names[0]).requires_grad for o in ensemble.parameters}
+    store = FusedMembers(stacked, trainable)
+    child = edit.add_module(store, name=f"fused_{_common_name(ensemble)}".replace(".", "_"))
+    for operand in ensemble.parameters:
+        edit.record_state(Stack(operand.names, f"{child}.{places[operand.names]}"))
+    _leave_views(ensemble, places, store, edit)
+    return {names: f"{child}.{place}" for names, place in places.items()}
+
+
+def _leave_views(ensemble: Ensemble, places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:
+    views: dict[str, dict[str, tuple[FusedMembers, str, int]]] = {}
+    for names, place in places.items():
+        for index, name in enumerate(names):
+            path, _, last = name.rpartition(".")
+            views.setdefault(path, {})[last] = (store, place, index)
+    for path, slices in views.items():
+        edit.on_undo(attach_member(edit.home.get_submodule(path), slices))
+    for parent, children in _parents(views).items():
+        edit.on_undo(seal(edit.home.get_submodule(parent), children))
+
+
+def _parents(paths: Sequence[str] | dict[str, object]) -> dict[str, set[str]]:
+    """Return parent path -> names of the children on the way to a member."""
+    parents: dict[str, set[str]] = {}
+    for path in paths:
+        while path:
+            parent, _, last = path.rpartition(".")
+            parents.setdefault(parent, set()).add(last)
+            path = parent
+    return parents
+
+
+def _store_name(operand: Parameters, ensemble: Ensemble) -> str:
+    """Name a stacked parameter after its place within a member: `0.weight` becomes `weight_0`."""
+    place = operand.names[0].split(".")
+    prefix = len(_common_prefix([name.split(".") for o in ensemble.parameters for name in o.names]))
+    varying = [part for part in place[prefix:-1]]
+    relative = varying[1:] if len(varying) > 1 else ([] if _single_layer(ensemble) else varying)
+    return "_".join([place[-1], *relative])
+
+
+def _single_layer(ensemble: Ensemble) -> bool:
+    return len({name.rpartition(".")[0] for operand in ensemble.parameters for name in operand.names[:1]}) == 1
+
+
+def _common_name(ensemble: Ensemble) -> str:
+    """Return the container that the members have in common, or `members`."""
+    prefix = _common_prefix([name.split(".")[:-1] for operand in ensemble.parameters for name in operand.names])
+    return ".".join(prefix) or "members"
+
+
+def _common_prefix(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    first, last = min(paths), max(paths)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
+
+
+def _parameter(home: nn.Module, name: str) -> torch.Tensor:
+    value = attribute(home, name)
+    if not isinstance(value, torch.Tensor):
+        raise LookupError(f"'{name}' is not a tensor")
+    return value
+
+
+def _qualified(home: str, name: str) -> str:
+    return f"{home}.{name}" if home and name else home or name
