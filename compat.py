@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -46,6 +47,11 @@ def operator_format(function: Any) -> str | None:
     if getattr(function, "__module__", None) != "_operator":
         return None
     return fx.graph.magic_methods.get(function.__name__)
+
+
+def torch_functions_off() -> AbstractContextManager[None]:
+    """Let torch functions and properties act on tensors directly, past every mode and override."""
+    return torch._C.DisableTorchFunction()
 
 
 def untraceable_entries() -> list[tuple[Any, str, str]]:

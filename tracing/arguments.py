@@ -1,0 +1,133 @@
+"""From the arguments of one call to placeholders, and to guards on everything that is no tensor."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .guards import GUARD_NAMES, Guard
+from .session import Untraceable
+from .signature import Signature
+from .structure import is_namedtuple
+
+__all__ = ["Arguments"]
+
+_LITERALS = (int, float, str, bytes)
+_BOUND = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Arguments:
+    """Walk the arguments of a call: each tensor becomes what `placeholder` returns, the rest is bound and guarded.
+
+    Args:
+        signature: of the forward.
+        placeholder: makes the placeholder for a tensor, from its name and example value (None if there is none).
+        expressions: filled in: name of a placeholder -> Python for it over the forward's arguments.
+
+    Attributes:
+        guards: conditions under which another call has the same structure and the same bound values.
+    """
+
+    def __init__(self, signature: Signature, placeholder: Callable[[str, Any], Any], expressions: dict[str, str]) -> None:
+        self.guards: list[Guard] = []
+        self._expressions = expressions
+        self._signature = signature
+        self._placeholder = placeholder
+        hidden = {p.name for p in signature.parameters} & (set(GUARD_NAMES) | {"self"})
+        if hidden:
+            raise Untraceable(f"its forward has an argument named {hidden.pop()!r}")
+
+    def of_call(self, values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and keyword arguments to trace with, given parameter name -> example value."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in self._signature.parameters:
+            value = values[parameter.name]
+            traced = self._walk(parameter.name, parameter.name, value)
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(traced)
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs.update(traced)
+            elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[parameter.name] = traced
+            else:
+                args.append(traced)
+        return args, kwargs
+
+    def without_values(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return arguments to trace with where no example is known: tensors, unless there is a default."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in self._signature.parameters:
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                self._guard(f"len({parameter.name}) == 0", f"*{parameter.name} is empty")
+                continue
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._guard(f"len({parameter.name}) == 0", f"**{parameter.name} is empty")
+                continue
+            name = parameter.name
+            required = parameter.default is inspect.Parameter.empty
+            value = self._tensor(name, name, None) if required else self._walk(name, name, parameter.default)
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[name] = value
+            else:
+                args.append(value)
+        return args, kwargs
+
+    def _walk(self, expression: str, name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(expression, name, value)
+        if isinstance(value, (tuple, list, dict)):
+            return self._container(expression, name, value)
+        self._constant(expression, value)
+        return value
+
+    def _tensor(self, expression: str, name: str, value: Any) -> Any:
+        self._guard(f"{expression} is not None", f"{expression} is a tensor")
+        proxy = self._placeholder(name, value)
+        self._expressions[proxy.node.name] = expression
+        return proxy
+
+    def _container(self, expression: str, name: str, value: Any) -> Any:
+        kind = type(value)
+        if kind not in (tuple, list, dict, torch.Size) and not is_namedtuple(value):
+            raise Untraceable(f"its argument {expression} is a {kind.__name__}")
+        named = f"type({expression}) is {kind.__name__}"
+        if kind not in (tuple, list, dict):
+            named = f"type({expression}).__name__ == {kind.__name__!r}"
+        self._guard(f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}")
+        if kind is dict:
+            return {key: self._item(expression, name, key, item) for key, item in value.items()}
+        items = [self._item(expression, name, index, item) for index, item in enumerate(value)]
+        return kind(*items) if is_namedtuple(value) else kind(items)
+
+    def _item(self, expression: str, name: str, key: Any, value: Any) -> Any:
+        if not isinstance(key, (str, int)):
+            raise Untraceable(f"its argument {expression} has a key of type {type(key).__name__}")
+        if isinstance(key, str):
+            self._guard(f"{key!r} in {expression}", f"{expression} has the key {key!r}")
+        return self._walk(f"{expression}[{key!r}]", f"{name}_{key}", value)
+
+    def _constant(self, expression: str, value: Any) -> None:
+        reason = f"{expression} is {value!r}"
+        if value is None or isinstance(value, bool):
+            self._guard(f"{expression} is {value!r}", reason)
+        elif type(value) in _LITERALS and value == value:
+            text = repr(value) if value not in (math.inf, -math.inf) else f"float('{value}')"
+            self._guard(f"({expression} == {text} and type({expression}) is {type(value).__name__})", reason)
+        elif isinstance(value, _BOUND):
+            text = f"torch.{value!r}" if isinstance(value, torch.device) else repr(value)
+            self._guard(f"{expression} == {text}", reason)
+        elif isinstance(value, enum.Enum):
+            raise Untraceable(f"its argument {expression} is the enumeration member {value!r}")
+        else:
+            raise Untraceable(f"its argument {expression} is a {type(value).__name__}")
+
+    def _guard(self, expression: str, reason: str) -> None:
+        self.guards.append(Guard(expression, reason))

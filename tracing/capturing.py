@@ -1,0 +1,200 @@
+"""Capture every module of a model, one by one; what cannot be captured is kept with its reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .captured import Capture, Variant, capture_of
+from .leaves import is_container, is_leaf, runs_as_sequential
+from .locate import raised_at
+from .names import ModelNames
+from .record import Call, Recording
+from .sequential import SequentialCaptures
+from .session import Session, Untraceable, tracing_session
+from .signature import Signature, signature_of
+from .tracer import ModuleTracer
+
+__all__ = ["Captures", "Opaque", "capture_modules"]
+
+_MAX_VARIANTS = 8
+"""Graphs kept for one module that is called in several ways."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module that runs its own forward: which, where it could not be captured, and why."""
+
+    name: str
+    location: str
+    reason: str
+
+    def __str__(self) -> str:
+        place = f" ({self.location})" if self.location else ""
+        return f"{self.name or '(root)'}{place}: {self.reason}"
+
+
+@dataclass
+class Captures:
+    """What capturing a model gave: qualified name -> capture, the opaque modules, and the names of the leaves."""
+
+    captured: dict[str, Capture]
+    opaque: dict[str, Opaque]
+    leaves: list[str]
+
+
+def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
+    """Trace every module that is neither leaf nor container; nothing is installed yet.
+
+    Args:
+        names: the model.
+        recording: its calls on the example inputs; None traces without example values.
+    """
+    result = Captures({}, {}, [])
+    with tracing_session() as session:
+        capturer = _Capturer(names, recording, session)
+        for module in dict.fromkeys(names.modules.values()):
+            name = names.name(module)
+            if is_container(module):
+                continue
+            if is_leaf(module):
+                result.leaves.append(name)
+            else:
+                found = capturer.capture(name, module)
+                if isinstance(found, Capture):
+                    result.captured[name] = found
+                else:
+                    result.opaque[name] = found
+    return result
+
+
+class _Capturer:
+    def __init__(self, names: ModelNames, recording: Recording | None, session: Session) -> None:
+        self._names = names
+        self._recording = recording
+        self._session = session
+        self._sequentials = SequentialCaptures()
+        self._stateful: dict[nn.Module, bool] = {}
+        self._signatures: dict[Any, list[Signature]] = {}
+
+    def capture(self, name: str, module: nn.Module) -> Capture | Opaque:
+        """Return the capture of one module, or why there is none."""
+        present = capture_of(module)
+        if present is not None:
+            return present
+        reason = _refusal(module)
+        if reason is not None:
+            return Opaque(name, "", reason)
+        calls: Sequence[Call | None] = (None,)
+        if self._recording is not None:
+            calls = self._recording.calls.get(module, [])
+            if not calls:
+                return Opaque(name, "", "the example inputs never call it")
+        if runs_as_sequential(module):
+            return self._sequentials.capture(module, calls[0])
+        return self._traced(name, module, calls)
+
+    def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
+        try:
+            signature = self._signature(module, calls)
+            variants = list(self._variants(name, signature, calls[0]))
+        except Untraceable as error:
+            return Opaque(name, error.location or _defined_at(module), error.reason)
+        except Exception as error:  # noqa: BLE001  what a forward raises when it meets a proxy can be anything
+            reason = f"tracing it raised {type(error).__name__}: {error}"
+            return Opaque(name, raised_at(error) or _defined_at(module), reason)
+        for call in calls[1:]:
+            if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
+                variants += self._more(name, signature, call, variants)
+        return Capture(type(module), variants, signature)
+
+    def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
+        """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
+        expressions = {frozenset(guard.expression for guard in variant.guards) for variant in known}
+        try:
+            found = list(self._variants(name, signature, call))
+        except Exception:  # noqa: BLE001  as in _traced; the first call was captured, and guards keep this one out
+            return []
+        return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
+
+    def _variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
+        """Yield the graph of a call, and one for each other answer of a switch that decided something in it."""
+        pending: list[Mapping[str, bool]] = [{}]
+        tried: list[Mapping[str, bool]] = []
+        while pending and len(tried) < _MAX_VARIANTS:
+            answers = pending.pop(0)
+            tried.append(answers)
+            tracer = ModuleTracer(self._session, self._names, name, call, self._is_stateful, answers)
+            try:
+                yield tracer.trace(signature)
+            except Exception:
+                if len(tried) == 1:
+                    raise
+                continue
+            for flag, answer in tracer.decisions.flags.items():
+                flipped = {**answers, flag: not answer}
+                if flag not in answers and flipped not in tried and flipped not in pending:
+                    pending.append(flipped)
+
+    def _signature(self, module: nn.Module, calls: Sequence[Call | None]) -> Signature:
+        """Return the signature that the recorded calls fit: that of the function under a decorator, or the decorator's."""
+        forward = type(module).forward
+        if forward not in self._signatures:
+            candidates = [signature_of(forward, follow_wrapped=follow) for follow in (True, False)]
+            self._signatures[forward] = candidates
+        candidates = self._signatures[forward]
+        return next((s for s in candidates if all(_fits(s, call) for call in calls)), candidates[-1])
+
+    def _is_stateful(self, module: nn.Module) -> bool:
+        known = self._stateful.get(module)
+        if known is None:
+            changed = set[nn.Module]() if self._recording is None else self._recording.changed
+            known = self._stateful[module] = any(
+                inner in changed or getattr(inner, "inplace", False) or (inner._buffers and is_leaf(inner))
+                for inner in module.modules()
+            )
+        return known
+
+
+def _fits(signature: Signature, call: Call | None) -> bool:
+    if call is None:
+        return True
+    args, kwargs = call.forward_arguments
+    try:
+        signature.bind(args, dict(kwargs))
+    except TypeError:
+        return False
+    return True
+
+
+def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:
+    if call is None:
+        return True
+    args, kwargs = call.forward_arguments
+    names = {"self": module, **signature.bind(args, dict(kwargs))}
+    return any(all(guard.holds(names) for guard in variant.guards) for variant in variants)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Return why a module is not even tried."""
+    if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return "it is a TorchScript module"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if type(module).__module__.startswith(("torch._dynamo", "torch.distributed")):
+        return f"it is a {type(module).__name__} wrapper"
+    if not inspect.isfunction(type(module).forward):
+        return "its forward is no plain function"
+    return None
+
+
+def _defined_at(module: nn.Module) -> str:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"

@@ -1,0 +1,58 @@
+"""Tidy a traced graph: drop reads that nothing uses, and see whether its checks may start over."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ..compat import operator_format
+from .expressions import DESCRIPTIONS, SWITCHES
+from .guards import require
+
+__all__ = ["drop_unused", "late_checks"]
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase reads of shapes, attributes and items that were made for a decision and that nothing uses."""
+    for node in reversed(graph.nodes):
+        if not node.users and _only_reads(node):
+            graph.erase_node(node)
+
+
+def _only_reads(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_method":
+        return node.target in DESCRIPTIONS
+    if node.op != "call_function":
+        return False
+    function: Any = node.target
+    if function in (getattr, len, list, operator.getitem, operator.contains) or function in SWITCHES:
+        return True
+    return operator_format(function) is not None and not _is_tensor(node)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    from .meta import TensorMeta
+
+    return isinstance(node.meta.get("val"), TensorMeta)
+
+
+def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return the checks that come after something that must not be done twice, by which the module could start over.
+
+    Args:
+        lasting: tells whether running a node changes what outlives the call (an argument, a buffer).
+    """
+    checks: list[fx.Node] = []
+    changed = False
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is require:
+            if changed:
+                checks.append(node)
+        else:
+            changed = changed or lasting(node)
+    return checks

@@ -1,0 +1,95 @@
+"""Tell what hangs on the data in a tensor from what hangs on its shape, type or layout only."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .expressions import DESCRIPTIONS
+from .structure import tensors_in
+
+__all__ = ["DataFlow"]
+
+_SHAPED_BY_DATA = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations".split()
+)
+
+
+class DataFlow:
+    """Follow, node by node, what the values of a graph depend on.
+
+    Args:
+        examples: node -> its example value.
+    """
+
+    def __init__(self, examples: Mapping[fx.Node, Any]) -> None:
+        self._examples = examples
+        self._tensors: set[fx.Node] = set()
+        self._shaped: set[fx.Node] = set()
+        self._fixed: set[fx.Node] = set()
+
+    def note(self, node: fx.Node, *, fixed: bool = False) -> None:
+        """Follow a new node; `fixed` says that the structure of its value never changes."""
+        inputs = node.all_input_nodes
+        value = self._examples.get(node)
+        if isinstance(value, Tensor) or next(tensors_in(value), None) is not None:
+            self._tensors.add(node)
+        picks = node.op == "call_function" and node.target in (operator.getitem, getattr)
+        if fixed or type(value).__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed):
+            self._fixed.add(node)
+        if self._shapes_by_data(node) or any(used in self._shaped for used in inputs):
+            self._shaped.add(node)
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Tell whether the number of items in a node's value can never change."""
+        return node in self._fixed
+
+    def decides(self, node: fx.Node) -> bool:
+        """Tell whether a value that is no tensor was computed from the data in one (`.item()`, say)."""
+        if self._holds_tensor_itself(node) or node.op in ("placeholder", "get_attr", "call_module"):
+            return False
+        describes = _describes(node)
+        for used in node.all_input_nodes:
+            if used not in self._tensors:
+                if self.decides(used):
+                    return True
+            elif not describes or (used in self._shaped and _reads_shape(node)):
+                return True
+        return False
+
+    def _holds_tensor_itself(self, node: fx.Node) -> bool:
+        return isinstance(self._examples.get(node), Tensor)
+
+    def _shapes_by_data(self, node: fx.Node) -> bool:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name in _SHAPED_BY_DATA:
+            return True
+        if name == "where":
+            return len(node.args) == 1
+        if name == "repeat_interleave":
+            return any(used in self._tensors for used in node.all_input_nodes[1:])
+        return node.target is operator.getitem and self._picks_by_mask(node.args[1])
+
+    def _picks_by_mask(self, index: Any) -> bool:
+        parts = index if isinstance(index, tuple) else (index,)
+        values = [self._examples.get(part) for part in parts if isinstance(part, fx.Node)]
+        return any(isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
+
+
+def _describes(node: fx.Node) -> bool:
+    """Tell whether a node reads only the shape, type or layout of tensors."""
+    if node.op == "call_method":
+        return node.target in DESCRIPTIONS
+    if node.target in (getattr, len, torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type):
+        return True
+    return node.target in (torch.broadcast_tensors, torch.broadcast_shapes, operator.getitem, list, operator.contains)
+
+
+def _reads_shape(node: fx.Node) -> bool:
+    if node.target is getattr:
+        return node.args[1] in ("shape", "nbytes")
+    return node.target not in ("dim", "ndimension", "element_size", "get_device", "is_floating_point", "is_complex")

@@ -1,0 +1,188 @@
+"""What traced code decides by a value becomes a guard: over the arguments if it can be, else inside the graph."""
+
+from __future__ import annotations
+
+import dis
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+from .expressions import expression_of, literal
+from .guards import Guard, require
+from .locate import source_of
+from .proxy import UNKNOWN, ValueProxy, proxies_in
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["Decisions"]
+
+
+@dataclass
+class _Pending:
+    """A proxy that was asked for a plain integer, by Python or by torch's argument parser: which, shows later."""
+
+    proxy: ValueProxy
+    frame: FrameType
+    instruction: int
+    source: str
+
+
+class Decisions:
+    """Answer the questions that decide something, and keep each answer as a guard.
+
+    Attributes:
+        guards: expression -> guard over the arguments.
+        flags: switches that decided ("self.training") -> the answer given.
+        ranks: the `require` nodes that check a number of items only.
+    """
+
+    def __init__(self, tracer: ModuleTracer) -> None:
+        self.guards: dict[str, Guard] = {}
+        self.flags: dict[str, bool] = {}
+        self.ranks: set[fx.Node] = set()
+        self._tracer = tracer
+        self._pending: list[_Pending] = []
+
+    def truth(self, proxy: ValueProxy) -> bool:
+        """Answer `bool(proxy)`."""
+        answer = bool(self._value(proxy))
+        self._assume(proxy.node, answer, truth=True)
+        return answer
+
+    def plain(self, proxy: ValueProxy, source: str | None = None) -> Any:
+        """Return the plain value of a proxy; the graph holds for this value only."""
+        value = self._value(proxy)
+        self._assume(proxy.node, value, source=source)
+        return value
+
+    def index(self, proxy: ValueProxy, frame: FrameType) -> int:
+        """Answer a use of a proxy as a plain integer."""
+        value = proxy.fxopt_value
+        if value is UNKNOWN or isinstance(value, Tensor):
+            raise TypeError(f"the value of {proxy.node.name} is needed as a plain integer while tracing")
+        answer = operator.index(value)
+        self._pending.append(_Pending(proxy, frame, frame.f_lasti, source_of()))
+        return answer
+
+    def forget_index(self, arguments: Any) -> None:
+        """Drop the questions that torch's argument parser asked: the call itself arrives now, with the proxies."""
+        if not self._pending:
+            return
+        given = {proxy.node for proxy in proxies_in(arguments)}
+        self._pending = [p for p in self._pending if p.proxy.node not in given or not _is_running(p)]
+
+    def settle(self) -> None:
+        """Turn the integers that Python itself asked for into guards."""
+        for pending in self._pending:
+            self.plain(pending.proxy, pending.source)
+        self._pending.clear()
+
+    def length(self, proxy: ValueProxy) -> int:
+        """Answer `len(proxy)`."""
+        if proxy.fxopt_value is UNKNOWN:
+            self._tracer.fail("it needs the length of a value that only example inputs can give")
+        count = len(proxy.fxopt_value)
+        self._assume_length(proxy, count)
+        return count
+
+    def iterate(self, proxy: ValueProxy, frame: FrameType) -> Iterator[Any]:
+        """Answer an iteration or unpacking, item by item."""
+        value = proxy.fxopt_value
+        if value is UNKNOWN:
+            count = _unpacked(frame)
+            if count is None:
+                self._tracer.fail("it iterates over a value that only example inputs can give")
+            self._assume_length(proxy, count)
+            return iter([proxy[i] for i in range(count)])
+        if isinstance(value, Mapping):
+            return iter(self.keys(proxy))
+        if isinstance(value, str):
+            return iter(self.plain(proxy))
+        if not isinstance(value, (Tensor, Sequence)):
+            self._tracer.fail(f"it iterates over a {type(value).__name__}")
+        return iter([proxy[i] for i in range(self.length(proxy))])
+
+    def keys(self, proxy: ValueProxy) -> list[Any]:
+        """Answer which keys a mapping has."""
+        return self.plain(self._tracer.create_proxy("call_function", list, (proxy,), {}))
+
+    def contains(self, proxy: ValueProxy, item: Any) -> bool:
+        """Answer `item in proxy`."""
+        return self.truth(self._tracer.create_proxy("call_function", operator.contains, (proxy, item), {}))
+
+    def absent(self, node: fx.Node) -> None:
+        """Note that a value is None, which no proxy can stand for."""
+        self._assume(node, None)
+
+    def _value(self, proxy: ValueProxy) -> Any:
+        value = proxy.fxopt_value
+        if value is UNKNOWN:
+            self._tracer.fail("it decides by a value that only example inputs can give")
+        if isinstance(value, Tensor) or self._tracer.data.decides(proxy.node):
+            self._tracer.fail("it decides by the data in a tensor")
+        return value
+
+    def _assume_length(self, proxy: ValueProxy, count: int) -> None:
+        if self._tracer.data.is_fixed(proxy.node):
+            return
+        if self._tracer.data.decides(self._tracer.length_node(proxy)):
+            self._tracer.fail("it decides by the data in a tensor")
+        self._assume(self._tracer.length_node(proxy), count, rank=True)
+
+    def _assume(
+        self, node: fx.Node, value: Any, *, truth: bool = False, rank: bool = False, source: str | None = None
+    ) -> None:
+        place = source_of() if source is None else source
+        expression = expression_of(node, self._tracer.expressions)
+        condition = None if expression is None else _condition(expression, value, truth=truth)
+        if expression is None or condition is None:
+            self._require(node, value, place, rank=rank)
+            return
+        if self._tracer.is_switch(expression):
+            self.flags[expression] = bool(value)
+        self.guards.setdefault(condition, Guard(condition, f"decided at {place}" if place else "decided in forward"))
+
+    def _require(self, node: fx.Node, value: Any, place: str, *, rank: bool) -> None:
+        if any(user.target is require and user.args[1] == value for user in node.users):
+            return
+        reason = f"{node.name} was {value!r} at capture, which decided something at {place}"
+        graph = self._tracer.graph
+        with graph.inserting_after(node):
+            check = graph.call_function(require, (node, self._tracer.constant(value), reason, True))
+        check.meta.update(val=None, source=place)
+        if rank:
+            self.ranks.add(check)
+
+
+def _condition(expression: str, value: Any, *, truth: bool) -> str | None:
+    if truth:
+        return expression if value else f"not {expression}"
+    if value is None or isinstance(value, bool):
+        return f"{expression} is {value!r}"
+    text = literal(value)
+    return None if text is None else f"{expression} == {text}"
+
+
+def _is_running(pending: _Pending) -> bool:
+    """Tell whether the instruction that asked is the one being run."""
+    from .locate import user_frame
+
+    frame = user_frame()
+    while frame is not None:
+        if frame is pending.frame:
+            return frame.f_lasti == pending.instruction
+        frame = frame.f_back
+    return False
+
+
+def _unpacked(frame: FrameType) -> int | None:
+    """Return how many names an unpacking assignment (`b, t = x.shape`) in `frame` fills, if that is what runs."""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset == frame.f_lasti:
+            return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else None
+    return None

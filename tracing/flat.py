@@ -1,0 +1,114 @@
+"""The whole dataflow of a model as one graph that looks through module boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import networkx
+from torch import fx
+
+from .captured import Capture, Variant, capture_of
+
+if TYPE_CHECKING:
+    from .program import Program
+
+__all__ = ["FlatNode", "FlatView"]
+
+
+class FlatNode(NamedTuple):
+    """One node, in one of the calls by which it is run.
+
+    Attributes:
+        path: names of the call_module nodes that lead here from the root's graph; () is the root's own.
+        home: qualified name of the module whose graph holds the node.
+        node: the node; shared captures have the same one in several homes.
+    """
+
+    path: tuple[str, ...]
+    home: str
+    node: fx.Node
+
+
+class FlatView:
+    """Show all nodes and the flow of values between them; the first variant of each module.
+
+    A call of a captured module is replaced by what its graph does: values flow from the call's arguments to its
+    placeholders, and from its output to the users of the call. Calls of leaves and opaque modules stay. Read-only.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        graph: networkx.DiGraph[FlatNode] = networkx.DiGraph()
+        self.graph = graph
+        if "" in program.captures:
+            self._add((), "")
+
+    def __iter__(self) -> Iterator[FlatNode]:
+        return iter(self.graph.nodes)
+
+    def __len__(self) -> int:
+        return len(self.graph)
+
+    def users(self, node: FlatNode) -> list[FlatNode]:
+        """Return the nodes that a node's value flows to directly."""
+        return list(self.graph.successors(node))
+
+    def inputs(self, node: FlatNode) -> list[FlatNode]:
+        """Return the nodes whose values flow to a node directly."""
+        return list(self.graph.predecessors(node))
+
+    def _add(self, path: tuple[str, ...], home: str) -> tuple[list[FlatNode], FlatNode | None]:
+        """Add one call of `home`; return its placeholders and its output."""
+        sources: dict[fx.Node, FlatNode] = {}
+        output: FlatNode | None = None
+        for node in self._program.graph(home).nodes:
+            flat = FlatNode(path, home, node)
+            if node.op == "call_module" and self._capture(home, node) is not None:
+                sources[node] = self._add_call(flat, sources)
+                continue
+            self.graph.add_node(flat)
+            self.graph.add_edges_from((sources[used], flat) for used in node.all_input_nodes)
+            sources[node] = flat
+            output = flat if node.op == "output" else output
+        return [flat for node, flat in sources.items() if node.op == "placeholder"], output
+
+    def _add_call(self, call: FlatNode, sources: Mapping[fx.Node, FlatNode]) -> FlatNode:
+        """Add what a call does, joined to its arguments; return where its value comes from."""
+        path, home, node = call
+        capture = self._capture(home, node)
+        assert capture is not None  # noqa: S101  the caller asked
+        inner = f"{home}.{node.target}" if home else str(node.target)
+        placeholders, output = self._add((*path, node.name), inner)
+        given = _given(capture, capture.variants[0], node)
+        for placeholder in placeholders:
+            for used in given[placeholder.node.name]:
+                self.graph.add_edge(sources[used], placeholder)
+        return call if output is None else output
+
+    def _capture(self, home: str, node: fx.Node) -> Capture | None:
+        capture = capture_of(self._program.callee(home, node))
+        return capture if capture is not None and capture.variants else None
+
+
+def _given(capture: Capture, variant: Variant, call: fx.Node) -> dict[str, list[fx.Node]]:
+    """Return placeholder name -> the nodes of the caller that it gets its value from."""
+    try:
+        bound = capture.parameters.bind(call.args, dict(call.kwargs))
+    except TypeError:
+        bound = {}
+    return {name: _nodes_at(expression, bound, call) for name, expression in variant.arguments.items()}
+
+
+def _nodes_at(expression: str, bound: Mapping[str, Any], call: fx.Node) -> list[fx.Node]:
+    """Return the nodes in the argument at `expression`; every argument where it cannot be told which."""
+    try:
+        # The expression names an argument, or a place inside one; the tracer wrote it.
+        value = eval(expression, {}, dict(bound))  # noqa: S307
+    except (NameError, LookupError, TypeError):
+        return call.all_input_nodes
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return found
+
+

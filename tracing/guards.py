@@ -1,0 +1,89 @@
+"""What a capture assumed: conditions over the arguments, and conditions in the middle of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GuardError
+
+__all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "require"]
+
+GUARD_NAMES: Mapping[str, Any] = {
+    "Tensor": Tensor,
+    "torch": torch,
+    "bool": bool,
+    "isinstance": isinstance,
+    "len": len,
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+    "type": type,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bytes": bytes,
+}
+"""What guard expressions may call; no argument of a captured forward may have one of these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """One condition that a capture holds under.
+
+    Attributes:
+        expression: Python over the forward's arguments and `self`, true where the capture holds.
+        reason: what was assumed, and where, for the report.
+    """
+
+    expression: str
+    reason: str
+
+    def holds(self, names: Mapping[str, Any]) -> bool:
+        """Evaluate the guard for a call whose arguments (and `self`) are `names`; an error counts as no."""
+        try:
+            # The expression was written by the tracer from a module's own attribute reads.
+            return bool(eval(_compiled(self.expression), dict(GUARD_NAMES), dict(names)))  # noqa: S307
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+            return False
+
+
+@lru_cache(maxsize=1024)
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<guard>", "eval")
+
+
+class GuardMiss(Exception):  # noqa: N818
+    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
+
+
+def require(value: Any, expected: Any, reason: str, restart: bool = True) -> None:
+    """Check, in the middle of a graph, that `value` is still what a decision was based on.
+
+    Args:
+        value: the value now.
+        expected: the value at capture; True and False stand for the truth of `value`.
+        reason: what was decided, and where.
+        restart: whether nothing has happened so far that running the module's own forward would repeat.
+
+    Raises:
+        GuardMiss: if it is not, and the module may start over.
+        GuardError: if it is not, and it may not.
+    """
+    if isinstance(expected, bool):
+        same = bool(value) is expected
+    elif expected is None:
+        same = value is None
+    else:
+        same = value == expected
+    if same:
+        return
+    if restart:
+        raise GuardMiss(reason)
+    raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")

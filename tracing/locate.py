@@ -1,0 +1,50 @@
+"""Find the line of the user's code that is being run."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+__all__ = ["raised_at", "source_of", "user_frame"]
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
+
+
+@lru_cache(maxsize=4096)
+def _is_users(code: CodeType) -> bool:
+    return not code.co_filename.startswith(_FOREIGN)
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost running frame that belongs neither to torch nor to the tracer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def source_of() -> str:
+    """Return the user's line that is running now, as "file.py:12"."""
+    frame = user_frame()
+    return "" if frame is None else _written(frame.f_code, frame.f_lineno)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost user's line that `error` came through, as "file.py:12"."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        place, trace = _later(trace, place), trace.tb_next
+    return place
+
+
+def _later(trace: TracebackType, place: str) -> str:
+    code = trace.tb_frame.f_code
+    return _written(code, trace.tb_lineno) if _is_users(code) else place
+
+
+def _written(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}:{line}"

@@ -1,0 +1,92 @@
+"""Turn the values that traced code passes around into the arguments of graph nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .proxy import ValueProxy
+from .structure import is_namedtuple
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["Lowering"]
+
+_PLAIN = (str, int, float, complex, bool, bytes, type(None), type(...))
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range)
+
+
+class Lowering:
+    """Replace proxies by their nodes and tensors by get_attr nodes, containers included."""
+
+    def __init__(self, tracer: ModuleTracer) -> None:
+        self._tracer = tracer
+        self._tensors: dict[int, str] | None = None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for a node."""
+        return tuple(self.value(item) for item in args), {key: self.value(item) for key, item in kwargs.items()}
+
+    def value(self, value: Any) -> Any:
+        """Return one argument for a node.
+
+        Raises:
+            Untraceable: if it is, or holds, something that a graph cannot.
+        """
+        kind = type(value)
+        if issubclass(kind, ValueProxy):
+            return self._node(value)
+        if kind in _PLAIN or isinstance(value, _CONSTANTS):
+            return value
+        if kind is slice:
+            return slice(self.value(value.start), self.value(value.stop), self.value(value.step))
+        if isinstance(value, Tensor):
+            return self.proxy_of(value).node
+        if isinstance(value, (tuple, list, dict)) and not dataclasses.is_dataclass(value):
+            return self._container(value)
+        return self._object(value)
+
+    def _node(self, proxy: ValueProxy) -> Any:
+        if proxy.tracer is not self._tracer:
+            self._tracer.fail("it uses a value that another forward computed")
+        return proxy.node
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            if type(value) is not dict:
+                return self._tracer.fail(f"it passes on a {type(value).__name__}")
+            return {key: self.value(item) for key, item in value.items()}
+        items = [self.value(item) for item in value]
+        if is_namedtuple(value):
+            return type(value)(*items)
+        return items if isinstance(value, list) else tuple(items)
+
+    def _object(self, value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value)
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value
+        return self._tracer.fail(f"it passes on a {type(value).__name__}")
+
+    def _dataclass(self, value: Any) -> Any:
+        """Rebuild a dataclass (a model output, say) in the graph, from its fields."""
+        fields = dataclasses.fields(value)
+        if not all(field.init for field in fields):
+            self._tracer.fail(f"it builds a {type(value).__name__}, whose fields cannot all be given")
+        kwargs = {field.name: self.value(getattr(value, field.name)) for field in fields}
+        present = {name: item for name, item in kwargs.items() if item is not None}
+        return self._tracer.graph.call_function(type(value), (), present)
+
+    def proxy_of(self, tensor: Tensor) -> ValueProxy:
+        """Return the proxy of a tensor that the module, or one inside it, holds."""
+        if self._tensors is None:
+            self._tensors = self._tracer.names.tensors(self._tracer.home)
+        name = self._tensors.get(id(tensor))
+        if name is None:
+            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
+        return self._tracer.attribute(str(name), tensor)

@@ -1,0 +1,51 @@
+"""What is known of a node's value without keeping it: shapes, dtypes and devices, nested as the value was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["Meta", "TensorMeta", "meta_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Describe one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+Meta: TypeAlias = (
+    "TensorMeta | tuple[Meta, ...] | list[Meta] | dict[Any, Meta] | "
+    "int | float | complex | bool | str | bytes | torch.dtype | torch.device | type | None"
+)
+"""A description: tensors as `TensorMeta`, containers nested, plain values as they are, other objects by their type."""
+
+_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def meta_of(value: object) -> Meta:
+    """Describe `value`; the description holds no tensor."""
+    if isinstance(value, Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype, value.device)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple):
+        return tuple(meta_of(item) for item in cast("tuple[object, ...]", value))
+    if isinstance(value, list):
+        return [meta_of(item) for item in cast("list[object]", value)]
+    if isinstance(value, Mapping):
+        return {key: meta_of(item) for key, item in cast("Mapping[Any, object]", value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: meta_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return type(value)

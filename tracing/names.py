@@ -1,0 +1,58 @@
+"""Every name that every module and tensor of a model has; shared ones have several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["ModelNames"]
+
+
+class ModelNames:
+    """Look up modules by qualified name, and names by module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self._names: dict[nn.Module, list[str]] = {}
+        pending = [("", model)]
+        while pending:
+            name, module = pending.pop()
+            self.modules[name] = module
+            self._names.setdefault(module, []).append(name)
+            prefix = f"{name}." if name else ""
+            children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
+            pending.extend(reversed(children))
+
+    def __contains__(self, module: object) -> bool:
+        return module in self._names
+
+    def name(self, module: nn.Module) -> str:
+        """Return the first name of a module in the model."""
+        return self._names[module][0]
+
+    def relative(self, home: str, module: nn.Module) -> str | None:
+        """Return the name of `module` as seen from the module called `home`, or None if it is not inside."""
+        prefix = f"{home}." if home else ""
+        for name in self._names.get(module, ()):
+            if name == home:
+                return ""
+            if name.startswith(prefix):
+                return name[len(prefix) :]
+        return None
+
+    def tensors(self, home: str) -> dict[int, str]:
+        """Return id of a tensor -> its name as seen from `home`: parameters, buffers and tensors in plain attributes."""
+        prefix = f"{home}." if home else ""
+        found: dict[int, str] = {}
+        for name, module in self.modules.items():
+            if name == home or name.startswith(prefix):
+                inside = name[len(prefix) :] if name != home else ""
+                for key, tensor in _own_tensors(module).items():
+                    found.setdefault(id(tensor), f"{inside}.{key}" if inside else key)
+        return found
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    attributes: dict[str, Any] = {**module._parameters, **module._buffers, **module.__dict__}
+    return {name: value for name, value in attributes.items() if isinstance(value, Tensor)}

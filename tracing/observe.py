@@ -1,0 +1,70 @@
+"""See which plain attributes of a module its forward reads: their values become part of the graph."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Observers"]
+
+_INTERNAL = frozenset(nn.Module().__dict__) | frozenset(vars(nn.Module))
+
+
+class _Quiet:
+    """Keep the user's `__init_subclass__` from seeing the classes made here."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+class Observers:
+    """Make, once per class, a class that notes every attribute read, and lend it to a module."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type, type] = {}
+        self._seen: set[str] = set()
+
+    @contextmanager
+    def observed(self, module: nn.Module) -> Iterator[set[str]]:
+        """Collect, into the set given, the plain attributes of `module` that are read inside."""
+        cls, previous, found = type(module), self._seen, set[str]()
+        self._seen = set()
+        module.__class__ = self._class(cls)
+        try:
+            yield found
+        finally:
+            module.__class__ = cls
+            found.update(name for name in self._seen if _is_plain(module, name))
+            self._seen = previous
+
+    def _class(self, cls: type) -> Any:
+        known = self._classes.get(cls)
+        if known is None:
+            known = self._classes[cls] = types.new_class(
+                cls.__name__, (_Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls))
+            )
+        return known
+
+    def _namespace(self, cls: type) -> dict[str, Any]:
+        read = cls.__getattribute__
+
+        def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
+            self._seen.add(name)
+            return read(module, name)
+
+        return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+
+def _is_plain(module: nn.Module, name: str) -> bool:
+    """Tell whether an attribute is a value that a graph would hold, and not a method, tensor or child."""
+    if name in _INTERNAL or name.startswith("_fxopt"):
+        return False
+    if name in module.__dict__:
+        return not isinstance(module.__dict__[name], Tensor)
+    value = inspect.getattr_static(type(module), name, None)
+    return value is not None and not callable(value) and not hasattr(type(value), "__get__")

@@ -1,0 +1,167 @@
+"""Stand-ins for the values of a forward while it is traced: they record what is done to them, and know an example."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["UNKNOWN", "MethodProxy", "ValueProxy", "proxies_in"]
+
+
+class _Unknown:
+    """The example value of a proxy traced without example inputs."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()
+
+
+class ValueProxy(fx.Proxy):
+    """Record operations as nodes, and answer questions from an example value.
+
+    A question whose answer steers the Python around it (`if`, `range`, `len`, unpacking) is a decision: the tracer
+    turns it into a guard, or gives up where it hangs on the data in a tensor.
+    """
+
+    node: fx.Node
+    tracer: ModuleTracer
+    fxopt_value: Any
+
+    def __init__(self, node: fx.Node, tracer: ModuleTracer, value: Any) -> None:
+        attributes = self.__dict__
+        attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
+
+    @property
+    def __class__(self) -> type:
+        return self.tracer.class_of(self)
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        self.tracer.fail("sets the class of a value")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.tracer.attribute_of(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.tracer.fail(f"sets the attribute {name!r} of a tensor")
+
+    def __repr__(self) -> str:
+        return f"ValueProxy({self.node.name})"
+
+    def __str__(self) -> str:
+        return str(self.tracer.decisions.plain(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.tracer.decisions.plain(self), spec)
+
+    # Decisions
+
+    def __bool__(self) -> bool:
+        return self.tracer.decisions.truth(self)
+
+    def __int__(self) -> int:
+        return int(self.tracer.decisions.plain(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.decisions.plain(self))
+
+    def __complex__(self) -> complex:
+        return complex(self.tracer.decisions.plain(self))
+
+    def __index__(self) -> int:
+        return self.tracer.decisions.index(self, sys._getframe(1))
+
+    def __len__(self) -> int:
+        return self.tracer.decisions.length(self)
+
+    def __hash__(self) -> int:
+        return self.tracer.hash_of(self)
+
+    def __contains__(self, item: Any) -> bool:
+        return self.tracer.decisions.contains(self, item)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.tracer.decisions.iterate(self, sys._getframe(1))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.fail("turns a tensor into a numpy array")
+
+    @property
+    def keys(self) -> Any:
+        return self.tracer.attribute_of(self, "keys")
+
+    # Changes
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __delitem__(self, key: Any) -> None:
+        self.tracer.fail("deletes items of a value")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_method", "__call__", (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Callable[..., Any], types: Any, args: Any = None, kwargs: Any = None
+    ) -> Any:
+        """Record a function that got past the tracer's own mode."""
+        proxy = next(value for value in proxies_in((args, kwargs)))
+        return proxy.tracer.torch_function(orig_method, args or (), kwargs or {})
+
+
+def proxies_in(value: Any) -> Iterator[ValueProxy]:
+    """Yield the proxies in an argument, in order."""
+    if issubclass(type(value), ValueProxy):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from proxies_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from proxies_in(item)
+    elif isinstance(value, slice):
+        yield from proxies_in((value.start, value.stop, value.step))
+
+
+def _in_place(name: str) -> Callable[[ValueProxy, Any], Any]:
+    changing, pure = getattr(operator, f"i{name}"), getattr(operator, {"and": "and_", "or": "or_"}.get(name, name))
+
+    def apply(self: ValueProxy, other: Any) -> Any:
+        """Change a tensor in place; anything else becomes a new value, as in Python."""
+        function = changing if isinstance(self.fxopt_value, Tensor) or self.fxopt_value is UNKNOWN else pure
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return apply
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
+    setattr(ValueProxy, f"__i{_name}__", _in_place(_name))
+
+
+class MethodProxy:
+    """A method of a proxied value; calling it records a call_method node."""
+
+    __slots__ = ("__name__", "_owner")
+
+    def __init__(self, owner: ValueProxy, name: str) -> None:
+        self._owner = owner
+        self.__name__ = name
+
+    @property
+    def __self__(self) -> ValueProxy:
+        return self._owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.tracer.create_proxy("call_method", self.__name__, (self._owner, *args), kwargs)

@@ -1,0 +1,203 @@
+"""Run a model on its example inputs and record how each of its modules is called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .inputs import Inputs
+from .preserve import change_count, preserved
+from .structure import map_tensors, tensors_in
+
+__all__ = ["Call", "Recording", "calls_intercepted", "copy_inputs", "record"]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module: what it was given and what it gave back.
+
+    Attributes:
+        args, kwargs, output: as the caller saw them, hooks included.
+        received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
+        children: the modules that it called directly, in order.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])
+
+    @property
+    def forward_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.received or (self.args, self.kwargs)
+
+
+@dataclass(eq=False)
+class Recording:
+    """Hold every call of every module, keyed by the module object.
+
+    Attributes:
+        calls: module -> its calls, in order.
+        changed: the modules whose own buffers were changed in place by a call.
+    """
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: {})
+    changed: set[nn.Module] = field(default_factory=lambda: set())
+
+
+def record(
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    modules: Collection[nn.Module] | None = None,
+    *,
+    grad: bool = False,
+) -> Recording:
+    """Run `model` once for each of `inputs`, as it is, and return how its modules were called.
+
+    Flags, buffers, attributes, gradients and random state are put back, also when the model raises. The tensors
+    recorded are those at the time of the call: where one is changed in place afterwards, copies are recorded. A
+    model that needs gradients to run at all (it calls `torch.autograd.grad`) is run with them.
+
+    Args:
+        modules: record these modules only; None means all.
+        grad: run with gradients, so that outputs are attached to parameters and to inputs that require them.
+
+    Raises:
+        InputError: where the model itself raises; chained, naming the innermost module.
+    """
+    if grad:
+        return _record(model, inputs, modules, grad=True)
+    try:
+        return _record(model, inputs, modules, grad=False)
+    except InputError as error:
+        try:
+            return _record(model, inputs, modules, grad=True)
+        except InputError:
+            raise error from error.__cause__
+
+
+def _record(
+    model: nn.Module, inputs: Sequence[Inputs], modules: Collection[nn.Module] | None, *, grad: bool
+) -> Recording:
+    for copying in (False, True):
+        recorder = _Recorder(modules, copying=copying)
+        with preserved(model):
+            recorder.run(model, inputs, grad=grad)
+        if not recorder.stale():
+            break
+    return recorder.recording
+
+
+class _Recorder:
+    def __init__(self, modules: Collection[nn.Module] | None, *, copying: bool) -> None:
+        self.recording = Recording()
+        self.only = None if modules is None else set(modules)
+        self.copying = copying
+        self.error: BaseException | None = None
+        self.culprit: nn.Module | None = None
+        self._stack: list[Call] = []
+        self._seen: list[tuple[Tensor, int | None]] = []
+        self._thread = threading.get_ident()
+
+    def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
+        buffers = [
+            (module, buffer, change_count(buffer)) for module in model.modules() for buffer in module.buffers(False)
+        ]
+        for module in model.modules():
+            if module._forward_pre_hooks:
+                module.__dict__["forward"] = self._receiving(module.forward)
+        with calls_intercepted(self._call), torch.set_grad_enabled(grad):
+            for call in inputs:
+                self._run_once(model, copy_inputs(call, grad=grad))
+        self.recording.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
+
+    def _run_once(self, model: nn.Module, call: Inputs) -> None:
+        try:
+            model(*call.args, **call.kwargs)
+        except Exception as error:
+            culprit = self.culprit if error is self.error and self.culprit is not None else model
+            raise InputError(_failure(model, culprit, error)) from error
+
+    def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return original(module, *args, **kwargs)
+        call = Call(self._kept(args), self._kept(kwargs), None)
+        if self.only is None or module in self.only:
+            self.recording.calls.setdefault(module, []).append(call)
+        if self._stack:
+            self._stack[-1].children.append((module, call))
+        self._stack.append(call)
+        try:
+            output = original(module, *args, **kwargs)
+        except Exception as error:
+            if error is not self.error:
+                self.error, self.culprit = error, module
+            raise
+        finally:
+            self._stack.pop()
+        call.output = self._kept(output)
+        return output
+
+    def _receiving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of a module with pre-hooks, to see what they made of its arguments."""
+
+        def receive(*args: Any, **kwargs: Any) -> Any:
+            self._stack[-1].received = (self._kept(args), self._kept(kwargs))
+            return forward(*args, **kwargs)
+
+        return receive
+
+    def _kept(self, value: Any) -> Any:
+        if self.copying:
+            return map_tensors(_copy, value)
+        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
+        return value
+
+    def stale(self) -> bool:
+        """Tell whether a recorded tensor has changed since; tensors that cannot tell count as changed."""
+        return any(count is None or change_count(tensor) != count for tensor, count in self._seen)
+
+
+@contextmanager
+def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Send every module call through `handler(original, module, args, kwargs)`."""
+    original = nn.Module.__call__
+
+    def intercepted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handler(original, module, args, kwargs)
+
+    nn.Module.__call__ = intercepted
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original
+
+
+def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
+    """Copy the tensors of a call, each once, so that a forward that works in place does not change them."""
+    copies: dict[int, Tensor] = {}
+
+    def copy_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copy(tensor).requires_grad_(grad and tensor.requires_grad)
+        return copies[id(tensor)]
+
+    return Inputs(*map_tensors(copy_once, call.args), **map_tensors(copy_once, call.kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _failure(model: nn.Module, culprit: nn.Module, error: Exception) -> str:
+    name = next((name for name, module in model.named_modules() if module is culprit), "")
+    where = f"module {name!r} ({type(culprit).__name__})" if name else f"the model ({type(model).__name__})"
+    return f"{where} raised {type(error).__name__} on the example inputs: {error}"

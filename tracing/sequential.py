@@ -1,0 +1,62 @@
+"""Build the graph of an `nn.Sequential` without tracing it; equal ones share one capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from .captured import Capture, Variant
+from .guards import Guard
+from .meta import Meta, meta_of
+from .record import Call
+
+__all__ = ["SequentialCaptures"]
+
+_SOURCE = "torch/nn/modules/container.py"
+
+
+class SequentialCaptures:
+    """Capture Sequentials, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Capture] = {}
+
+    def capture(self, module: nn.Module, call: Call | None) -> Capture:
+        """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
+        metas = None if call is None else _metas(call, len(module._modules))
+        children = tuple((key, type(child)) for key, child in module._modules.items())
+        key = (type(module), children, repr(metas))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Capture(type(module), [_variant(list(module._modules), metas)])
+        return known
+
+
+def _metas(call: Call, count: int) -> list[Meta] | None:
+    """Return what goes in and what each child gives back, or None if the call did not go child by child."""
+    args, kwargs = call.forward_arguments
+    given = (*args, *kwargs.values())
+    if len(given) != 1 or len(call.children) != count:
+        return None
+    return [meta_of(given[0]), *(meta_of(child.output) for _, child in call.children)]
+
+
+def _variant(names: Sequence[str], metas: Sequence[Meta] | None) -> Variant:
+    graph = fx.Graph()
+    value = graph.create_node("placeholder", "input")
+    nodes = [value]
+    for name in names:
+        value = graph.create_node("call_module", name, (value,))
+        nodes.append(value)
+    graph.output(value)
+    for index, node in enumerate(nodes):
+        node.meta["source"] = _SOURCE
+        if metas is not None:
+            node.meta["val"] = metas[index]
+    guards = (
+        Guard("input is not None", "input is a tensor"),
+        Guard(f"len(self._modules) == {len(names)}", f"it has {len(names)} children"),
+    )
+    return Variant(guards, graph, {nodes[0].name: "input"})

@@ -1,0 +1,238 @@
+"""What must be intercepted while forwards are traced, and put back afterwards."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..compat import untraceable_entries
+from .observe import Observers
+from .proxy import proxies_in
+from .record import calls_intercepted
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["Session", "Untraceable", "tracing_session"]
+
+_FACTORIES = (
+    "arange as_tensor bartlett_window blackman_window complex empty empty_strided eye from_numpy full hamming_window "
+    "hann_window kaiser_window linspace logspace normal ones polar rand randint randn randperm range scalar_tensor "
+    "tensor tril_indices triu_indices zeros finfo iinfo"
+).split()
+_QUESTIONS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+_MISSING = object()
+
+
+class Untraceable(Exception):  # noqa: N818
+    """A forward does something that a graph cannot say.
+
+    Attributes:
+        reason: one clause about the forward ("it calls itself").
+        location: the user's line, as "file.py:12"; empty if unknown.
+    """
+
+    def __init__(self, reason: str, location: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.location = location
+
+
+class Session:
+    """Know which tracer, if any, the code that runs now belongs to."""
+
+    def __init__(self) -> None:
+        self.tracer: ModuleTracer | None = None
+        self.observers = Observers()
+        self._patched_globals: set[int] = set()
+        self._wrappers: dict[int, Any] = {}
+        self._undo = ExitStack()
+
+    @contextmanager
+    def tracing(self, tracer: ModuleTracer) -> Iterator[None]:
+        """Send what happens inside to `tracer`."""
+        previous, self.tracer = self.tracer, tracer
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            self.tracer = previous
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let what happens inside happen for real."""
+        previous, self.tracer = self.tracer, None
+        try:
+            yield
+        finally:
+            self.tracer = previous
+
+    def patch(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until the session ends."""
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        self._undo.callback(_unset, owner, name, before)
+
+    def wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
+        """Send calls of `owner.name` made by traced code to `handler(tracer, original, args, kwargs)`."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original, updated=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self.tracer is None:
+                return original(*args, **kwargs)
+            return handler(self.tracer, original, args, kwargs)
+
+        self._wrappers[id(original)] = wrapper
+        self.patch(owner, name, wrapper)
+
+    def wrap_globals(self, function: Callable[..., Any]) -> None:
+        """Reach what a forward's module imported by name (`from math import sqrt`)."""
+        namespace = getattr(function, "__globals__", None)
+        if namespace is None or id(namespace) in self._patched_globals:
+            return
+        self._patched_globals.add(id(namespace))
+        for name, value in list(namespace.items()):
+            wrapper = self._wrappers.get(id(value))
+            if wrapper is not None:
+                namespace[name] = wrapper
+                self._undo.callback(namespace.__setitem__, name, value)
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._undo.close()
+
+
+def _unset(owner: Any, name: str, before: Any) -> None:
+    if before is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def tracing_session() -> Iterator[Session]:
+    """Intercept, while inside, what traced forwards do; code that is not traced runs as always."""
+    session = Session()
+    try:
+        _patch_modules(session)
+        for name in _FACTORIES:
+            session.wrap(torch, name, _record)
+        for name in _QUESTIONS:
+            session.wrap(torch, name, _ask)
+        for name, function in vars(math).items():
+            if isinstance(function, types.BuiltinFunctionType):
+                session.wrap(math, name, _record_if_traced)
+        _patch_refused(session)
+        with calls_intercepted(_call_handler(session)), torch.no_grad():
+            yield session
+    finally:
+        session.close()
+
+
+def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    return tracer.torch_function(original, args, kwargs)
+
+
+def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    if next(proxies_in((args, kwargs)), None) is None:
+        return original(*args, **kwargs)
+    return tracer.create_proxy("call_function", original, args, kwargs)
+
+
+def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    return tracer.question(original, args, kwargs)
+
+
+def _patch_refused(session: Session) -> None:
+    """Give up on what fx would drop or break open without a word."""
+    refusals = [
+        (torch.autocast, "__enter__", "autocast is switched inside the forward"),
+        (torch.inference_mode, "__enter__", "inference_mode is switched inside the forward"),
+        (torch, "manual_seed", "the random seed is set inside the forward"),
+        (torch, "set_rng_state", "the random state is set inside the forward"),
+        (torch.autograd, "grad", "gradients are computed inside the forward"),
+        *untraceable_entries(),
+    ]
+    for owner, name, reason in refusals:
+        _refuse(session, owner, name, reason)
+
+
+def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if session.tracer is not None:
+            session.tracer.fail(reason)
+        return original(*args, **kwargs)
+
+    session.patch(owner, name, refused)
+
+
+def _call_handler(session: Session) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tracer = session.tracer
+        if tracer is None:
+            return original(module, *args, **kwargs)
+        return tracer.call_module(original, module, args, kwargs)
+
+    return call
+
+
+def _patch_modules(session: Session) -> None:
+    """Send reads of tensors and of `training`, and assignments, on modules to the tracer."""
+    read, write, delete = nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__
+
+    def read_attribute(module: nn.Module, name: str) -> Any:
+        value = read(module, name)
+        return value if session.tracer is None else session.tracer.read(module, name, value)
+
+    def write_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if session.tracer is None or not session.tracer.refuses_write(module, name, value):
+            write(module, name, value)
+
+    def delete_attribute(module: nn.Module, name: str) -> None:
+        if session.tracer is not None:
+            session.tracer.fail(f"deletes self.{name}")
+        delete(module, name)
+
+    def training(module: nn.Module) -> Any:
+        value = module.__dict__["training"]
+        return value if session.tracer is None else session.tracer.read_training(module, value)
+
+    def set_training(module: nn.Module, value: Any) -> None:
+        module.__dict__["training"] = value
+
+    session.patch(nn.Module, "__getattr__", read_attribute)
+    session.patch(nn.Module, "__setattr__", write_attribute)
+    session.patch(nn.Module, "__delattr__", delete_attribute)
+    session.patch(nn.Module, "training", property(training, set_training))
+
+
+class _Mode(TorchFunctionMode):
+    """Send every torch function that traced code calls to the tracer, also those on plain tensors."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tracer = self._session.tracer
+        if tracer is None:
+            return func(*args, **(kwargs or {}))
+        return tracer.torch_function(func, args, kwargs or {})
+
+

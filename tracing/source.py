@@ -1,0 +1,221 @@
+"""Python source for captured forwards: guards first, then each graph as straight-line code."""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+
+from ..compat import operator_format
+from .guards import GUARD_NAMES, GuardMiss, require
+from .structure import is_namedtuple
+
+if TYPE_CHECKING:
+    from .captured import Variant
+    from .signature import Signature
+
+__all__ = ["Source", "generate", "module_expression"]
+
+_ATOMS = (bool, int, str, bytes, type(None), type(...))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold the text of a function called `forward`, and the objects that it refers to by name."""
+
+    text: str
+    names: dict[str, Any]
+
+
+def generate(signature: Signature, variants: Sequence[Variant]) -> Source:
+    """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise."""
+    names = _Names({p.name for p in signature.parameters}, variants)
+    miss = f"return self._fxopt_miss({signature.forwarding})"
+    lines = [f"def forward({signature.header}):"]
+    for variant in variants:
+        body = _variant(variant, names, signature.forwarding)
+        condition = " and ".join(f"({guard.expression})" for guard in variant.guards)
+        if variant is variants[-1]:
+            if condition:
+                lines += [f"    if not ({condition}):", f"        {miss}"]
+            lines += [f"    {line}" for line in body]
+        else:
+            lines += [f"    if {condition or True}:", *(f"        {line}" for line in body)]
+    return Source("\n".join(lines) + "\n", names.objects)
+
+
+def module_expression(parts: Iterable[str]) -> str:
+    """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
+    return "self" + "".join(f"._modules[{part!r}]" for part in parts)
+
+
+@dataclass
+class _Names:
+    """Hand out names for the objects that code refers to; none hides an argument or a node."""
+
+    objects: dict[str, Any]
+    _used: set[str]
+    _of: dict[int, str] = field(default_factory=lambda: {})
+
+    def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
+        self.objects = dict(GUARD_NAMES)
+        self._used = arguments | {node.name for v in variants for node in v.graph.nodes} | {"self"} | set(GUARD_NAMES)
+        self._of = {}
+
+    def name(self, value: Any) -> str:
+        """Return the global name for `value`, the same each time."""
+        known = self._of.get(id(value))
+        if known is None:
+            known = self._of[id(value)] = self.fresh(_hint(value))
+            self.objects[known] = value
+        return known
+
+    def fresh(self, hint: str) -> str:
+        """Return a name that nothing has."""
+        base = candidate = "_" + "".join(c if c.isalnum() else "_" for c in hint)
+        count = 1
+        while candidate in self._used:
+            candidate, count = f"{base}_{count}", count + 1
+        self._used.add(candidate)
+        return candidate
+
+
+def _hint(value: Any) -> str:
+    named = getattr(value, "__name__", None)
+    if isinstance(named, str):
+        return named
+    return repr(value).rpartition(".")[2] if isinstance(value, (torch.dtype, torch.layout)) else type(value).__name__
+
+
+def _variant(variant: Variant, names: _Names, forwarding: str) -> list[str]:
+    """Write one graph; where it checks something on the way, a miss starts over with the module's own forward."""
+    body = _Body(variant, names).lines()
+    if not any(node.op == "call_function" and node.target is require for node in variant.graph.nodes):
+        return body
+    return [
+        "try:",
+        *(f"    {line}" for line in body),
+        f"except {names.name(GuardMiss)} as miss:",
+        f"    return self._fxopt_restart(str(miss){', ' if forwarding else ''}{forwarding})",
+    ]
+
+
+class _Body:
+    """Write the statements of one graph."""
+
+    def __init__(self, variant: Variant, names: _Names) -> None:
+        self._variant = variant
+        self._nodes = list(variant.graph.nodes)
+        self._names = names
+        self._containers = self._hoisted()
+        self._last_uses = _last_uses(self._nodes)
+
+    def lines(self) -> list[str]:
+        lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
+        for node in self._nodes:
+            line = self._statement(node)
+            if line is None:
+                continue
+            dead = self._last_uses.get(node)
+            lines.append(f"{line};  {' = '.join(dead)} = None" if dead else line)
+        return lines
+
+    def _hoisted(self) -> dict[str, str]:
+        """Name the containers that several children are called from."""
+        counts: dict[str, int] = {}
+        for node in self._nodes:
+            if node.op == "call_module":
+                container = _container(node)
+                counts[container] = counts.get(container, 0) + 1
+        return {container: self._names.fresh("children") for container, count in counts.items() if count > 1}
+
+    def _statement(self, node: fx.Node) -> str | None:
+        if node.op == "placeholder":
+            expression = self._variant.arguments.get(node.name, str(node.target))
+            return None if expression == node.name else f"{node.name} = {expression}"
+        if node.op == "output":
+            return f"return {self._format(node.args[0])}"
+        expression = self._expression(node)
+        return f"{node.name} = {expression}" if node.users else expression
+
+    def _expression(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return _attribute(str(node.target))
+        if node.op == "call_module":
+            container = _container(node)
+            child = f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
+            return f"{child}({self._arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            owner, *rest = node.args
+            return f"{self._operand(owner)}.{node.target}({self._arguments(rest, node.kwargs)})"
+        return self._call(cast("Callable[..., Any]", node.target), node)
+
+    def _call(self, function: Callable[..., Any], node: fx.Node) -> str:
+        form = operator_format(function)
+        if form is not None and not node.kwargs:
+            return form.format(*(self._operand(argument) for argument in node.args))
+        if function is getattr and len(node.args) == 2 and str(node.args[1]).isidentifier():
+            return f"{self._operand(node.args[0])}.{node.args[1]}"
+        return f"{self._names.name(function)}({self._arguments(node.args, node.kwargs)})"
+
+    def _arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+        written = [self._format(argument) for argument in args]
+        written += [f"{key}={self._format(value)}" for key, value in kwargs.items()]
+        return ", ".join(written)
+
+    def _operand(self, value: Any) -> str:
+        """Format a value for the side of an operator or of a dot: `-1 ** x` is not `(-1) ** x`."""
+        text = self._format(value)
+        return text if isinstance(value, fx.Node) or text.isidentifier() else f"({text})"
+
+    def _format(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if type(value) in _ATOMS:
+            return repr(value)
+        if isinstance(value, (float, complex)) and type(value) in (float, complex) and cmath.isfinite(value):
+            return repr(value)
+        return self._format_container(value)
+
+    def _format_container(self, value: Any) -> str:
+        if is_namedtuple(value):
+            return f"{self._names.name(type(value))}({self._arguments(value, {})})"
+        if type(value) in (tuple, torch.Size) or isinstance(value, tuple):
+            items = [self._format(item) for item in value]
+            return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{self._arguments(cast('list[Any]', value), {})}]"
+        if isinstance(value, dict):
+            pairs = cast("dict[Any, Any]", value).items()
+            return "{" + ", ".join(f"{self._format(key)}: {self._format(item)}" for key, item in pairs) + "}"
+        if isinstance(value, slice):
+            return f"slice({self._arguments((value.start, value.stop, value.step), {})})"
+        if isinstance(value, torch.device):
+            return f"torch.{value!r}"
+        return self._names.name(value)
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[str]]:
+    """Return, for each node, the values that nothing needs after it; arguments are kept, for a miss may need them."""
+    last: dict[fx.Node, list[str]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes):
+        for used in node.all_input_nodes:
+            if used not in seen and used.op != "placeholder" and node.op != "output":
+                last.setdefault(node, []).append(used.name)
+            seen.add(used)
+    return last
+
+
+def _container(node: fx.Node) -> str:
+    return module_expression(str(node.target).split(".")[:-1]) + "._modules"
+
+
+def _attribute(target: str) -> str:
+    *parents, name = target.split(".")
+    owner = module_expression(parents)
+    return f"{owner}.{name}" if name.isidentifier() else f"getattr({owner}, {name!r})"

@@ -1,0 +1,87 @@
+"""Values with tensors in them: walk them, map them, and name the tensors inside arguments."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+
+
+def is_namedtuple(value: object) -> bool:
+    """Tell whether `value` is a tuple with named fields that its class takes one by one."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return `value` rebuilt with `function` of each tensor in it; what holds no tensor is kept as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list, Mapping)) or dataclasses.is_dataclass(value):
+        return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return value
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
+    """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`."""
+    kind = type(value)
+    if leaf is not None and issubclass(kind, leaf):
+        return function(value)
+    if kind is list or kind is tuple:
+        return kind(map_leaves(function, item, leaf) for item in value)
+    if kind is dict:
+        return {key: map_leaves(function, item, leaf) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return _rebuild_tuple(value, [map_leaves(function, item, leaf) for item in value])
+    if kind is slice:
+        return slice(*(map_leaves(function, part, leaf) for part in (value.start, value.stop, value.step)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _rebuild_dataclass(value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf)
+    if isinstance(value, MutableMapping):
+        return _rebuild_mapping(value, function, leaf)
+    return function(value)
+
+
+def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """Rebuild named tuples, which take fields, and `torch.Size` and torch's results, which take one sequence."""
+    try:
+        return type(value)(*items) if is_namedtuple(value) else type(value)(items)
+    except TypeError:
+        return tuple(items)
+
+
+def _rebuild_dataclass(value: Any, fields: dict[str, Any], function: Callable[[Any], Any], leaf: type | None) -> Any:
+    new = copy.copy(value)
+    for name, item in fields.items():
+        mapped = map_leaves(function, item, leaf)
+        if mapped is not item:
+            object.__setattr__(new, name, mapped)
+            if isinstance(new, dict) and name in new:
+                dict.__setitem__(new, name, mapped)
+    return new
+
+
+def _rebuild_mapping(value: Any, function: Callable[[Any], Any], leaf: type | None) -> Any:
+    new = copy.copy(value)
+    for key in list(value):
+        new[key] = map_leaves(function, value[key], leaf)
+    return new
