@@ -162,10 +162,9 @@ class StateMap:
             StateError: if the description is malformed or of a newer version.
         """
         fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-        if fields.get("schema_version") != SCHEMA_VERSION:
-            raise StateError(
-                f"a state map of version {fields.get('schema_version')!r}; this fxopt reads {SCHEMA_VERSION}"
-            )
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise StateError(f"a state map of version {version!r}; this fxopt reads version {SCHEMA_VERSION}")
         steps, aliases, names = (fields.get(key) for key in ("steps", "aliases", "names"))
         if not isinstance(steps, list) or not isinstance(aliases, dict) or not isinstance(names, list):
             raise StateError("a state map has a list of steps, an object of aliases and a list of names")
