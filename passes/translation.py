@@ -51,15 +51,16 @@ class Translation:
 
     Attributes:
         mapped: the original's state under the new names.
-        covers: whether the map accounts for every float tensor of the rewritten module. Only then can noise on the
-            old state be carried over to the new one.
+        covers: whether the map accounts for every float tensor of the rewritten module. If not (a constant was
+            folded, say), noise on the old state cannot be carried over, and the new tensor is rounded as it stands.
     """
 
     def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
         self.reference, self.after, self.map_state = reference, after, map_state
         self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
         self.mapped = self.state(reference.state)
-        self.covers = all(name in self.mapped or not _is_float(tensor) for name, tensor in after.state.items())
+        reached = {id(after.state[name]) for name in self.mapped if name in after.state}
+        self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Map whole old state.
@@ -72,6 +73,13 @@ class Translation:
         except FxoptError as error:
             raise Objection(f"the state map does not fit: {error}") from error
 
+    def stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names."""
+        actual = self.after.state
+        mapped = {name: tensor for name, tensor in self.state(state).items() if name in actual}
+        by_tensor = {id(actual[name]): tensor for name, tensor in mapped.items()}
+        return {name: by_tensor.get(id(tensor), tensor) for name, tensor in actual.items()}
+
     def check_state(self) -> None:
         """Object unless the map yields what the rewritten module really holds."""
         actual = self.after.state
@@ -79,7 +87,7 @@ class Translation:
         for name, expected in self.mapped.items():
             if name not in actual:
                 raise Objection(f"{name} is gone, though the state map leads to it")
-            found = actual[name]
+            found = actual[name].detach()
             if found.shape != expected.shape:
                 raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
             if distance(expected, found, Tolerance(slack, 0.0)).problem:

@@ -50,37 +50,49 @@ class Measured:
 
 
 class Yardstick:
-    """Turn the original's own errors into tolerances."""
+    """Turn the original's own errors into tolerances.
 
-    def __init__(self, reference: Reference, measured: Sequence[Measured]) -> None:
-        self.reference = reference
+    Args:
+        reference: the original.
+        measured: its samples.
+        is_rounded: whether the rewritten module holds new tensors, which were computed in its own types: then its exact
+            runs cannot be better than that.
+    """
+
+    def __init__(self, reference: Reference, measured: Sequence[Measured], *, is_rounded: bool) -> None:
+        self.reference, self.is_rounded = reference, is_rounded
         self.wide_epsilon = reference.native_epsilon
         if reference.wide is not None:
             self.wide_epsilon = torch.finfo(reference.wide).eps
         self._rounding: dict[str, float] = {}
+        self._own: dict[str, float] = {}
         for sample in measured:
             self._learn(sample)
 
     def _learn(self, sample: Measured) -> None:
-        """Note how much rounding moves each quantity: scaled down from the native error, or seen in the echo."""
+        """Note how far rounding moves each tensor: in exact runs absolutely, in native ones relative to its scale."""
         shrink = self.wide_epsilon / self.reference.native_epsilon
-        for other, factor in ((sample.native, shrink), (sample.echo, 1.0)):
-            for label, expected in sample.exact.items() if other is not None else ():
-                moved = factor * _moved(expected, (other or {}).get(label))
-                self._rounding[label] = max(moved, self._rounding.get(label, 0.0))
+        for label, (scale, _) in _scales(sample.exact).items():
+            expected = sample.exact[label]
+            native, echo = (_moved(expected, run, label) for run in (sample.native, sample.echo))
+            exact = max(native * shrink, echo)
+            own = max(native, echo, *(_moved(expected, probe, label) for probe in sample.probes), 0.0)
+            self._rounding[label] = max(exact, self._rounding.get(label, 0.0))
+            self._own[label] = max(own / scale if scale else 0.0, self._own.get(label, 0.0))
 
     def for_meaning(self, sample: Measured, wide: torch.dtype | None) -> dict[str, Tolerance]:
         """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by."""
-        scales = _scales(sample.exact)
-        base = _EXACT.get(wide) if wide is not None else None
-        base = base or Tolerance(4 * self.reference.native_epsilon, 4 * self.reference.native_epsilon)
+        if self.is_rounded:
+            return self.for_precision(sample, None)
+        units = 4 * self.reference.native_epsilon
+        base = Tolerance(units, units) if wide is None else _EXACT[wide]
         return {
             label: Tolerance(
                 base.relative,
                 base.absolute * scale + _SAFETY * self._rounding.get(label, 0.0) + self.wide_epsilon * around,
                 1e-12 * around,
             )
-            for label, (scale, around) in scales.items()
+            for label, (scale, around) in _scales(sample.exact).items()
         }
 
     def for_precision(self, sample: Measured, budget: float | None) -> dict[str, Tolerance]:
@@ -88,17 +100,21 @@ class Yardstick:
 
         A `budget` replaces what the original's own errors say; it is relative to the scale.
         """
-        scales = _scales(sample.exact)
-        if budget is not None:
-            return {label: Tolerance(0.0, budget * scale, 1e-12 * around) for label, (scale, around) in scales.items()}
-        own = {label: self._own_error(sample, label) for label in scales}
-        usual = _typical(own[label] / scale for label, (scale, _) in scales.items() if scale > 0)
-        allowed: dict[str, Tolerance] = {}
-        for label, (scale, around) in scales.items():
-            error = max(own[label], usual * scale) if sample.exact[label].numel() < _SMALL else own[label]
-            units = _NATIVE_UNITS * self._epsilon(sample, label)
-            allowed[label] = Tolerance(0.0, _NATIVE_FACTOR * error + units * max(scale, 1e-6 * around), 1e-12 * around)
-        return allowed
+        return {
+            label: Tolerance(
+                0.0,
+                (self._share(sample, label) if budget is None else budget) * max(scale, 1e-6 * around),
+                1e-12 * around,
+            )
+            for label, (scale, around) in _scales(sample.exact).items()
+        }
+
+    def _share(self, sample: Measured, label: str) -> float:
+        """Return what part of its scale a tensor may be off by."""
+        own = self._own.get(label, 0.0)
+        if sample.exact[label].numel() < _SMALL:
+            own = max(own, _typical(self._own.values()))
+        return _NATIVE_FACTOR * own + _NATIVE_UNITS * self._epsilon(sample, label)
 
     def fragile(self, sample: Measured, label: str) -> int:
         """Return how many elements of an integer tensor rounding changes."""
@@ -110,10 +126,6 @@ class Yardstick:
                 changed |= found != expected
         return int(changed.sum())
 
-    def _own_error(self, sample: Measured, label: str) -> float:
-        runs = (run for run in (sample.native, sample.echo, *sample.probes) if run is not None)
-        return max((_moved(sample.exact[label], run.get(label)) for run in runs), default=0.0)
-
     def _epsilon(self, sample: Measured, label: str) -> float:
         native = (sample.native or {}).get(label)
         if not isinstance(native, Tensor) or native.dtype is torch.float64 or not native.is_floating_point():
@@ -121,10 +133,9 @@ class Yardstick:
         return torch.finfo(native.dtype).eps
 
 
-def _moved(expected: object, found: object) -> float:
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor) or not _is_float(expected):
-        return 0.0
-    return deviation(expected, found)
+def _moved(expected: Tensor, run: Quantities | None, label: str) -> float:
+    found = None if run is None else run.get(label)
+    return deviation(expected, found) if isinstance(found, Tensor) else 0.0
 
 
 def _scales(exact: Quantities) -> dict[str, tuple[float, float]]:

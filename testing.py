@@ -1,0 +1,67 @@
+"""Check that two modules are the same function: for tests of passes, and for users who rewrite models by hand."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .errors import UsageError, VerificationError
+from .passes.base import Numerics
+from .passes.record import record_of
+from .passes.verify import MapState, Verdict, reference, verify
+from .tracing.inputs import normalize_inputs
+
+__all__ = ["NotEquivalentError", "assert_equivalent"]
+
+
+class NotEquivalentError(VerificationError, AssertionError):
+    """Two modules are not the same function; the message says where they differ."""
+
+
+def assert_equivalent(
+    before: nn.Module,
+    after: nn.Module,
+    inputs: object,
+    *,
+    training: bool | None = None,
+    gradients: bool = True,
+    map_state: MapState | None = None,
+    numerics: Numerics = Numerics.REASSOCIATED,
+    budget: float = 0.05,
+    seed: int = 0,
+) -> Verdict:
+    """Compare two modules on `inputs`: outputs, gradients, buffers, types, in float64 and in their own types.
+
+    In float64 they must agree to 1e-10, also with noise on inputs and parameters; in their own types `after` may err
+    at most 4 times as much as `before`, plus 8 units in the last place. Neither module is changed. Random draws are
+    compared in the order in which they happen.
+
+    Args:
+        before: the module that is right.
+        after: the module to judge.
+        inputs: a tuple of positional arguments, a dict of keywords, `Inputs`, or a list of these.
+        training: compare in this mode; None leaves every flag as it is.
+        gradients: compare gradients of arguments and parameters too.
+        map_state: from all parameters and buffers of `before` by name to those of `after`. By default that which an
+            optimized `after` has on record; names that are the same on both sides otherwise.
+        numerics: what is promised; see `Numerics`.
+        budget: the error that `Numerics.APPROXIMATE` allows, relative to the scale of each tensor.
+        seed: of the noise, the upstream gradients and the random draws.
+
+    Returns:
+        The verdict, with the errors found.
+
+    Raises:
+        NotEquivalentError: if they differ; it is an AssertionError too.
+        UsageError: if there is no call to compare on.
+        InputError: if `before` does not run on `inputs`.
+    """
+    calls = normalize_inputs(inputs)
+    if not calls:
+        raise UsageError("assert_equivalent compares what modules do on inputs; give at least one call")
+    taken = reference(before, calls, training=training, gradients=gradients, seed=seed)
+    record = record_of(after)
+    known = dict if record is None else record.state_map.forward
+    verdict = verify(taken, after, map_state=map_state or known, numerics=numerics, budget=budget)
+    if not verdict.ok:
+        raise NotEquivalentError(verdict.reason)
+    return verdict
