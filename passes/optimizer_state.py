@@ -156,12 +156,8 @@ class _Places:
 # -- the move ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Group:
-    """A parameter group as it will be."""
-
-    params: list[Tensor] = field(default_factory=list[Tensor])
-    names: list[str] = field(default_factory=list[str])
+Entry = tuple[Tensor, str | None]
+"""A parameter in a group, and its name if the optimizer knows it."""
 
 
 @dataclass
@@ -174,23 +170,31 @@ class _Move:
     translate: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict[Tensor, dict[str, Any]])
 
-    def group(self, number: int) -> _Group:
-        """Return what a group will hold: merged tensors stand where the first of their members stood."""
-        old = self.places.optimizer.param_groups[number]
-        new = _Group()
-        for position, parameter in enumerate(cast("list[Tensor]", old["params"])):
+    def group(self, number: int) -> list[Entry]:
+        """Return what a group will hold.
+
+        The model's parameters come in the model's order, as they would in an optimizer built anew: saved optimizer
+        states know them by position. Others keep their places.
+        """
+        entries: list[Entry] = []
+        group = self.places.optimizer.param_groups[number]
+        names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        for position, (parameter, given_name) in enumerate(zip(group["params"], names, strict=True)):
             name = self.places.by_place.get((number, position))
             if name is None:
-                new.params.append(parameter)
-                new.names.extend(old.get("param_names", ())[position : position + 1])
+                entries.append((parameter, given_name))
                 continue
             sources, targets = self.families.get(name, ((name,), (name,)))
             self._check_members(sources, targets)
             if self._is_first(sources, number, position):
                 self._translate(sources, targets)
-                new.params.extend(self.parameters[target] for target in targets)
-                new.names.extend(targets)
-        return new
+                entries.extend((self.parameters[target], target) for target in targets)
+        return self._in_model_order(entries)
+
+    def _in_model_order(self, entries: Sequence[Entry]) -> list[Entry]:
+        rank = {id(parameter): rank for rank, parameter in enumerate(self.parameters.values())}
+        ordered = iter(sorted((e for e in entries if id(e[0]) in rank), key=lambda entry: rank[id(entry[0])]))
+        return [next(ordered) if id(entry[0]) in rank else entry for entry in entries]
 
     def _is_first(self, sources: Sequence[str], number: int, position: int) -> bool:
         return min(self.places.by_name[name] for name in sources) == (number, position)
@@ -233,15 +237,15 @@ class _Move:
                 raise StateError(f"the optimizer's '{key}' of '{target}' would have shape {shapes}")
         return {target: moved[target] for target in targets}
 
-    def commit(self, groups: Sequence[_Group]) -> None:
+    def commit(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Put everything in place."""
         optimizer = self.places.optimizer
         for name in self.places.by_name:
             optimizer.state.pop(self.places.parameter(name), None)
-        for old, new in zip(optimizer.param_groups, groups, strict=True):
-            old["params"][:] = new.params
-            if "param_names" in old:
-                old["param_names"][:] = new.names
+        for group, entries in zip(optimizer.param_groups, groups, strict=True):
+            group["params"][:] = [parameter for parameter, _ in entries]
+            if "param_names" in group:
+                group["param_names"][:] = [name for _, name in entries]
         optimizer.state.update(self.states)
 
 
