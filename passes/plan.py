@@ -132,10 +132,8 @@ class Plan:
         fields = _typed(data, dict, where)
         version = _field(fields, "schema_version", int, where)
         if version != SCHEMA_VERSION:
-            advice = (
-                "use the fxopt that wrote it, or a newer one" if version > SCHEMA_VERSION else "make the plan again"
-            )
-            raise PlanError(f"{where} is of version {version}, and this fxopt reads version {SCHEMA_VERSION}; {advice}")
+            advice = "upgrade fxopt" if version > SCHEMA_VERSION else "make the plan again"
+            raise PlanError(f"{where} is of version {version}, this fxopt reads version {SCHEMA_VERSION}; {advice}")
         phase = _field(fields, "phase", str, where)
         if phase not in ("train", "eval"):
             raise PlanError(f"{where}: phase is 'train' or 'eval', not {phase!r}")
