@@ -74,7 +74,7 @@ class Reference:
     Attributes:
         samples: the runs; empty if there was no call to run.
         state: parameters and buffers by name, as they were.
-        parameters: which of them are parameters.
+        plain: the names of tensors held as plain attributes.
         training: the mode asked for; None leaves every flag as it is.
         gradients: whether gradients were taken.
         seed: of noise, upstream gradients and random draws.
@@ -88,7 +88,7 @@ class Reference:
 
     samples: tuple[Sample, ...]
     state: Mapping[str, Tensor]
-    parameters: frozenset[str]
+    plain: frozenset[str]
     training: bool | None
     gradients: bool
     seed: int
@@ -156,7 +156,7 @@ class _Maker:
         return Reference(
             samples=tuple(samples),
             state={name: tensor.detach() for name, tensor in self.state.items()},
-            parameters=frozenset(self.stage.parameters),
+            plain=frozenset(self.stage.plain),
             training=oracle.training,
             gradients=oracle.gradients,
             seed=oracle.seed,

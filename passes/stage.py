@@ -52,6 +52,16 @@ class Stage:
         homes = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, home in homes for key, tensor in home.items() if tensor is not None}
 
+    @property
+    def plain(self) -> dict[str, Tensor]:
+        """Return the tensors that modules hold as plain attributes, by name."""
+        return {
+            f"{prefix}.{name}" if prefix else name: value
+            for prefix, module in self._modules.items()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+
     @contextmanager
     def playing(
         self,

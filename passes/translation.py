@@ -51,8 +51,9 @@ class Translation:
 
     Attributes:
         mapped: the original's state under the new names.
-        covers: whether the map accounts for every float tensor of the rewritten module. If not (a constant was
-            folded, say), noise on the old state cannot be carried over, and the new tensor is rounded as it stands.
+        covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
+            the old state cannot be carried over.
+        is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
     """
 
     def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
@@ -61,6 +62,8 @@ class Translation:
         self.mapped = self.state(reference.state)
         reached = {id(after.state[name]) for name in self.mapped if name in after.state}
         self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
+        plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
+        self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Map whole old state.

@@ -111,7 +111,7 @@ class _Check:
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]
-        yardstick = Yardstick(self.reference, measured, is_rounded=not translation.covers)
+        yardstick = Yardstick(self.reference, measured, is_rounded=translation.is_rounded)
         for sample, before in zip(samples, measured, strict=True):
             self._sample(sample, before, translation, yardstick)
         if self.numerics is Numerics.EXACT and self.reference.stream is not None:

@@ -410,6 +410,17 @@ def test_a_folded_constant_is_checked_with_noise_on_the_inputs_only() -> None:
     assert "on inputs with noise" in judge(before, wrong, torch.zeros(3, 4), gradients=False).reason
 
 
+def test_a_constant_folded_in_the_modules_own_types() -> None:
+    before = Lambda(lambda m, x: x * torch.linspace(0, 1, 4).cos() @ m.w, w=nn.Parameter(normal(4, 4)))
+    after = rewritten(before, lambda m, x: x * m.constant @ m.w)
+    after.constant = torch.linspace(0, 1, 4).cos()
+    for numerics in (Numerics.EXACT, Numerics.REASSOCIATED):
+        verdict = judge(before, after, normal(3, 4), numerics=numerics)
+        assert verdict.ok, verdict.reason
+    after.constant += 1e-4
+    assert not judge(before, after, normal(3, 4)).ok
+
+
 def test_tied_parameters() -> None:
     before = Lambda(lambda m, x: m.decode(m.encode(x)), encode=nn.Linear(4, 4), decode=nn.Linear(4, 4))
     before.decode.weight = before.encode.weight
