@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .captured import Capture, install, uninstall
 from .inputs import Inputs
-from .preserve import preserved
+from .preserve import ModelState, restoring
 from .record import Recording, copy_inputs
 from .structure import tensors_in
 
@@ -18,7 +18,11 @@ __all__ = ["disagreeing"]
 
 
 def disagreeing(
-    model: nn.Module, captured: dict[str, Capture], inputs: Sequence[Inputs], recording: Recording
+    model: nn.Module,
+    captured: dict[str, Capture],
+    inputs: Sequence[Inputs],
+    recording: Recording,
+    state: ModelState,
 ) -> list[str]:
     """Return the names of the captured modules without which the model gives what its own forward gave.
 
@@ -27,21 +31,22 @@ def disagreeing(
         captured: name -> capture, outermost first.
         inputs: the example inputs.
         recording: what the model's own forward gave on them.
+        state: put back after each run.
     """
     expected = [call.output for call in recording.calls[model]]
-    if _agrees(model, inputs, expected):
+    if _agrees(model, inputs, expected, state):
         return []
     modules = {name: model.get_submodule(name) for name in captured}
     for name, module in modules.items():
         uninstall(module)
-        if _agrees(model, inputs, expected):
+        if _agrees(model, inputs, expected, state):
             return [name]
         install(module, captured[name])
     return list(captured)
 
 
-def _agrees(model: nn.Module, inputs: Sequence[Inputs], expected: Sequence[Any]) -> bool:
-    with preserved(model), torch.no_grad():
+def _agrees(model: nn.Module, inputs: Sequence[Inputs], expected: Sequence[Any], state: ModelState) -> bool:
+    with restoring(state), torch.no_grad():
         for call, output in zip(inputs, expected, strict=True):
             copy = copy_inputs(call)
             try:

@@ -46,5 +46,6 @@ def _later(trace: TracebackType, place: str) -> str:
     return _written(code, trace.tb_lineno) if _is_users(code) else place
 
 
+@lru_cache(maxsize=4096)
 def _written(code: CodeType, line: int) -> str:
     return f"{Path(code.co_filename).name}:{line}"

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
 from ..errors import InputError
+from .names import all_modules
 
-__all__ = ["AttributeState", "RandomState", "change_count", "host_random_state", "in_phase", "preserved"]
+__all__ = [
+    "AttributeState",
+    "ModelState",
+    "RandomState",
+    "change_count",
+    "host_random_state",
+    "in_phase",
+    "preserved",
+    "restoring",
+]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(nn.Module().__dict__)
+_RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
+"""With `max_norm` these rescale their weight whenever they are called."""
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 3
 """Containers within containers are kept down to this depth."""
@@ -56,49 +69,48 @@ def host_random_state() -> tuple[Any, Any]:
 
 
 class AttributeState:
-    """Hold a module's attributes, registries and plain containers, to put back or to compare."""
+    """Hold a module's attributes, registries and plain containers, to put back or to compare.
 
-    __slots__ = ("_containers", "_dict", "_module", "_registries")
+    What `install` keeps on a module (`_fxopt_capture`) is left alone.
+    """
+
+    __slots__ = ("_attributes", "_copy", "_kept")
 
     def __init__(self, module: nn.Module) -> None:
-        attributes = module.__dict__
-        self._module = module
-        self._dict = dict(attributes)
-        self._registries = tuple((attributes[name], dict(attributes[name])) for name in _REGISTRIES)
-        self._containers: list[tuple[Any, Any]] = []
-        for name, value in attributes.items():
-            if name not in _INTERNAL and isinstance(value, _CONTAINERS):
-                self._keep(value, _DEPTH)
+        self._attributes = attributes = module.__dict__
+        self._copy = attributes.copy()
+        self._kept: list[tuple[str, Any, Any]] = []
+        for name in _REGISTRIES:
+            registry = attributes[name]
+            self._kept.append((name, registry, registry.copy()))
+        for name in attributes.keys() - _INTERNAL:
+            value = attributes[name]
+            if isinstance(value, _CONTAINERS):
+                self._keep(name, value, _DEPTH)
 
-    def _keep(self, container: Any, depth: int) -> None:
-        self._containers.append((container, container.copy()))
-        if depth == 1 or isinstance(container, set):
-            return
-        for item in container.values() if isinstance(container, dict) else container:
-            if isinstance(item, _CONTAINERS):
-                self._keep(item, depth - 1)
+    def _keep(self, name: str, container: Any, depth: int) -> None:
+        self._kept.append((name, container, container.copy()))
+        if depth > 1 and not isinstance(container, set):
+            for item in list(container.values() if isinstance(container, dict) else container):
+                if isinstance(item, _CONTAINERS):
+                    self._keep(name, item, depth - 1)
 
     def changed(self) -> str | None:
         """Return the name of an attribute that is no longer what it was, or None."""
-        now = self._module.__dict__
-        for name in self._dict.keys() | now.keys():
-            if now.get(name, self) is not self._dict.get(name, self):
-                return name
-        for name, (registry, copy) in zip(_REGISTRIES, self._registries, strict=True):
-            if not _same(registry, copy):
-                return name
-        for container, copy in self._containers:
-            if not _same(container, copy):
-                return next((n for n, v in self._dict.items() if v is container), "a container")
-        return None
+        if not _same(self._attributes, self._copy):
+            now, before = self._attributes, self._copy
+            return next(n for n in {**now, **before} if now.get(n, now) is not before.get(n, now))
+        return next((name for name, container, copy in self._kept if not _same(container, copy)), None)
 
     def restore(self) -> None:
         """Put attributes, registries and containers back as they were."""
-        attributes = self._module.__dict__
-        if not _same(attributes, self._dict):
-            attributes.clear()
-            attributes.update(self._dict)
-        for container, copy in (*self._registries, *self._containers):
+        if not _same(self._attributes, self._copy):
+            capture = self._attributes.get("_fxopt_capture")
+            self._attributes.clear()
+            self._attributes.update(self._copy)
+            if capture is not None:
+                self._attributes["_fxopt_capture"] = capture
+        for _, container, copy in self._kept:
             if not _same(container, copy):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
@@ -108,60 +120,81 @@ def _same(container: Any, copy: Any) -> bool:
     """Compare members by identity: they may be tensors, whose `==` is no answer."""
     if len(container) != len(copy):
         return False
-    if isinstance(container, MutableMapping):
-        pairs = zip(cast("dict[Any, Any]", container).items(), copy.items(), strict=True)
-        return all(key is other or key == other for (key, _), (other, _) in pairs) and all(
-            value is copy[key] for key, value in cast("dict[Any, Any]", container).items()
-        )
+    if not copy:
+        return True
+    if isinstance(container, dict):
+        return all(map(operator.is_, container.values(), copy.values())) and all(map(operator.is_, container, copy))
     if isinstance(container, set):
-        return {id(item) for item in cast("set[Any]", container)} == {id(item) for item in copy}
-    return all(item is other for item, other in zip(container, copy, strict=True))
+        return set(map(id, container)) == set(map(id, copy))
+    return all(map(operator.is_, container, copy))
+
+
+class ModelState:
+    """Hold what running a model may change, to put it back, any number of times.
+
+    These are: buffers (in place), attributes of every module with the plain containers in them, registries,
+    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = all_modules(model)
+        self._attributes = [AttributeState(module) for module in modules]
+        self._parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        held = [b for module in modules for b in module._buffers.values() if b is not None]
+        held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
+        self._counts = {key: change_count(p) for key, p in self._parameters.items()}
+        self._gradients = [(p, p.grad) for p in self._parameters.values()]
+        self._generators = RandomState()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for state in self._attributes:
+            state.restore()
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        self._generators.restore()
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Make sure that no parameter was changed in place.
+
+        Raises:
+            InputError: if one was, for that cannot be taken back.
+        """
+        kept = {id(tensor) for tensor, _ in self._copies}
+        for key, parameter in self._parameters.items():
+            if change_count(parameter) != self._counts[key] and key not in kept:
+                name = next((name for name, p in model.named_parameters() if p is parameter), "?")
+                raise InputError(
+                    f"the model changes its parameter {name!r} in place when it is called; running it on example "
+                    "inputs would change the weights, so make it a buffer, or move the change out of forward"
+                )
 
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put back, on leaving, what running `model` changes, also when it raises.
-
-    Buffers (in place), attributes of every module with the plain containers in them, registries, training flags,
-    `.grad` and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied.
+    """Put back, on leaving, what running `model` changes (see `ModelState`), also when it raises.
 
     Raises:
         InputError: if a parameter was changed in place, which cannot be undone.
     """
-    states = [AttributeState(module) for module in model.modules()]
-    parameters = dict(model.named_parameters())
-    copied = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *_renormalised(model))]
-    versions = {name: change_count(tensor) for name, tensor in parameters.items()}
-    gradients = [(tensor, tensor.grad) for tensor in parameters.values()]
-    generators = RandomState()
+    state = ModelState(model)
+    with restoring(state):
+        yield
+        state.check_parameters(model)
+
+
+@contextmanager
+def restoring(state: ModelState) -> Iterator[None]:
+    """Put `state` back on leaving."""
     try:
         yield
-        _check_parameters(parameters, versions, {id(tensor) for tensor, _ in copied})
     finally:
-        for state in states:
-            state.restore()
-        with torch.no_grad():
-            for tensor, copy in copied:
-                tensor.copy_(copy)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
-        generators.restore()
-
-
-def _renormalised(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the weights that an embedding with `max_norm` rescales whenever it is called."""
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            yield module.weight
-
-
-def _check_parameters(parameters: dict[str, nn.Parameter], versions: dict[str, int | None], kept: set[int]) -> None:
-    for name, tensor in parameters.items():
-        if change_count(tensor) != versions[name] and id(tensor) not in kept:
-            raise InputError(
-                f"the model changes its parameter {name!r} in place when it is called; running it on example inputs "
-                "would change the weights, so make it a buffer, or move the change out of forward"
-            )
+        state.restore()
 
 
 @contextmanager
@@ -170,7 +203,7 @@ def in_phase(model: nn.Module, training: bool) -> Iterator[None]:
     if model.training == training:
         yield
         return
-    flags = [(module, module.training) for module in model.modules()]
+    flags = [(module, module.training) for module in all_modules(model)]
     try:
         for module, _ in flags:
             module.training = training

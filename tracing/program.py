@@ -18,8 +18,8 @@ from .capturing import Captures, Opaque, capture_modules
 from .coverage import Coverage
 from .flat import FlatView
 from .inputs import Inputs, normalize_inputs
-from .names import ModelNames
-from .preserve import in_phase, preserved
+from .names import ModelNames, all_modules
+from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
 from .structure import map_tensors
 
@@ -232,14 +232,15 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     phase = model.training if training is None else training
     names = ModelNames(model)
     with in_phase(model, phase):
-        recording = record(model, inputs) if inputs else None
-        with preserved(model):
+        state = ModelState(model)
+        recording = record(model, inputs, state=state) if inputs else None
+        with restoring(state):
             found = capture_modules(names, recording)
         with _undone_on_error(names, found):
             for name, capture in found.captured.items():
                 install(names.modules[name], capture)
             if recording is not None:
-                _give_up_disagreeing(model, found, inputs, recording)
+                _give_up_disagreeing(model, found, inputs, recording, state)
     return Program(model, inputs, found.opaque, found.leaves, training=phase)
 
 
@@ -254,8 +255,10 @@ def _undone_on_error(names: ModelNames, found: Captures) -> Iterator[None]:
         raise
 
 
-def _give_up_disagreeing(model: nn.Module, found: Captures, inputs: tuple[Inputs, ...], recording: Recording) -> None:
-    for name in disagreeing(model, found.captured, inputs, recording):
+def _give_up_disagreeing(
+    model: nn.Module, found: Captures, inputs: tuple[Inputs, ...], recording: Recording, state: ModelState
+) -> None:
+    for name in disagreeing(model, found.captured, inputs, recording, state):
         uninstall(model.get_submodule(name))
         del found.captured[name]
         found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
@@ -264,8 +267,9 @@ def _give_up_disagreeing(model: nn.Module, found: Captures, inputs: tuple[Inputs
 
 
 def _check_initialised(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for module in all_modules(model):
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            name = next(name for name, other in model.named_modules() if other is module)
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
                 "run the model once on real inputs first"

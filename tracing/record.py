@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .inputs import Inputs
-from .preserve import change_count, preserved
+from .names import all_modules
+from .preserve import ModelState, change_count, restoring
 from .structure import map_tensors, tensors_in
 
 __all__ = ["Call", "Recording", "calls_intercepted", "copy_inputs", "record"]
@@ -59,6 +60,7 @@ def record(
     modules: Collection[nn.Module] | None = None,
     *,
     grad: bool = False,
+    state: ModelState | None = None,
 ) -> Recording:
     """Run `model` once for each of `inputs`, as it is, and return how its modules were called.
 
@@ -68,29 +70,37 @@ def record(
 
     Args:
         modules: record these modules only; None means all.
+        state: the state to put back; by default the present one.
         grad: run with gradients, so that outputs are attached to parameters and to inputs that require them.
 
     Raises:
         InputError: where the model itself raises; chained, naming the innermost module.
     """
-    if grad:
-        return _record(model, inputs, modules, grad=True)
+    state = state or ModelState(model)
     try:
-        return _record(model, inputs, modules, grad=False)
+        return _record(model, inputs, modules, state, grad=grad)
     except InputError as error:
+        if grad or error.__cause__ is None:
+            raise
         try:
-            return _record(model, inputs, modules, grad=True)
+            return _record(model, inputs, modules, state, grad=True)
         except InputError:
             raise error from error.__cause__
 
 
 def _record(
-    model: nn.Module, inputs: Sequence[Inputs], modules: Collection[nn.Module] | None, *, grad: bool
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    modules: Collection[nn.Module] | None,
+    state: ModelState,
+    *,
+    grad: bool,
 ) -> Recording:
     for copying in (False, True):
         recorder = _Recorder(modules, copying=copying)
-        with preserved(model):
+        with restoring(state):
             recorder.run(model, inputs, grad=grad)
+            state.check_parameters(model)
         if not recorder.stale():
             break
     return recorder.recording
@@ -108,10 +118,9 @@ class _Recorder:
         self._thread = threading.get_ident()
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
-        buffers = [
-            (module, buffer, change_count(buffer)) for module in model.modules() for buffer in module.buffers(False)
-        ]
-        for module in model.modules():
+        modules = all_modules(model)
+        buffers = [(m, b, change_count(b)) for m in modules for b in m._buffers.values() if b is not None]
+        for module in modules:
             if module._forward_pre_hooks:
                 module.__dict__["forward"] = self._receiving(module.forward)
         with calls_intercepted(self._call), torch.set_grad_enabled(grad):

@@ -1,0 +1,27 @@
+"""The functional graph of a `torch.nn` leaf: what `nn.Linear` or `nn.GELU` calls, with its tensors as attributes."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from ..errors import CaptureError
+from .names import ModelNames
+from .session import Untraceable, tracing_session
+from .signature import signature_of
+from .tracer import ModuleTracer
+
+__all__ = ["trace_leaf"]
+
+
+def trace_leaf(module: nn.Module) -> fx.Graph:
+    """Return what the forward of a leaf calls, traced without example values; `self.training` stays a read.
+
+    Raises:
+        CaptureError: if the forward cannot be traced.
+    """
+    try:
+        with tracing_session() as session:
+            tracer = ModuleTracer(session, ModelNames(module), "", None, lambda child: False)
+            return tracer.trace(signature_of(type(module).forward)).graph
+    except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error
