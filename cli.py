@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused inp
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -57,10 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FxoptError as error:
         _complain(error)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:
-        # Whoever read the output has gone; Python's own last flush must not fail over it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except OSError as error:
         _complain(error)
         raise SystemExit(3) from None

@@ -107,6 +107,8 @@ def _parts(spec: str) -> tuple[str, str]:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise UsageError(f"{spec!r} does not name a model; write package.module:factory")
+    if match["module"].endswith(".py"):
+        raise UsageError(f"{spec!r} names a file; write {match['module'][:-3]}:{match['path']}")
     return match["module"], match["path"]
 
 

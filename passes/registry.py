@@ -25,12 +25,12 @@ GROUP = "fxopt.passes"
 PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "inference": (
-            "eliminate_dead_code",
             "eliminate_common_subexpressions",
             "fold_constants",
+            "eliminate_dead_code",
             "fuse_ensembles",
         ),
-        "training": ("eliminate_dead_code", "eliminate_common_subexpressions", "fuse_ensembles"),
+        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),
     }
 )
 _TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"

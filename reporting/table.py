@@ -56,7 +56,6 @@ class ReportTable:
         for title, text in summary(self.record).items():
             yield Text(f"{title:<18}{text}")
         if self.rows:
-            yield Text()
             yield from self._lines() if options.max_width < NARROW else self._table(options.is_terminal)
         if self.left:
             yield Text()
@@ -73,6 +72,7 @@ class ReportTable:
         yield from (Text(f"{row.site}: {row.timed}", style="dim") for row in self.rows if row.timed)
 
     def _lines(self) -> Iterator[RenderableType]:
+        yield Text()
         for row in self.rows:
             yield Text(f"{row.pass_name} at {row.site}", style="bold")
             for field in fields(row)[2:]:

@@ -123,7 +123,7 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
     ("model", "code", "message"),
     [
         ("zoo", 2, "'zoo' does not name a model; write package.module:factory"),
-        ("zoo.py:heads", 2, "write package.module:factory"),
+        ("zoo.py:heads", 2, "'zoo.py:heads' names a file; write zoo:heads"),
         ("zou:heads", 2, "there is no module 'zou'"),
         ("zoo:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
         ("zoo:SOURCE", 2, "zoo has no 'SOURCE'"),
@@ -192,6 +192,7 @@ def test_a_plan_is_repeated(fxopt: Fxopt):
 
 
 def test_weights_and_inputs_come_from_safetensors(fxopt: Fxopt, zoo: Path):
+    sys.path.insert(0, str(zoo))
     import zoo as models
 
     model = models.heads()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,14 +27,17 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    # As a file of their own, so that tracebacks and `inspect` find the lines.
+    # A module of their own, with the page's line numbers, so that dataclasses, pickling and tracebacks find them.
     lines: list[str] = []
     for number, code in python_blocks(page):
         lines += [""] * (number - 1 - len(lines)) + code.splitlines()
-    script = tmp_path / f"{page.stem.replace('-', '_')}.py"
-    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    name = f"page_{page.stem.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), {"__name__": f"page_{script.stem}"})
+    try:
+        importlib.import_module(name)
+    finally:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
