@@ -102,6 +102,7 @@ def optimize(
     Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
     """
     from . import api
+    from .deploy.archive import factory_of
 
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
@@ -119,7 +120,7 @@ def optimize(
     if save_plan is not None:
         api.plan(fast).save(save_plan)
     if output is not None:
-        api.save(fast, output, factory=None if Path(model).is_file() else model)
+        api.save(fast, output, factory=factory_of(model) if Path(model).is_file() else model)
     report = api.report(fast)
     _show(report.to_json() if as_json else report.table(), as_json)
 

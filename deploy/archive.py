@@ -21,7 +21,7 @@ from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class
 
-__all__ = ["Replay", "load", "save"]
+__all__ = ["Replay", "factory_of", "load", "save"]
 
 KIND = "recipe"
 PLAN = "plan.json"
@@ -103,6 +103,16 @@ def load(
     fast = replay(original, plan, "train" if description.training else "eval")
     _set_modes(fast, description.training, description.names("other_mode"))
     return fast
+
+
+def factory_of(path: str | os.PathLike[str]) -> str | None:
+    """Return how an archive says its model is built, without building it.
+
+    Raises:
+        ArchiveError: unreadable, damaged or too new.
+    """
+    where = Path(path)
+    return _Description(where, read_container(where, (PLAN, WEIGHTS))[0]).factory
 
 
 class _Description:

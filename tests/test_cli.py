@@ -268,6 +268,22 @@ def test_an_archive_is_inspected_only_when_trusted(fxopt: Fxopt):
     assert "1 rewrite applied" in fxopt("inspect", "out.fxopt", "--trust", "zoo").out
 
 
+def test_a_saved_model_is_optimized_further_and_saved_again(fxopt: Fxopt):
+    fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code", "-o", "first.fxopt", *FAST)
+    again = ("optimize", "first.fxopt", "--trust", "zoo", "-p", "fuse_ensembles", "-o", "second.fxopt", *FAST)
+    assert fxopt(*again).code == 0
+    assert "1 rewrite applied" in fxopt("inspect", "second.fxopt", "--trust", "zoo").out
+
+
+def test_an_interrupt_exits_with_130_and_writes_nothing(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxopt.deploy.container.atomic_file", interrupted)
+    assert fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST).code == 130
+    assert not (zoo / "out.fxopt").exists()
+
+
 def test_passes_are_listed_and_described(fxopt: Fxopt):
     listed = fxopt("passes")
     assert listed.code == 0

@@ -4,11 +4,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
+
 from fxopt.errors import UsageError
 from fxopt.passes import registry
 from fxopt.passes.base import Goal, Numerics, Pass, Phase
+from fxopt.passes.pipeline import parse
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,23 @@ def test_finds_a_foreign_pass(entries):
         Phase.EVAL,
     )
     assert info.options == (registry.Option("amount", "a number", None), registry.Option("label", "text", "x"))
+
+
+def test_an_installed_distribution_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "foreign_module.py").write_text(
+        "from dataclasses import dataclass\nfrom fxopt import Pass\n\n"
+        "@dataclass(frozen=True)\nclass Installed(Pass):\n    depth: int = 2\n"
+    )
+    metadata = tmp_path / "foreign_distribution-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-distribution\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[fxopt.passes]\ninstalled = foreign_module:Installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert registry.pass_names()["installed"] == "foreign-distribution"
+        assert [str(p) for p in parse("installed{depth=3}")] == ["installed{depth=3}"]
+    finally:
+        sys.modules.pop("foreign_module", None)
 
 
 @pytest.mark.parametrize(
