@@ -152,7 +152,7 @@ def report(model: nn.Module) -> Report:
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
     """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them."""
     _record(model)
-    return Program.of(model).graphs
+    return Program(model).graphs
 
 
 def plan(model: nn.Module) -> Plan:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ..errors import CaptureError, UsageError
 from ..tracing.captured import capture_of, install, own, recompile
+from .effects import has_effects
 from .state_map import StateMap, StateStep
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Edit:
         operands = node.all_input_nodes
         node.graph.erase_node(node)
         for operand in operands:
-            if not operand.users and operand.op in ("get_attr",):
+            if not operand.users and not has_effects(operand, self.program, self.site.home):
                 self.erase(operand)
 
     def move_users_behind(self, nodes: Sequence[fx.Node]) -> None:

@@ -16,13 +16,13 @@ from torch.nn.utils import parametrize
 
 from ..errors import CaptureError
 from ..tracing.captured import Capture, capture_of
-from ..tracing.tracer import trace_leaf
+from ..tracing.leaf_graphs import trace_leaf
 from . import operators
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Expansion", "Operation", "expand"]
+__all__ = ["Expansion", "Operation", "expand", "is_chain"]
 
 
 @dataclass(eq=False, slots=True)
@@ -98,13 +98,16 @@ def expand(program: Program, home: str, variant: int = 0) -> Expansion:
     return Expansion(tuple(builder.operations), builder.results, builder.closed)
 
 
+_LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
+"""What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
+
+
 class _Builder:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.operations: list[Operation] = []
         self.closed: dict[str, str] = {}
         self.results: dict[str, Any] = {}
-        self.leaf_graphs: dict[object, fx.Graph | None] = {}
 
     def run(
         self, graph: fx.Graph, *, prefix: str, path: str, inputs: Mapping[str, Any] | None, call: str | None
@@ -154,9 +157,9 @@ class _Builder:
         if type(module).__module__.split(".")[:2] != ["torch", "nn"] or any(module.children()):
             return None
         key = leaf_key(module)
-        if key not in self.leaf_graphs:
-            self.leaf_graphs[key] = _leaf_graph(module)
-        return self.leaf_graphs[key]
+        if key not in _LEAF_GRAPHS:
+            _LEAF_GRAPHS[key] = _leaf_graph(module)
+        return _LEAF_GRAPHS[key]
 
     def append(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, path: str, call: str) -> Operation:
         target = node.target
@@ -172,6 +175,18 @@ class _Builder:
                 operand.users.append(operation)
         self.operations.append(operation)
         return operation
+
+
+def is_chain(graph: fx.Graph) -> bool:
+    """Say whether each operation reads the one before it: then no two are independent, however they are opened."""
+    previous: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if previous is not None and previous not in node.all_input_nodes:
+            return False
+        previous = node
+    return True
 
 
 def obstacle_to_opening(module: nn.Module) -> str | None:

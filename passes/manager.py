@@ -255,8 +255,7 @@ class Manager:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""
         total = StateMap()
         for landed in self.landed:
-            prefix = f"{landed.site.home}." if landed.site.home else ""
-            total = total.compose(landed.edit.state_map().prefixed(prefix))
+            total = total.compose(landed.edit.state_map().below(landed.site.home))
         return total
 
     def plan(self, passes: Sequence[Pass]) -> Plan:

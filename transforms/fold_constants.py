@@ -41,15 +41,16 @@ class FoldConstants(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for home, capture in program.captures.items():
             for variant, captured in enumerate(capture.variants):
-                for node in constant_roots(captured.graph, program, home):
+                constants = Constants(captured.graph, program, home)
+                for node in constants.written:
+                    yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
+                for node in constants.ends():
                     yield self._examine(node, program, home, variant)
 
     def _examine(self, node: fx.Node, program: Program, home: str, variant: int) -> Site | Refusal:
-        at = f"{home}.{node.name}" if home else node.name
+        at = _qualified(home, node)
         if reaches_output(node):
             return Refusal("the constant is handed to the caller, who may write into it", at)
-        if is_written_to(node, program, home):
-            return Refusal("the constant, or a view of it, is written to", at)
         size = evaluate(node).numel()
         if size > self.limit:
             return Refusal(f"the constant has {size:,} elements, more than limit={self.limit:,}", at)
@@ -61,16 +62,36 @@ class FoldConstants(Pass):
         edit.replace(node, edit.get_attr(name, before=node))
 
 
-def constant_roots(graph: fx.Graph, program: Program, home: str) -> list[fx.Node]:
-    """Return the nodes that give a tensor from literals alone and that something else reads."""
-    constant: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or has_effects(node, program, home):
-            continue
-        if all(source in constant for source in node.all_input_nodes):
-            constant.add(node)
-    ends = [node for node in graph.nodes if node in constant and any(user not in constant for user in node.users)]
-    return [node for node in ends if isinstance(evaluate(node), torch.Tensor)]
+class Constants:
+    """The nodes of a graph that depend on literals alone.
+
+    Attributes:
+        nodes: those whose value never changes.
+        written: those that start from nothing, but are written to afterwards, themselves or through a view.
+    """
+
+    def __init__(self, graph: fx.Graph, program: Program, home: str) -> None:
+        self.nodes: set[fx.Node] = set()
+        self.written: list[fx.Node] = []
+        for node in graph.nodes:
+            if node.op not in ("call_function", "call_method") or has_effects(node, program, home):
+                continue
+            if not all(source in self.nodes for source in node.all_input_nodes):
+                continue
+            if not is_written_to(node, program, home):
+                self.nodes.add(node)
+            elif not node.all_input_nodes:
+                self.written.append(node)
+
+    def ends(self) -> list[fx.Node]:
+        """Return the constant tensors that something else reads."""
+        ends = [node for node in self.nodes if any(user not in self.nodes for user in node.users)]
+        order = {node: number for number, node in enumerate(ends[0].graph.nodes)} if ends else {}
+        return [node for node in sorted(ends, key=order.__getitem__) if isinstance(evaluate(node), torch.Tensor)]
+
+
+def _qualified(home: str, node: fx.Node) -> str:
+    return f"{home}.{node.name}" if home else node.name
 
 
 def evaluate(node: fx.Node) -> Any:

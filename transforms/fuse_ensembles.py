@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -14,10 +15,11 @@ from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
 from ..layers.members import FusedMembers, attach_member, seal
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.expansion import Expansion, Operation, expand
+from ..passes.expansion import Expansion, Operation, expand, is_chain
 from ..passes.facts import TensorOwners
 from ..passes.gradient_reach import differentiable_outputs
-from ..passes.isomorphism import Ensemble, Parameters, attribute, find_ensembles
+from ..passes.isomorphism import Ensemble, attribute, find_ensembles
+from ..passes.joins import find_joins
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 
@@ -71,12 +73,14 @@ class FuseEnsembles(Pass):
         if self.lowering is Lowering.LOOP:
             return
         for home, capture in list(program.captures.items()):
-            if len(capture.variants) > 1:
+            if len(capture.variants) > 1 or is_chain(capture.variants[0].graph):
                 continue
             expansion = expand(program, home)
-            yield from _closed_members(expansion, home)
+            closed = _closed_families(expansion)
+            yield from (Refusal(reason, _qualified(home, path)) for path, reason in closed.items())
             for ensemble in find_ensembles(expansion, program.module(home)):
-                yield self._examine(ensemble, expansion, program, home)
+                if not any(name.startswith(f"{path}.") for path in closed for o in ensemble.parameters for name in o.names):
+                    yield self._examine(ensemble, expansion, program, home)
 
     def _examine(self, ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> Site | Refusal:
         reason = _obstacle(ensemble, expansion, program, home)
@@ -116,18 +120,18 @@ class FuseEnsembles(Pass):
 # -- what may be fused ---------------------------------------------------------------------------------------------
 
 
-def _closed_members(expansion: Expansion, home: str) -> Iterator[Refusal]:
-    """Report calls that look like members, but cannot be opened, once for each family of siblings."""
+def _closed_families(expansion: Expansion) -> dict[str, str]:
+    """Return container -> why the calls of its children cannot be fused, where one of several cannot be opened."""
     families: dict[str, list[Operation]] = {}
     for operation in expansion.operations:
-        if operation.kind == "call_module":
-            path = str(operation.target).rpartition(".")[0]
-            families.setdefault(path, []).append(operation)
+        if operation.name in expansion.closed:
+            families.setdefault(str(operation.target).rpartition(".")[0], []).append(operation)
+    closed: dict[str, str] = {}
     for path, calls in families.items():
-        reasons = [expansion.closed[call.name] for call in calls if call.name in expansion.closed]
-        if path and len(calls) > 1 and reasons:
-            first = next(call for call in calls if call.name in expansion.closed)
-            yield Refusal(f"member {str(first.target).rpartition('.')[2]} cannot be fused: {reasons[0]}", _qualified(home, path))
+        name = str(calls[0].target).rpartition(".")[2]
+        if path:
+            closed[path] = f"member {name} cannot be fused: {expansion.closed[calls[0].name]}"
+    return closed
 
 
 def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> str | None:
@@ -145,6 +149,7 @@ def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: 
 
 def _order_obstacle(ensemble: Ensemble, expansion: Expansion) -> str | None:
     inside = {member for pack in ensemble.packs for member in pack.members}
+    inside |= {removed for pack in ensemble.packs for join in find_joins(pack) for removed in join.removed}
     writes = [operation.index for operation in expansion.operations if operation.mutates and operation not in inside]
     for pack in ensemble.packs:
         first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
@@ -197,7 +202,7 @@ def _located(site: Site, expansion: Expansion, home: nn.Module) -> Ensemble:
 def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], str]:
     """Move the members' parameters into one new child; members keep live views. Return the new names."""
     home = edit.home
-    places = {operand.names: _store_name(operand, ensemble) for operand in ensemble.parameters}
+    places = _store_names(ensemble)
     stacked = {places[o.names]: torch.stack([_parameter(home, name).detach() for name in o.names]) for o in ensemble.parameters}
     trainable = {places[o.names]: _parameter(home, o.names[0]).requires_grad for o in ensemble.parameters}
     store = FusedMembers(stacked, trainable)
@@ -231,17 +236,24 @@ def _parents(paths: Sequence[str] | dict[str, object]) -> dict[str, set[str]]:
     return parents
 
 
-def _store_name(operand: Parameters, ensemble: Ensemble) -> str:
-    """Name a stacked parameter after its place within a member: `0.weight` becomes `weight_0`."""
-    place = operand.names[0].split(".")
-    prefix = len(_common_prefix([name.split(".") for o in ensemble.parameters for name in o.names]))
-    varying = [part for part in place[prefix:-1]]
-    relative = varying[1:] if len(varying) > 1 else ([] if _single_layer(ensemble) else varying)
-    return "_".join([place[-1], *relative])
+def _store_names(ensemble: Ensemble) -> dict[tuple[str, ...], str]:
+    """Name each stacked parameter after its place within a member: `heads.*.0.weight` becomes `weight_0`."""
+    operands = list(ensemble.parameters)
+    shared = len(_common_prefix([name.split(".") for operand in operands for name in operand.names]))
+    names: dict[tuple[str, ...], str] = {}
+    for operand in operands:
+        columns = list(zip(*(name.split(".") for name in operand.names), strict=False))[shared:-1]
+        place = [column[0] for column in columns if len(set(column)) == 1]
+        name = "_".join([operand.names[0].rpartition(".")[2], *place])
+        taken = set(names.values())
+        names[operand.names] = next(n for n in _numbered(name) if n not in taken)
+    return names
 
 
-def _single_layer(ensemble: Ensemble) -> bool:
-    return len({name.rpartition(".")[0] for operand in ensemble.parameters for name in operand.names[:1]}) == 1
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in itertools.count(1):
+        yield f"{name}_{number}"
 
 
 def _common_name(ensemble: Ensemble) -> str:

@@ -147,7 +147,8 @@ def example(model: nn.Module, batch: int = 4) -> Tensor:
 
 
 def fused(model: nn.Module, lowering: str = "bmm", **options: object) -> nn.Module:
-    options.setdefault("example_inputs", (example(model),))
+    if "example_inputs" not in options:
+        options["example_inputs"] = (example(model),)
     return fxopt.optimize(model, FuseEnsembles(Lowering(lowering)), **options)  # type: ignore[arg-type]
 
 
@@ -321,9 +322,6 @@ class PythonSumOf(Heads):
 
 
 def test_large_members_are_left_alone_without_inputs() -> None:
-    model = nn.Module()
-    model.heads = nn.ModuleList(nn.Linear(256, 512) for _ in range(2))
-    model.forward = None  # replaced by the class below
     fast = fxopt.optimize(LargeHeads(), "fuse_ensembles")
     assert ["give example_inputs" in d.reason for d in fxopt.plan(fast).decisions] == [True]
 
@@ -452,7 +450,7 @@ def test_training_fused_equals_training_members(name: str, spelling: type[nn.Mod
     fast = fused(model, example_inputs=(inputs[0],))
     twin = copy.deepcopy(model)
     reference = OPTIMIZERS[name](twin.parameters())
-    reference.load_state_dict(optimizer.state_dict())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 5, 0.5) for o in (optimizer, reference)]
     fxopt.translate_optimizer(optimizer, fast)
     for x in inputs:
