@@ -1,0 +1,292 @@
+"""Measuring finds what is faster, says how sure it is, and changes nothing. No test asserts a time."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxopt.passes import measure
+from fxopt.passes.measure import Interval, Timings, runner, time_candidates
+
+
+@dataclass
+class Call:
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Clock:
+    """A clock that only candidates advance, so that a test knows how fast they are."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.random = random.Random(0)
+
+    def candidate(self, seconds: float, noise: float = 0.0) -> Callable[[], None]:
+        def call() -> None:
+            self.now += seconds * (1 + noise * self.random.random())
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def timings(**samples: list[float]) -> Timings:
+    return Timings([dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)])
+
+
+def test_the_ratio_is_taken_within_rounds() -> None:
+    """The machine gets ten times slower half-way; the candidates' ratio does not change."""
+    drift = [1.0] * 10 + [10.0] * 10
+    found = timings(before=[2 * d for d in drift], after=drift).ratio("before", "after")
+    assert found == Interval(2.0, 2.0, 2.0)
+
+
+def test_too_few_rounds_say_nothing() -> None:
+    assert timings(a=[1.0, 1.0], b=[3.0, 3.0]).ratio("b", "a") == Interval(0.0, 3.0, math.inf)
+    assert timings(a=[1.0], b=[1.0]).ratio("a", "c").high == math.inf
+
+
+def test_the_interval_is_the_sign_tests() -> None:
+    """For 9 values the 2nd and 8th bound the median with 96%, for 20 the 6th and 15th (Conover, table A3)."""
+    assert timings(a=[1.0] * 9, b=[float(i) for i in range(1, 10)]).ratio("b", "a") == Interval(2.0, 5.0, 8.0)
+    assert timings(a=[1.0] * 20, b=[float(i) for i in range(1, 21)]).ratio("b", "a") == Interval(6.0, 10.5, 15.0)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rolls = random.Random(1)
+    hits = 0
+    for _ in range(400):
+        samples = [math.exp(rolls.gauss(0, 1)) for _ in range(25)]
+        found = timings(a=[1.0] * 25, b=samples).ratio("b", "a")
+        hits += found.low <= 1.0 <= found.high
+    assert 0.93 <= hits / 400 <= 1.0
+
+
+def test_one_stall_does_not_sway_the_median() -> None:
+    found = timings(before=[2.0] * 19 + [500.0], after=[1.0] * 20).ratio("before", "after")
+    assert (found.low, found.mid, found.high) == (2.0, 2.0, 2.0)
+
+
+def test_the_fastest_wins_and_within_the_noise_the_preferred() -> None:
+    found = timings(slow=[3.0] * 12, near=[1.01] * 12, best=[1.0] * 12, far=[1.1] * 12)
+    assert found.fastest(prefer=("slow", "far", "near", "best")) == "near"
+    assert found.fastest(prefer=("slow", "far", "best", "near")) == "best"
+    assert found.fastest(prefer=("slow", "far")) == "far"
+    assert found.fastest(prefer=("slow",)) == "slow"
+
+
+def test_times_are_medians_of_one_call() -> None:
+    found = timings(a=[1e-6, 3e-6, 2e-6])
+    assert found.seconds("a") == 2e-6
+    assert found.microseconds("a") == pytest.approx(2.0)
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clear_answer_comes_early(clock: Clock) -> None:
+    found = time_candidates({"before": clock.candidate(1e-3), "after": clock.candidate(1e-4)}, seconds=100)
+    assert len(found.rounds) == 9
+    assert found.ratio("before", "after").mid == pytest.approx(10)
+    assert found.fastest(prefer=("before", "after")) == "after"
+
+
+def test_equal_candidates_are_told_to_be_equal(clock: Clock) -> None:
+    found = time_candidates({"a": clock.candidate(1e-3, 0.001), "b": clock.candidate(1e-3, 0.001)}, seconds=100)
+    assert len(found.rounds) == 9
+    assert found.fastest(prefer=("b", "a")) == "b"
+
+
+def test_a_close_race_is_run_to_the_end_of_its_time(clock: Clock) -> None:
+    found = time_candidates({"a": clock.candidate(1e-3, 0.5), "b": clock.candidate(0.97e-3, 0.5)}, seconds=0.25)
+    assert 20 <= len(found.rounds) < 400
+    assert clock.now < 0.3
+
+
+def test_time_is_limited_but_for_the_first_rounds(clock: Clock) -> None:
+    found = time_candidates({"a": clock.candidate(5.0, 0.5), "b": clock.candidate(5.0, 0.5)}, seconds=0.25)
+    assert len(found.rounds) == 9
+
+
+def test_what_is_clearly_slower_drops_out(clock: Clock) -> None:
+    candidates = {
+        "before": clock.candidate(5e-3), "a": clock.candidate(1e-3, 0.3), "b": clock.candidate(1e-3, 0.3),
+    }  # fmt: skip
+    found = time_candidates(candidates, seconds=0.25)
+    assert sum("before" in sample for sample in found.rounds) == 9
+    assert sum("a" in sample for sample in found.rounds) > 20
+    assert found.ratio("before", "a").low > 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_right_one_is_found_in_noise(clock: Clock, seed: int) -> None:
+    clock.random.seed(seed)
+    times = {"loop": 1e-3, "wide": 0.80e-3, "bmm": 0.70e-3, "vmap": 1.4e-3}
+    found = time_candidates({name: clock.candidate(t, 0.4) for name, t in times.items()}, seconds=0.5)
+    assert found.fastest(prefer=("wide", "bmm", "vmap")) == "bmm"
+    assert found.ratio("loop", "bmm").low > 1.0
+
+
+def test_short_calls_are_repeated_until_the_clock_can_tell(clock: Clock) -> None:
+    calls = []
+    candidate = clock.candidate(1e-6)
+    time_candidates({"a": lambda: (calls.append(0), candidate())}, seconds=0.001)
+    assert len(calls) > 9 * 200
+
+
+def test_one_candidate_is_its_own_fastest(clock: Clock) -> None:
+    assert time_candidates({"a": clock.candidate(1e-3)}).fastest(prefer=("a",)) == "a"
+
+
+def test_garbage_collection_is_as_before_even_if_a_candidate_raises() -> None:
+    assert gc.isenabled()
+    calls = iter(range(20))
+
+    def fail() -> None:
+        if next(calls, None) is None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        time_candidates({"a": fail})
+    assert gc.isenabled()
+
+
+# -- runners -----------------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Note how it is called, and change everything a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.5)
+        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.calls = 0
+
+    def forward(self, x: Tensor, unused: Tensor | None = None) -> dict[str, Tensor]:
+        self.seen.add((torch.is_grad_enabled(), x.requires_grad, self.training))
+        self.calls += 1
+        return {"y": self.dropout(self.norm(self.linear(x))), "index": x.argmax(-1)}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_behind(training: bool) -> None:
+    module = Watched()
+    seen = module.seen
+    module(torch.randn(4, 3))["y"].sum().backward()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+    x = torch.randn(4, 3)
+    kept, generator, calls = x.clone(), torch.get_rng_state(), module.calls
+    time_candidates({"a": runner(module, [Call((x,))], training=training)}, seconds=0.001)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(x, kept)
+    assert (module.calls, module.training) == (calls, True)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in module.named_parameters())
+    assert seen <= {(True, False, True), (training, False, True)}
+
+
+def counting_backwards(module: nn.Module) -> list[str]:
+    arrived: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: arrived.append(name))
+    return arrived
+
+
+def test_training_takes_every_gradient() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    run = runner(module, [Call((torch.randn(2, 3),))], training=True)
+    arrived = counting_backwards(module)
+    run()
+    assert sorted(arrived) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    run_forward = runner(module, [Call((torch.randn(2, 3),))], training=False)
+    arrived.clear()
+    run_forward()
+    assert arrived == []
+
+
+@pytest.mark.parametrize(("required", "asked", "expected"), [(False, None, 1), (True, None, 2), (False, True, 2)])
+def test_gradients_of_arguments_are_taken_where_they_count(required: bool, asked: bool | None, expected: int) -> None:
+    counts: list[int] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            counts.append(sum(ctx.needs_input_grad))
+            return gradients[0] * w, gradients[0] * x
+
+    class Apply(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Square.apply(x, self.w)
+
+    x = torch.randn(3, requires_grad=required)
+    runner(Apply(), [Call((x,))], training=True, input_gradients=asked)()
+    assert counts == [expected]
+
+
+def test_modules_that_change_their_arguments_get_the_same_ones_each_time() -> None:
+    seen: list[float] = []
+
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(float(x.detach().sum()))
+            return x.mul_(2)
+
+    x = torch.ones(3, requires_grad=True)
+    run = runner(Doubling(), [Call((x,))], training=True)
+    for _ in range(5):
+        run()
+    assert set(seen) == {3.0}
+    assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_every_recorded_call_is_made() -> None:
+    shapes: list[tuple[int, ...]] = []
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    run = runner(module, [Call((torch.zeros(1),)), Call((torch.zeros(2),))], training=False)
+    shapes.clear()
+    run()
+    assert shapes == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_outputs_of_any_type_have_a_backward(dtype: torch.dtype) -> None:
+    module = nn.Linear(3, 2, dtype=dtype)
+    arrived = counting_backwards(module)
+    runner(module, [Call((torch.randn(4, 3, dtype=torch.float32).to(dtype),))], training=True)()
+    assert arrived
+
+
+def test_modules_without_anything_to_train_are_run_all_the_same() -> None:
+    runner(nn.ReLU(), [Call((torch.randn(3),))], training=True)()
