@@ -6,6 +6,7 @@ for `model.heads[3][0].weight` reads and writes the slice of the stacked paramet
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -103,14 +104,18 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
 def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
     """Set or delete an entry of `__dict__` and give the module the class that goes with it; return how to go back."""
     entry, capture, old_class = module.__dict__.get(key), capture_of(module), _class_under_graphs(module)
+    owner = capture and capture._owner  # pyright: ignore[reportPrivateUsage]
     _set(module, key, value)
-    _put_class(module, _class_for(module, old_class), capture)
+    _put_class(module, _class_for(module, old_class), capture, owner)
     installed = capture_of(module)
 
     def undo() -> None:
         _set(module, key, entry)
         current = capture_of(module)
-        _put_class(module, old_class, capture if current is installed else current)
+        if current is installed:
+            _put_class(module, old_class, capture, owner)
+        else:
+            _put_class(module, old_class, current, current and current._owner)  # pyright: ignore[reportPrivateUsage]
 
     return undo
 
@@ -136,15 +141,16 @@ def _class_for(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
     return fused_class(base, names)
 
 
-def _put_class(module: nn.Module, cls: type[nn.Module], capture: Capture | None) -> None:
+def _put_class(
+    module: nn.Module, cls: type[nn.Module], capture: Capture | None, owner: weakref.ref[nn.Module] | None
+) -> None:
     """Change the class below the module's graphs."""
     uninstall(module)
     module.__class__ = cls
     if capture is None:
         return
-    owner = capture._owner  # pyright: ignore[reportPrivateUsage]
     install(module, capture)
     installed = capture_of(module)
     if installed is not None:
-        # Where it is a copy, for the other class, it belongs to whom the first belonged.
+        # It may be a copy, for the other class: it belongs to whom the first belonged.
         installed._owner = owner  # pyright: ignore[reportPrivateUsage]

@@ -165,9 +165,8 @@ class FusedPart(nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
         missing = [name for name in views if name not in state_dict]
         if strict and missing:
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self).__name__}:\n\tMissing key(s): {missing}"
-            )
+            listed = ", ".join(f'"{name}"' for name in missing)
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: missing key(s): {listed}")
         rest = cast("dict[str, Any]", copy.copy(state_dict))
         slices = [(name, view, rest.pop(name)) for name, view in views.items() if name in state_dict]
         result: Any = super().load_state_dict(rest, strict, assign)
@@ -188,11 +187,12 @@ def sealed_names(module: nn.Module) -> frozenset[str]:
 
 def _outside(module: nn.Module) -> dict[str, View]:
     """Return the slices that `module` and its children read from stores that are not among its children."""
-    inside = {id(child) for child in module.modules()}
+    children = list(cast("Iterator[tuple[str, nn.Module]]", module.named_modules()))
+    inside = {id(child) for _, child in children}
     return {
         f"{path}.{name}" if path else name: view
-        for path, child in cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
-        for name, view in views_of(child).items()
+        for path, child in children
+        for name, view in child.__dict__.get(VIEWS, {}).items()
         if id(view.store) not in inside
     }
 
