@@ -69,8 +69,9 @@ class Float64Mode(DispatchMode):
             return func(*args, **(kwargs or {}))
         written = written_arguments(func)
         args = [item if i in written else self._widen(item) for i, item in enumerate(args)]
-        kwargs = {key: item if key in written else self._widen(item) for key, item in (kwargs or {}).items()}
-        result = func(*args, **kwargs)
+        named: dict[str, Any] = kwargs or {}
+        named = {key: item if key in written else self._widen(item) for key, item in named.items()}
+        result = func(*args, **named)
         return result if written else self._widen(result)
 
     def _widen(self, value: Any) -> Any:
@@ -93,6 +94,6 @@ def _decides(operator: Any, args: Any, kwargs: Any) -> bool:
         return False
     _, packet, overload = str(operator).rsplit(".", 2)
     if packet == "_to_copy":
-        dtype = (kwargs or {}).get("dtype")
+        dtype: torch.dtype | None = (kwargs or {"dtype": None}).get("dtype")
         return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     return packet in _DISCRETE or f"{packet}.{overload}" in _DISCRETE

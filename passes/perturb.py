@@ -75,13 +75,17 @@ def _noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:
     start = tensor.detach()
-    norm = float(torch.linalg.vector_norm(start, dtype=widened(start.dtype)))
+    norm = _norm(start)
     if norm < _HUGE:
         return torch.add(start, _noise(start, generator).to(start.dtype), alpha=_STRENGTH * _scale(norm, start))
     ordinary = start.abs() < _HUGE
     kept = torch.where(ordinary, start, 0).to(widened(start.dtype))
-    scale = _scale(float(torch.linalg.vector_norm(kept)), start)
+    scale = _scale(_norm(kept), start)
     return torch.where(ordinary, kept + _STRENGTH * scale * _noise(start, generator), start).to(start.dtype)
+
+
+def _norm(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.abs().double().square().sum()))
 
 
 def _scale(norm: float, tensor: Tensor) -> float:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ class Stage:
     _modules: dict[str, nn.Module] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._modules = dict(self.module.named_modules(remove_duplicate=False))
+        named = cast("Iterable[tuple[str, nn.Module]]", self.module.named_modules(remove_duplicate=False))
+        self._modules = dict(named)
         self.parameters = self._named("_parameters")
         self.buffers = self._named("_buffers")
 
@@ -141,7 +142,7 @@ def _replace(module: nn.Module, cast: Mapping[int, Tensor], convert: Change) -> 
 
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
-        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        items = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
         return any(isinstance(item, Tensor) for item in items)
     return isinstance(value, Tensor)
 

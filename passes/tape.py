@@ -148,7 +148,7 @@ def _integers(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
     bounds = [arg for arg in args if isinstance(arg, int)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     like = args[0] if isinstance(args[0], Tensor) else None
-    shape = like.shape if like is not None else next(arg for arg in args if isinstance(arg, (list, tuple)))
+    shape: Sequence[int] = like.shape if like is not None else args[len(bounds)]
     dtype = kwargs.get("dtype") or (torch.int64 if like is None else like.dtype)
     device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
     return (low + torch.floor((high - low) * draws.uniform(shape, device))).to(dtype)

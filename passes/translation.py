@@ -26,7 +26,7 @@ Quantities = dict[str, Any]
 _GRADIENT = "gradient of "
 
 
-class Objection(VerificationError):  # noqa: N818 - it is not an error but a finding
+class Objection(VerificationError):
     """Why a rewrite is not accepted."""
 
 

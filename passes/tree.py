@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["Change", "flatten", "map_tensors", "structure"]
 
 Change = Callable[[Tensor], Tensor]
 
-_ATOMS = (
+_ATOMS: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device, torch.layout, torch.Generator, nn.Module,
 )  # fmt: skip
@@ -37,7 +37,7 @@ def _map(value: Any, change: Change, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return done.setdefault(id(value), change(value))
     if isinstance(value, tuple):
-        return done.setdefault(id(value), _map_tuple(cast("tuple[Any, ...]", value), change, done))
+        return _map_tuple(cast("tuple[Any, ...]", value), change, done)
     return _map_object(value, change, done)
 
 
@@ -50,16 +50,20 @@ def _map_tuple(value: tuple[Any, ...], change: Change, done: dict[int, Any]) -> 
 
 
 def _map_object(value: Any, change: Change, done: dict[int, Any]) -> Any:
-    twin = copy.copy(value)
+    twin: Any = copy.copy(value)
     done[id(value)] = twin
-    if isinstance(value, list):
+    if isinstance(twin, list):
         twin[:] = [_map(item, change, done) for item in cast("list[Any]", value)]
-    elif isinstance(value, Mapping) and hasattr(twin, "__setitem__"):
+    elif isinstance(twin, MutableMapping):
         for key, item in cast("Mapping[Any, Any]", value).items():
             twin[key] = _map(item, change, done)
-    for name, item in vars(value).items() if hasattr(value, "__dict__") else ():
-        twin.__dict__[name] = _map(item, change, done)
-    return twin
+    for name, item in _attributes(value).items():
+        vars(twin)[name] = _map(item, change, done)
+    return done[id(value)]
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return dict(vars(value)) if hasattr(value, "__dict__") else {}
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -80,16 +84,16 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the steps from `value` to what it is made of; None for a leaf."""
     if isinstance(value, (Tensor, *_ATOMS)):
         return None
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", item) for key, item in cast("Mapping[Any, Any]", value).items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{name}", getattr(value, name)) for name in cast("Any", value)._fields]
     if isinstance(value, (list, tuple)):
-        return [(f"[{index}]", item) for index, item in enumerate(cast("list[Any]", value))]
-    if dataclasses.is_dataclass(value):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if hasattr(value, "__dict__"):
-        return [(f".{name}", item) for name, item in vars(value).items()]
-    return None
+        items = cast("list[Any]", value)
+        names = getattr(items, "_fields", None)
+        steps = [f"[{index}]" for index in range(len(items))] if names is None else [f".{name}" for name in names]
+        return list(zip(steps, items, strict=True))
+    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
+    names = fields or list(_attributes(value))
+    return [(f".{name}", getattr(value, name)) for name in names] or None

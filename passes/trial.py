@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,8 @@ class Trial:
             return {}
         with self.oracle if self.oracle is not None and self.oracle.promoted else nullcontext():
             found = torch.autograd.grad(losses, list(wanted.values()), allow_unused=True)
-        return {key: gradient for key, gradient in zip(wanted, found, strict=True) if gradient is not None}
+        gradients = zip(wanted, cast("tuple[Tensor | None, ...]", found), strict=True)
+        return {key: gradient for key, gradient in gradients if gradient is not None}
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a scalar that sends the same random gradient into `output`, whatever its type."""
