@@ -33,27 +33,26 @@ def disagreeing(
         recording: what the model's own forward gave on them.
         state: put back after each run.
     """
-    expected = [call.output for call in recording.calls[model]]
-    if _agrees(model, inputs, expected, state):
+    if _agrees(model, inputs, recording, state):
         return []
     modules = {name: model.get_submodule(name) for name in captured}
     for name, module in modules.items():
         uninstall(module)
-        if _agrees(model, inputs, expected, state):
+        if _agrees(model, inputs, recording, state):
             return [name]
         install(module, captured[name])
     return list(captured)
 
 
-def _agrees(model: nn.Module, inputs: Sequence[Inputs], expected: Sequence[Any], state: ModelState) -> bool:
-    with restoring(state), torch.no_grad():
-        for call, output in zip(inputs, expected, strict=True):
-            copy = copy_inputs(call)
+def _agrees(model: nn.Module, inputs: Sequence[Inputs], recording: Recording, state: ModelState) -> bool:
+    with restoring(state), torch.set_grad_enabled(recording.grad):
+        for call, recorded in zip(inputs, recording.calls[model], strict=True):
+            copy = copy_inputs(call, grad=recording.grad)
             try:
                 given = model(*copy.args, **copy.kwargs)
             except Exception:  # noqa: BLE001  the model's own forward ran on these inputs, so the graph is at fault
                 return False
-            if not same_outputs(given, output):
+            if not same_outputs(given, recorded.output):
                 return False
     return True
 

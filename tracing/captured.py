@@ -14,6 +14,7 @@ from torch import fx, nn
 from ..errors import CaptureError, ModeError
 from .dynamic import class_recipe, dynamic_class, user_class
 from .guards import Guard
+from .portable import PortableGraph, copy_graph
 from .signature import Signature, signature_of
 from .source import generate
 
@@ -29,6 +30,7 @@ __all__ = [
     "recompile",
     "select",
     "uninstall",
+    "with_graph",
 ]
 
 
@@ -73,11 +75,14 @@ class Capture:
     misses: Counter[str] = field(default_factory=lambda: Counter())
     _owner: weakref.ref[nn.Module] | None = None
     _class: type[nn.Module] | None = None
+    _parameters: Signature | None = None
 
     @property
     def parameters(self) -> Signature:
         """Return the arguments of the forward."""
-        return self.signature or signature_of(self.base.forward)
+        if self._parameters is None:
+            self._parameters = self.signature or signature_of(self.base.forward)
+        return self._parameters
 
     @property
     def reads(self) -> frozenset[str]:
@@ -99,27 +104,19 @@ class Capture:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_capture, (class_recipe(self.base), self.variants, self.signature, self.misses)
+        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
+        return _rebuild_capture, (class_recipe(self.base), variants, self.signature, self.misses)
 
 
 def _rebuild_capture(
     recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
-    variants: list[Variant],
+    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str]]],
     signature: Signature | None,
     misses: Counter[str],
 ) -> Capture:
-    make, arguments = recipe
-    return Capture(make(*arguments), variants, signature, misses)
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of `graph` with the same node names and meta."""
-    new = fx.Graph()
-    result = new.graph_copy(graph, {}, return_output_node=True)
-    if result is not None:
-        value, old_output = cast("tuple[Any, fx.Node]", result)
-        new.output(value, type_expr=old_output.type).meta = dict(old_output.meta)
-    return new
+    make, given = recipe
+    rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
+    return Capture(make(*given), rebuilt, signature, misses)
 
 
 class Captured:
@@ -203,7 +200,7 @@ def install(module: nn.Module, capture: Capture) -> None:
     base = _base_of(module)
     if capture.base is not base:
         capture = capture.copy()
-        capture.base, capture._class = base, None
+        capture.base, capture._class, capture._parameters = base, None, None
     module.__dict__["_fxopt_capture"] = capture
     module.__class__ = _class_for(capture)
 
@@ -227,6 +224,22 @@ def own(module: nn.Module) -> Capture:
         capture._owner = weakref.ref(module)
         module.__dict__["_fxopt_capture"] = capture
     return capture
+
+
+def with_graph(module: nn.Module, variant: int, graph: fx.Graph | None = None) -> None:
+    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    capture = _required(module)
+    variants = [
+        Variant(v.guards, copy_graph(v.graph) if graph is None or number != variant else graph, dict(v.arguments), v.reads)
+        for number, v in enumerate(capture.variants)
+    ]
+    new = Capture(capture.base, variants, capture.signature, Counter(capture.misses))
+    new._owner = weakref.ref(module)
+    module.__dict__["_fxopt_capture"] = new
 
 
 def recompile(module: nn.Module) -> None:

@@ -111,7 +111,8 @@ class _Capturer:
         for call in calls[1:]:
             if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
                 variants += self._more(name, signature, call, variants)
-        return Capture(type(module), variants, signature)
+        usual = self._signatures[type(module).forward][0]
+        return Capture(type(module), variants, None if signature is usual else signature)
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
+from ..compat import torch_functions_off
 from .expressions import expression_of, literal
 from .guards import Guard, require
-from .locate import source_of
+from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Decisions:
         """Answer `len(proxy)`."""
         if proxy.fxopt_value is UNKNOWN:
             self._tracer.fail("it needs the length of a value that only example inputs can give")
-        count = len(proxy.fxopt_value)
+        with torch_functions_off():
+            count = len(proxy.fxopt_value)
         self._assume_length(proxy, count)
         return count
 
@@ -170,8 +172,6 @@ def _condition(expression: str, value: Any, *, truth: bool) -> str | None:
 
 def _is_running(pending: _Pending) -> bool:
     """Tell whether the instruction that asked is the one being run."""
-    from .locate import user_frame
-
     frame = user_frame()
     while frame is not None:
         if frame is pending.frame:

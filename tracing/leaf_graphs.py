@@ -22,6 +22,9 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     try:
         with tracing_session() as session:
             tracer = ModuleTracer(session, ModelNames(module), "", None, lambda child: False)
-            return tracer.trace(signature_of(type(module).forward)).graph
+            graph = tracer.trace(signature_of(type(module).forward)).graph
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error
+    if tracer.decisions.flags:
+        raise CaptureError(f"{type(module).__name__} cannot be traced: {' and '.join(tracer.decisions.flags)} decides")
+    return graph

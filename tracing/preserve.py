@@ -83,9 +83,8 @@ class AttributeState:
         for name in _REGISTRIES:
             registry = attributes[name]
             self._kept.append((name, registry, registry.copy()))
-        for name in attributes.keys() - _INTERNAL:
-            value = attributes[name]
-            if isinstance(value, _CONTAINERS):
+        for name, value in attributes.items():
+            if isinstance(value, _CONTAINERS) and name not in _INTERNAL:
                 self._keep(name, value, _DEPTH)
 
     def _keep(self, name: str, container: Any, depth: int) -> None:

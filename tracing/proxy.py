@@ -101,6 +101,13 @@ class ValueProxy(fx.Proxy):
     def keys(self) -> Any:
         return self.tracer.attribute_of(self, "keys")
 
+    def __round__(self, digits: int | None = None) -> Any:
+        args = (self,) if digits is None else (self, digits)
+        return self.tracer.create_proxy("call_function", round, args, {})
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
     # Changes
 
     def __setitem__(self, key: Any, value: Any) -> None:

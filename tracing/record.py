@@ -48,10 +48,12 @@ class Recording:
     Attributes:
         calls: module -> its calls, in order.
         changed: the modules whose own buffers were changed in place by a call.
+        grad: whether the model was run with gradients.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: {})
     changed: set[nn.Module] = field(default_factory=lambda: set())
+    grad: bool = False
 
 
 def record(
@@ -126,6 +128,7 @@ class _Recorder:
         with calls_intercepted(self._call), torch.set_grad_enabled(grad):
             for call in inputs:
                 self._run_once(model, copy_inputs(call, grad=grad))
+        self.recording.grad = grad
         self.recording.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:

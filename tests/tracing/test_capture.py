@@ -1,0 +1,336 @@
+"""Models of plain style: captured whole, equal to themselves, no size burned in."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+X = (torch.randn(4, 6),)
+X2 = (torch.randn(7, 6),)
+
+
+class MultiHead(nn.Module):
+    def __init__(self, style: str):
+        super().__init__()
+        self.style = style
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(3))
+
+    def forward(self, x):
+        if self.style == "comprehension":
+            return torch.cat([head(x) for head in self.heads], dim=1)
+        if self.style == "list":
+            return [head(x) for head in self.heads]
+        outputs = []
+        for i, head in enumerate(self.heads):
+            outputs.append(head(x) * (i + 1))
+        if self.style == "stack":
+            return torch.stack(outputs).mean(0)
+        return sum(outputs) / len(self.heads)
+
+
+@pytest.mark.parametrize("style", ["comprehension", "list", "stack", "sum"])
+def test_heads(agree, misses, style):
+    program = agree(MultiHead(style), X, X2)
+    assert program.coverage().share == 1
+    assert misses(program) == 0
+    assert sum(node.op == "call_module" for node in program.graphs[""].nodes) == 3
+
+
+def test_equal_sequentials_share_one_capture_and_own_splits_them(agree):
+    from fxopt.tracing.captured import capture_of, own, recompile
+
+    program = agree(MultiHead("list"), X)
+    first, second = program.module("heads.0"), program.module("heads.1")
+    assert capture_of(first) is capture_of(second)
+    before = [node.name for node in capture_of(first).variants[0].graph.nodes]
+    mine = own(first)
+    assert mine is own(first) is capture_of(first) is not capture_of(second)
+    assert [node.name for node in mine.variants[0].graph.nodes] == before
+    assert [n.meta for n in mine.variants[0].graph.nodes] == [n.meta for n in program.graph("heads.1").nodes]
+    graph = mine.variants[0].graph
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = (graph.call_function(torch.neg, (output.args[0],)),)
+    x = X[0]
+    kept = second(x)
+    value = first(x)
+    recompile(first)
+    assert torch.equal(first(x), -value)
+    assert torch.equal(second(x), kept)
+
+
+class ShapeArithmetic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(6, 12)
+        self.out = nn.Linear(12, 6)
+        self.heads = 3
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.project(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        scores = q @ q.transpose(-2, -1) / math.sqrt(q.size(-1))
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        y = (scores.softmax(-1) @ q).transpose(1, 2).reshape(batch, length, -1)
+        return self.out(y) + torch.arange(length, device=x.device)[None, :, None] + x.shape[0] // 2
+
+
+def test_shapes_stay_symbolic(agree, misses):
+    program = agree(ShapeArithmetic(), (torch.randn(2, 5, 6),), (torch.randn(3, 7, 6),), (torch.randn(1, 1, 6),))
+    assert misses(program) == 0
+
+
+class Factories(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 1, 6))
+
+    def forward(self, x):
+        n = x.shape[0]
+        token = self.weight.expand(n, -1, -1)
+        noise = torch.zeros(n, 6) + torch.full((n, 1), 2.0) + torch.zeros_like(x) + x.new_ones(n, 6)
+        eye = torch.eye(n) @ x
+        steps = torch.linspace(0, 1, n).unsqueeze(1)
+        return token.squeeze(1) + noise + eye + steps + torch.tensor(3.0) + torch.empty(n, 6).fill_(0.5)
+
+
+def test_factories_are_nodes(agree, misses):
+    program = agree(Factories(), X, X2)
+    assert misses(program) == 0
+    targets = {node.target for node in program.graphs[""].nodes}
+    assert {torch.zeros, torch.full, torch.eye, torch.linspace, torch.tensor} <= targets
+
+
+class RandomFactory(nn.Module):
+    def forward(self, x):
+        return x + torch.randn(x.shape[0], 6) * torch.rand(())
+
+
+def test_random_factories_draw_every_time(agree):
+    program = agree(RandomFactory(), X, X2)
+    a, b = program.model(*X), program.model(*X)
+    assert not torch.equal(a, b)
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: torch.Tensor | None = None
+
+
+class Outputs(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        y = x + 1
+        match self.kind:
+            case "tuple":
+                return x, (y, None)
+            case "dict":
+                return {"x": x, "deep": {"y": y, "n": x.shape[0]}}
+            case "namedtuple":
+                return Pair(x, [y, y])
+            case "input":
+                return x
+            case "none":
+                return None
+            case "constant":
+                return {"loss": 0.0, "x": x}
+        return Result(y)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "namedtuple", "input", "none", "constant", "dataclass"])
+def test_output_structures(agree, kind):
+    agree(Outputs(kind), X, X2)
+
+
+class NestedOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Outputs(kind) for kind in ("tuple", "dict", "namedtuple", "dataclass"))
+
+    def forward(self, x):
+        a, (b, none) = self.parts[0](x)
+        assert none is None
+        c = self.parts[1](x)
+        d = self.parts[2](b)
+        e = self.parts[3](a)
+        assert e.extra is None
+        assert isinstance(e, Result)
+        return a + b + c["deep"]["y"] + d.first + sum(d.second) + e.hidden + c["deep"]["n"]
+
+
+def test_structured_results_of_children(agree, misses):
+    program = agree(NestedOutputs(), X, X2)
+    assert misses(program) == 0
+
+
+class NestedInputs(nn.Module):
+    def forward(self, batch, pair=(1.0, 2.0), *, scale=None):
+        x = batch["x"] + batch["more"][0] * pair[0] - batch["more"][1] * pair[1]
+        if scale is not None:
+            x = x * scale
+        return x
+
+
+def test_nested_inputs(agree):
+    from fxopt.tracing.inputs import Inputs
+
+    def batch(n):
+        return {"x": torch.randn(n, 3), "more": [torch.randn(n, 3), torch.randn(n, 3)]}
+
+    program = agree(
+        NestedInputs(),
+        [Inputs(batch(2)), Inputs(batch(2), scale=torch.tensor(2.0))],
+        (batch(5),),
+        Inputs(batch(4), pair=(3.0, 2.0)),
+        Inputs(batch(4), scale=torch.tensor(3.0)),
+    )
+    names = [node.name for node in program.graphs[""].nodes if node.op == "placeholder"]
+    assert names == ["batch_x", "batch_more_0", "batch_more_1"]
+    assert len(program.captures[""].variants) == 2
+    assert sum(program.captures[""].misses.values()) == 2  # pair=(3, 2), in training and in evaluation
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("offset", torch.randn(6))
+
+    def forward(self, x):
+        y = F.linear(x, self.weight * 2, self.offset)
+        y = F.gelu(y) + torch.relu(y) + y.sigmoid().pow(2) - (-y) ** 2 / 3 + abs(y) + 2 ** (y / 10)
+        values, indices = y.topk(3, dim=-1)
+        top = torch.max(y, dim=1)
+        parts = y.chunk(2, dim=-1)
+        a, b = y.split(3, dim=-1)
+        return values.sum() + y + top.values.unsqueeze(1) + torch.cat([b, a, *parts], dim=1)[:, 3:9] + indices.sum()
+
+
+def test_functional_style(agree, misses):
+    assert misses(agree(Functional(), X, X2)) == 0
+
+
+class Keywords(nn.Module):
+    def forward(self, x, *rest, factor=2.0, **named):
+        for item in rest:
+            x = x + item
+        for item in named.values():
+            x = x - item
+        return x * factor
+
+
+def test_variadic_forwards(agree):
+    from fxopt.tracing.inputs import Inputs
+
+    x = X[0]
+    agree(Keywords(), Inputs(x, x * 2, x, factor=3.0, bias=x), Inputs(x, x * 2, x, factor=3.0, bias=x + 1), (x,))
+    agree(Keywords(), X, Inputs(x, x), X2)
+
+
+class Defaults(nn.Module):
+    def forward(self, x, mask=None, flag=False, n=3, mode="sum"):
+        y = x * n
+        if mask is not None:
+            y = y * mask
+        if flag:
+            y = y + 1
+        return y.sum() if mode == "sum" else y
+
+
+def test_bound_arguments_are_guarded(agree, misses):
+    from fxopt.tracing.inputs import Inputs
+
+    x = X[0]
+    calls = [Inputs(x, x), Inputs(x, flag=True), Inputs(x, n=4), Inputs(x, n=3.0), Inputs(x, mode="mean"), Inputs(x, n=True)]
+    program = agree(Defaults(), X, X2, *calls)
+    assert misses(program) == 2 * len(calls)
+    everything = agree(Defaults(), [*map(lambda c: c, [Inputs(x), *calls])], X2)
+    assert misses(everything) == 0
+    assert len(everything.captures[""].variants) == 1 + len(calls)
+
+
+class Decides(nn.Module):
+    def forward(self, x):
+        if x.shape[0] % 2 == 0:
+            return x * 2
+        if x.dim() == 2 and x.dtype == torch.float32:
+            return x - 1
+        return x
+
+
+def test_deciding_shapes_are_guarded(agree, misses):
+    program = agree(Decides(), X, (torch.randn(6, 2),))
+    assert misses(program) == 0
+    program = agree(Decides(), X, (torch.randn(5, 2),), (torch.randn(5, 2).double(),))
+    assert misses(program) == 4
+
+
+class DecidesInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x).repeat(2, 1)
+        for _ in range(y.shape[0] - 6):
+            y = y + 1
+        return y
+
+
+def test_deciding_intermediate_shapes_start_over(agree, misses):
+    program = agree(DecidesInside(), X, X2)
+    assert misses(program) == 2
+    assert "require" in str(program.graphs[""])
+
+
+class Unrolled(nn.Module):
+    def forward(self, x):
+        return sum(row * i for i, row in enumerate(x))
+
+
+def test_loops_over_a_tensor_are_guarded(agree, misses):
+    assert misses(agree(Unrolled(), X, (torch.randn(4, 3),))) == 0
+    assert misses(agree(Unrolled(), X, X2)) == 2
+
+
+def test_zero_sized_batches(agree):
+    agree(MultiHead("sum"), X, (torch.randn(0, 6),))
+    agree(MultiHead("sum"), (torch.randn(0, 6),), X)
+
+
+class InputsMayBeNone(nn.Module):
+    def forward(self, x, y):
+        return x if y is None else x + y
+
+
+def test_a_tensor_argument_that_turns_none_is_noticed(agree, misses):
+    program = agree(InputsMayBeNone(), (X[0], X[0]), (X[0], None))
+    assert misses(program) == 2
+
+
+def test_isinstance_and_numbers(agree):
+    class Checks(nn.Module):
+        def forward(self, x):
+            assert isinstance(x, torch.Tensor)
+            assert isinstance(x.shape[0], int)
+            assert isinstance(x.shape, torch.Size)
+            assert hasattr(x, "dim") and not hasattr(x, "nonsense")
+            half = round(x.shape[1] / 2)
+            table = {6: 1.0, 7: 2.0}
+            return x[:, :half] * table[x.shape[1]] * max(x.shape[1], 3)
+
+    agree(Checks(), X, X2, (torch.randn(2, 7),))
