@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .diff import diff_graphs
@@ -51,6 +52,7 @@ class Report:
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
             "timings": None if record.timings is None else dict(record.timings),
+            "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": list(record.messages),
         }
 

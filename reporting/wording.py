@@ -47,11 +47,14 @@ def headline(record: Record) -> str:
 
 def summary(record: Record) -> dict[str, str]:
     """Return the whole model's figures, each under its title."""
-    return {
+    lines = {
         "whole model": _whole_model(record.timings),
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage),
     }
+    if record.traces:
+        lines["passes took"] = ", ".join(f"{trace.name} {duration(trace.seconds)}" for trace in record.traces)
+    return lines
 
 
 def _whole_model(timings: Mapping[str, float] | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from fxopt.passes.manager import PassTrace
 from fxopt.passes.plan import Decision, Plan
 from fxopt.passes.record import Record
 from fxopt.reporting.report import Report
@@ -122,6 +123,12 @@ def test_json_is_json_and_has_a_version():
     assert data["decisions"][1]["figures"]["speedup"] is None
     assert data["parameter_tensors"] == {"before": 512, "after": 4}
     assert data["timings"] == {"before_ms": 1.0}
+
+
+def test_what_each_pass_took():
+    shown = report(traces=(PassTrace("fuse_ensembles", 1.234, 3, 2), PassTrace("fold_constants", 0.002, 0, 0)))
+    assert "passes took       fuse_ensembles 1.23 s, fold_constants 2 ms" in str(shown)
+    assert shown.to_json()["passes"][0] == {"name": "fuse_ensembles", "seconds": 1.234, "decided": 3, "applied": 2}
 
 
 def test_the_diff_is_that_of_the_graphs():
