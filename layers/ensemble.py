@@ -24,6 +24,8 @@ __all__ = [
     "shared_batched_linear",
     "shared_grouped_linear",
     "stack_members",
+    "sum_members",
+    "unbind_members",
     "wide_linear",
 ]
 
@@ -32,7 +34,7 @@ __all__ = [
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input as a single linear with all their outputs side by side.
+    """Apply N linears to one shared input as a single matrix product with all their outputs side by side.
 
     Args:
         x: [*, in], read by every member.
@@ -40,12 +42,16 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         bias: [N, out].
 
     Returns:
-        [N, *, out], a view of a contiguous [*, N, out].
+        [N, *, out], a view of a contiguous [N, out, *]: each member's results lie together, and those of one output
+        behind one another, which elementwise operations keep and `batched_linear` takes up.
     """
-    wide = F.linear(x, weight.flatten(0, 1), _flat(bias))
+    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
+    wide_weight, columns = weight.flatten(0, 1), rows.t()
+    wide = torch.mm(wide_weight, columns) if bias is None else torch.addmm(bias.reshape(-1, 1), wide_weight, columns)
+    results = wide.view(weight.shape[0], weight.shape[1], rows.shape[0]).mT
     if x.ndim == 2:
-        return wide.view(x.shape[0], weight.shape[0], weight.shape[1]).transpose(0, 1)
-    return wide.view(*x.shape[:-1], weight.shape[0], weight.shape[1]).movedim(-2, 0)
+        return results
+    return torch.unflatten(results, 1, x.shape[:-1]) if x.ndim > 2 else results.squeeze(1)
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,13 +63,24 @@ def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         bias: [N, out].
 
     Returns:
-        [N, *, out].
+        [N, *, out]; contiguous, or a view of a contiguous [N, out, *] where `x` is such a view.
     """
     if x.ndim == 3:
         return _batched_product(x, weight, bias)
     if x.ndim == 2:
         return _batched_product(x.unsqueeze(1), weight, bias).squeeze(1)
-    return _batched_product(x.flatten(1, -2), weight, bias).view(*x.shape[:-1], weight.shape[1])
+    return torch.unflatten(_batched_product(x.flatten(1, -2), weight, bias), 1, x.shape[1:-1])
+
+
+def _batched_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The form that needs no copy of x, forward or backward: up to three times as fast as the other on a CPU.
+    if x.stride(-2) == 1:
+        if bias is None:
+            return torch.bmm(weight, x.mT).mT
+        return torch.baddbmm(bias.unsqueeze(2), weight, x.mT).mT
+    if bias is None:
+        return torch.bmm(x, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
 def shared_batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,12 +95,6 @@ def shared_batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
         [N, *, out].
     """
     return batched_linear(x.expand(weight.shape[0], *x.shape), weight, bias)
-
-
-def _batched_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.bmm(x, weight.mT)
-    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,7 +113,9 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     columns = x.flatten(1, -2).mT if x.ndim > 2 else x.unsqueeze(-1)
     # The rows lie along the sequence, not the batch: up to nine times as fast on a CPU from 256 rows on.
     kernel = weight.flatten(0, 1).unsqueeze(-1)
-    wide = F.conv1d(columns.flatten(0, 1).unsqueeze(0), kernel, _flat(bias), groups=weight.shape[0])
+    wide = F.conv1d(
+        columns.flatten(0, 1).unsqueeze(0), kernel, None if bias is None else bias.flatten(), groups=weight.shape[0]
+    )
     return wide.view(weight.shape[0], weight.shape[1], -1).mT.reshape(*x.shape[:-1], weight.shape[1])
 
 
@@ -118,10 +131,6 @@ def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
         [N, *, out].
     """
     return grouped_linear(x.expand(weight.shape[0], *x.shape), weight, bias)
-
-
-def _flat(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.flatten()
 
 
 # -- operands ------------------------------------------------------------------------------------------------------
@@ -166,21 +175,23 @@ def align_members(x: Tensor, widest: Tensor) -> Tensor:
     return x
 
 
-# -- joins ---------------------------------------------------------------------------------------------------------
+# -- where members come apart and together -------------------------------------------------------------------------
+#
+# Results are contiguous, as those of the calls they stand for are: somebody may `view` them.
 
 
 def stack_members(x: Tensor, dim: int = 0) -> Tensor:
-    """Return what `torch.stack` of the members along `dim` gives, as a view.
+    """Return what `torch.stack` of the members along `dim` gives; contiguous, and copied only if it is not so yet.
 
     Args:
         x: [N, ...].
         dim: where the members go in the result; negative ones count from the result's end.
     """
-    return x.movedim(0, dim)
+    return x.movedim(0, dim).contiguous()
 
 
 def concatenate_members(x: Tensor, dim: int = 0) -> Tensor:
-    """Return what `torch.cat` of the members along `dim` gives, as a view where the strides allow it.
+    """Return what `torch.cat` of the members along `dim` gives; contiguous, and copied only if it is not so yet.
 
     Args:
         x: [N, ...].
@@ -193,7 +204,17 @@ def concatenate_members(x: Tensor, dim: int = 0) -> Tensor:
     if not -rank <= dim < rank:
         raise IndexError(f"cannot concatenate members with {rank} dimensions along dimension {dim}")
     dim %= rank
-    return x.movedim(0, dim).flatten(dim, dim + 1)
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def sum_members(x: Tensor) -> Tensor:
+    """Return the sum of the members, [...] of [N, ...]; contiguous."""
+    return x.sum(0).contiguous()
+
+
+def unbind_members(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the members one by one, each [...] of [N, ...]; contiguous."""
+    return x.contiguous().unbind(0)
 
 
 # -- any member ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from fxopt.layers.ensemble import (
     shared_batched_linear,
     shared_grouped_linear,
     stack_members,
+    sum_members,
+    unbind_members,
     wide_linear,
 )
 
@@ -127,29 +129,66 @@ def test_compiles_whole_and_exports_with_a_free_batch(linear: Linear):
         torch.testing.assert_close(exported(x), module(x))
 
 
-def test_the_wide_linear_copies_nothing():
+def test_layouts_carry_through_an_ensemble():
+    """Each member's results lie together, whichever form computed them: what follows need not copy."""
     weight, bias = members()
-    found = wide_linear(torch.randn(7, 4, dtype=torch.double), weight, bias)
-    assert found._base is not None
-    assert found._base.shape == (7, 15)
-    joined = concatenate_members(found, -1)
-    assert joined.data_ptr() == found.data_ptr()
-    assert joined.is_contiguous()
+    x = torch.randn(7, 4, dtype=torch.double)
+    wide = wide_linear(x, weight, bias)
+    assert wide.mT.is_contiguous()
+    following = torch.randn(5, 2, 3, dtype=torch.double)
+    assert batched_linear(wide.tanh(), following, bias[:, :2]).mT.is_contiguous()
+    shared = shared_batched_linear(x, weight, bias)
+    assert shared.is_contiguous()
+    assert batched_linear(shared.tanh(), following, bias[:, :2]).is_contiguous()
+
+
+def test_both_forms_of_the_batched_product_agree():
+    weight, bias = members()
+    x = torch.randn(5, 4, 7, dtype=torch.double).mT
+    for each in (bias, None):
+        torch.testing.assert_close(batched_linear(x, weight, each), batched_linear(x.contiguous(), weight, each))
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(batched_linear, (x, weight.requires_grad_(), bias.requires_grad_()))
 
 
 # -- operands and joins --------------------------------------------------------------------------------------------
 
 
+def layouts() -> list[Tensor]:
+    """Return members [5, 2, 3, 4], laid out in several ways, and empty ones."""
+    numbers = torch.arange(120.0)
+    plain, transposed, last = (
+        numbers.view(5, 2, 3, 4),
+        numbers.view(5, 2, 4, 3).mT,
+        numbers.view(2, 3, 4, 5).movedim(-1, 0),
+    )
+    return [plain, transposed, last, torch.empty(5, 2, 0, 4)]
+
+
 @pytest.mark.parametrize("dim", range(-4, 4))
-def test_stack_is_torch_stack(dim: int):
-    x = torch.randn(5, 2, 3, 4)
-    assert torch.equal(stack_members(x, dim), torch.stack(list(x), dim))
+@pytest.mark.parametrize("x", layouts(), ids=["plain", "transposed", "last", "empty"])
+def test_stack_is_torch_stack(dim: int, x: Tensor):
+    found, expected = stack_members(x, dim), torch.stack(list(x), dim)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize("dim", range(-3, 3))
-def test_concatenate_is_torch_cat(dim: int):
-    for x in (torch.randn(5, 2, 3, 4), torch.randn(5, 2, 3, 4).mT, torch.randn(5, 2, 0, 4)):
-        assert torch.equal(concatenate_members(x, dim), torch.cat(list(x), dim))
+@pytest.mark.parametrize("x", layouts(), ids=["plain", "transposed", "last", "empty"])
+def test_concatenate_is_torch_cat(dim: int, x: Tensor):
+    found, expected = concatenate_members(x, dim), torch.cat(list(x), dim)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("x", layouts()[:3], ids=["plain", "transposed", "last"])
+def test_members_come_out_as_they_would_have(x: Tensor):
+    parts = unbind_members(x)
+    assert len(parts) == 5
+    assert all(torch.equal(part, one) and part.is_contiguous() for part, one in zip(parts, x, strict=True))
+    total = sum_members(x)
+    torch.testing.assert_close(total, torch.stack(list(x)).sum(0))
+    assert total.is_contiguous()
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((5, 2), 1), ((5, 2), -2), ((5,), 0), ((5,), -1)])
