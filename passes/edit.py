@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import CaptureError, UsageError
-from ..tracing.captured import capture_of, install, own, recompile
+from ..tracing.captured import capture_of, install, recompile, with_graph
 from .effects import has_effects
 from .state_map import StateMap, StateStep
 
@@ -50,29 +50,33 @@ class Edit:
         self._own_graph()
         return self.program.graph(self.site.home, self.site.variant)
 
-    def _own_graph(self) -> None:
-        if self._owned:
-            return
+    def _own_graph(self, instead: fx.Graph | None = None) -> None:
+        """Give the home graphs that nobody else has: copies, or for the site's own graph another one."""
         before = self._before
         if before is None:
             raise CaptureError(f"module '{self.site.home}' has no graph to edit")
-        install(self.home, before.copy())  # marks it as shared, so that the next line makes a private copy
-        own(self.home)
-        self._undo.append(lambda: install(self.home, before))
-        self._owned = True
-        self.program.touch()
+        if not self._owned:
+            self._undo.append(lambda: install(self.home, before))
+            self._owned = True
+            with_graph(self.home, self.site.variant, instead)
+            self.program.touch()
+        elif instead is not None:
+            with_graph(self.home, self.site.variant, instead)
+            self.program.touch()
+
+    def graphs_before(self) -> dict[str, str]:
+        """Return the text of the graphs that the home had before, by their names in `Program.graphs`."""
+        variants = [] if self._before is None or not self._owned else self._before.variants
+        suffixes = (f"#{number}" if number else "" for number in range(len(variants)))
+        return {self.site.home + suffix: str(v.graph) for suffix, v in zip(suffixes, variants, strict=False)}
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""
-        self._own_graph()
-        capture = capture_of(self.home)
-        if capture is None:
-            raise CaptureError(f"module '{self.site.home}' lost its graph")
-        known = {node.name for node in capture.variants[self.site.variant].graph.nodes}
-        capture.variants[self.site.variant].graph = graph
+        known = {node.name for node in self.site.graph.nodes}
         for node in graph.nodes:
             if node.name not in known:
                 self._sign(node)
+        self._own_graph(instead=graph)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, before: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """Add a call of a function, of the child module named `target`, or (as ".name") of a method of `args[0]`.

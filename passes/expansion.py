@@ -91,8 +91,29 @@ class Expansion:
         return {operation.name: operation for operation in self.operations}
 
 
+class Expansions:
+    """The expansions of a program, each worked out once until the program changes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[str, int], Expansion] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> Expansions:
+        return cls(program)
+
+    def of(self, home: str, variant: int) -> Expansion:
+        if (home, variant) not in self._known:
+            self._known[home, variant] = _expanded(self._program, home, variant)
+        return self._known[home, variant]
+
+
 def expand(program: Program, home: str, variant: int = 0) -> Expansion:
     """Return the dataflow of module `home` with captured children and `torch.nn` leaves opened up."""
+    return program.facts[Expansions].of(home, variant)
+
+
+def _expanded(program: Program, home: str, variant: int) -> Expansion:
     builder = _Builder(program.module(home))
     builder.run(program.graph(home, variant), prefix="", path="", inputs=None, call=None)
     return Expansion(tuple(builder.operations), builder.results, builder.closed)
@@ -105,6 +126,7 @@ _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 class _Builder:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.modules: dict[str, nn.Module] = {}
         self.operations: list[Operation] = []
         self.closed: dict[str, str] = {}
         self.results: dict[str, Any] = {}
@@ -138,8 +160,9 @@ class _Builder:
     ) -> tuple[Any] | None:
         """Expand a module call, or say why not and return None."""
         target = _join(path, str(node.target))
-        module = self.root.get_submodule(target)
-        obstacle = obstacle_to_opening(module)
+        module = self.child(path, str(node.target))
+        # What is inside of an opened module was looked at when that was opened.
+        obstacle = None if prefix else obstacle_to_opening(module)
         graph = None if obstacle else self.graph_of(module)
         if graph is None:
             if obstacle:
@@ -149,6 +172,14 @@ class _Builder:
         if bound is None:
             return None
         return (self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call),)
+
+    def child(self, path: str, name: str) -> nn.Module:
+        if path not in self.modules:
+            self.modules[path] = self.root.get_submodule(path)
+        module = self.modules[path]
+        for part in name.split("."):
+            module = module._modules[part] or module  # pyright: ignore[reportPrivateUsage]
+        return module
 
     def graph_of(self, module: nn.Module) -> fx.Graph | None:
         capture = capture_of(module)
@@ -211,13 +242,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 def leaf_key(module: nn.Module) -> object:
     """Return a key that is equal for leaves whose forwards are the same but for their tensors."""
-    plain = {
-        name: value
-        for name, value in vars(module).items()
-        if name != "training" and not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple, type(None)))
-    }
-    tensors = {name: p is None for name, p in (*module._parameters.items(), *module._buffers.items())}  # pyright: ignore[reportPrivateUsage]
-    return type(module), repr(plain), repr(tensors)
+    attributes = vars(module)
+    plain = tuple((name, type(v), v) for name, v in attributes.items() if type(v) in _PLAIN and name != "training")
+    tensors = tuple((name, p is None) for key in ("_parameters", "_buffers") for name, p in attributes[key].items())
+    return type(module), plain, tensors
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _leaf_graph(module: nn.Module) -> fx.Graph | None:

@@ -14,13 +14,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .expansion import Expansion, Operation, map_structure
+from .expansion import Expansion, Operation, expand, map_structure
 from .operators import POINTWISE, function_of
+
+if TYPE_CHECKING:
+    from ..tracing.program import Program
 
 __all__ = ["Ensemble", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "find_ensembles"]
 
@@ -115,8 +118,30 @@ class Ensemble:
         return [pack.members[index] for pack in self.packs]
 
 
-def find_ensembles(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
-    """Return the ensembles of at least two members in an expanded dataflow, in execution order."""
+class Ensembles:
+    """The ensembles of a program, each home's looked for once until the program changes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[str, int], list[Ensemble]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> Ensembles:
+        return cls(program)
+
+    def of(self, home: str, variant: int) -> list[Ensemble]:
+        if (home, variant) not in self._known:
+            expansion = expand(self._program, home, variant)
+            self._known[home, variant] = _search(expansion, self._program.module(home))
+        return self._known[home, variant]
+
+
+def find_ensembles(program: Program, home: str, variant: int = 0) -> list[Ensemble]:
+    """Return the ensembles of at least two members in what `home` computes, in execution order."""
+    return program.facts[Ensembles].of(home, variant)
+
+
+def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
     search = _Search(home)
     for operation in expansion.operations:
         search.color(operation)

@@ -15,12 +15,12 @@ from ..settings import Settings
 from ..tracing.program import Program
 from . import measure, verify
 from .base import Goal, Numerics, Pass, Phase, Refusal, Site
+from .copying import twin
 from .edit import Edit
 from .modes import modes_to_check
 from .plan import Decision, Plan
 from .state_map import StateMap
 from .supervision import supervised
-from .twin import twin
 
 __all__ = ["Landed", "Manager", "PassTrace"]
 
@@ -163,6 +163,9 @@ class Manager:
     def _land(self, pass_: Pass, site: Site) -> None:
         """Try every lowering of a site; keep the best that is right and pays, or leave the site as it was."""
         trial = _Trial(self, pass_, site)
+        if not trial.questions:
+            self._land_unquestioned(pass_, trial)
+            return
         attempts, reasons = trial.run()
         if not attempts:
             self._decide(pass_, site, "undone", reason="; ".join(dict.fromkeys(reasons.values())))
@@ -174,6 +177,21 @@ class Manager:
         chosen = dataclasses.replace(site, choice=choice)
         decision = self._decision(pass_, chosen, "applied", figures=figures)
         self._keep(pass_, chosen, self._apply(pass_, chosen), decision)
+
+    def _land_unquestioned(self, pass_: Pass, trial: _Trial) -> None:
+        """Apply the first lowering that can be written, where nothing is to be checked or timed."""
+        reasons: list[str] = []
+        for choice in trial.site.choices or (None,):
+            site = dataclasses.replace(trial.site, choice=choice)
+            try:
+                edit = self._apply(pass_, site)
+            except Unsuitable as refusal:
+                reasons.append(str(refusal))
+                continue
+            decision = self._decision(pass_, site, "applied", figures={"checked": trial.unchecked()})
+            self._keep(pass_, site, edit, decision)
+            return
+        self._decide(pass_, trial.site, "undone", reason="; ".join(reasons))
 
     def _apply(self, pass_: Pass, site: Site) -> Edit:
         """Rewrite a site; what fails is undone before the error goes on."""
@@ -251,6 +269,15 @@ class Manager:
     def _replace_decision(self, old: Decision, new: Decision) -> None:
         self.decisions[next(i for i, decision in enumerate(self.decisions) if decision is old)] = new
 
+    def changed_graphs(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the text of each rewritten graph, before the first rewrite that stands and now."""
+        before: dict[str, str] = {}
+        for landed in self.landed:
+            for name, text in landed.edit.graphs_before().items():
+                before.setdefault(name, text)
+        now = self.program.graphs
+        return before, {name: str(now[name]) for name in before if name in now}
+
     def state_map(self) -> StateMap:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""
         total = StateMap()
@@ -281,6 +308,11 @@ class _Trial:
         self.timed = manager.time and pass_.goal is Goal.SPEED and bool(self.calls)
         self.references = self._references()
         self.before = twin(self.home) if self.timed else None
+
+    @property
+    def questions(self) -> bool:
+        """Say whether there is anything to check or to time."""
+        return self.timed or bool(self.references)
 
     def _calls(self) -> Sequence[Any]:
         if not self.program.inputs or not (self.manager.check or self.manager.time):

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.inputs import Inputs
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
+from .copying import copied_module, skeleton
 from .manager import Manager
 from .plan import Plan
 from .record import RECORD_KEY, Record, record_of
 from .root import crown
 from .state_map import StateMap
+from .supervision import collection_paused
 
-__all__ = ["Request", "copied", "run_session", "skeleton_of"]
+__all__ = ["Request", "copied", "run_session"]
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,20 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         PassError: if a pass fails.
     """
     check_model(model)
-    fast = copied(model)
+    with collection_paused():
+        fast = copied(model)
+        earlier = record_of(fast)
+        outline = earlier.skeleton if earlier else skeleton(model)
     training = fast.training if request.phase is None else request.phase is Phase.TRAIN
-    earlier = record_of(fast)
-    skeleton = earlier.skeleton if earlier else skeleton_of(model)
     with _in_mode(fast, training):
-        program = capture_program(fast, list(request.inputs) or None, training=training)
-        texts = _texts(program)
+        with collection_paused():
+            program = capture_program(fast, list(request.inputs) or None, training=training)
         manager = _manager(program, request)
         if request.plan is None:
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
-    record = _record(program, manager, request, texts, skeleton, earlier)
+    record = _record(program, manager, request, outline, earlier)
     record.remember(model)
     crown(fast, record)
     if record.eval_only:
@@ -99,30 +100,11 @@ def copied(model: nn.Module) -> nn.Module:
         InputError: if the model cannot be copied.
     """
     try:
-        return copy.deepcopy(model)
+        return copied_module(model)
     except Exception as error:
         raise InputError(
             f"the model cannot be copied ({type(error).__name__}: {error}); make it copyable by copy.deepcopy"
         ) from error
-
-
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """Return the model's structure, with the tensors that a state dict holds on the meta device."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-        kept = {name: b for name, b in module._buffers.items() if name not in transient}  # pyright: ignore[reportPrivateUsage]
-        for tensor in (*module._parameters.values(), *kept.values()):  # pyright: ignore[reportPrivateUsage]
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _outline(tensor)
-    skeleton = copy.deepcopy(model, memo)
-    skeleton.__dict__.pop(RECORD_KEY, None)
-    return skeleton
-
-
-def _outline(tensor: Tensor) -> Tensor:
-    outline = tensor.detach().to("meta")
-    return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline
 
 
 @contextlib.contextmanager
@@ -146,30 +128,27 @@ def _manager(program: Program, request: Request) -> Manager:
     )  # fmt: skip
 
 
-def _texts(program: Program) -> dict[str, str]:
-    return {name: str(graph) for name, graph in program.graphs.items()}
-
-
 def _record(
-    program: Program, manager: Manager, request: Request, before: dict[str, str], skeleton: nn.Module, earlier: Record | None
+    program: Program, manager: Manager, request: Request, outline: nn.Module, earlier: Record | None
 ) -> Record:
     model = program.model
+    before, after = manager.changed_graphs()
     state_map = manager.state_map()
     limited = [landed.pass_.name for landed in manager.landed if landed.phase is Phase.EVAL]
     return Record(
         plan=manager.plan(request.passes) if earlier is None else earlier.plan.extended(manager.plan(request.passes)),
-        state_map=earlier.state_map.compose(state_map) if earlier else _named(state_map, skeleton),
-        graphs_before=earlier.graphs_before if earlier else before,
-        graphs_after=_texts(program),
+        state_map=earlier.state_map.compose(state_map) if earlier else _named(state_map, outline),
+        graphs_before={**before, **(earlier.graphs_before if earlier else {})},
+        graphs_after={**(earlier.graphs_after if earlier else {}), **after},
         coverage=str(program.coverage()),
-        parameters_before=len(list(skeleton.parameters())),
+        parameters_before=len(list(outline.parameters())),
         parameters_after=len(list(model.parameters())),
         timings=manager.timings,
         checked=manager.checked(),
         messages=(),
         eval_only=tuple(dict.fromkeys([*(earlier.eval_only if earlier else ()), *limited])),
         traces=(*(earlier.traces if earlier else ()), *manager.traces),
-        skeleton=skeleton,
+        skeleton=outline,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
     )
 

@@ -76,6 +76,7 @@ class Capture:
     _owner: weakref.ref[nn.Module] | None = None
     _class: type[nn.Module] | None = None
     _parameters: Signature | None = None
+    _rebased: dict[type[nn.Module], Capture] = field(default_factory=lambda: {})
 
     @property
     def parameters(self) -> Signature:
@@ -93,6 +94,17 @@ class Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self._owner = None
         return Capture(self.base, list(self.variants), self.signature, Counter(self.misses), None, self._class)
+
+    def rebased(self, base: type[nn.Module]) -> Capture:
+        """Return a capture of the same graphs for another class; modules that share this one share that one too."""
+        if self._owner is None and base in self._rebased:
+            return self._rebased[base]
+        shared = self._owner is None
+        new = self.copy()
+        new.base, new._class, new._parameters = base, None, None
+        if shared:
+            self._rebased[base] = new
+        return new
 
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
@@ -199,8 +211,7 @@ def install(module: nn.Module, capture: Capture) -> None:
     """
     base = _base_of(module)
     if capture.base is not base:
-        capture = capture.copy()
-        capture.base, capture._class, capture._parameters = base, None, None
+        capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__class__ = _class_for(capture)
 

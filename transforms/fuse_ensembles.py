@@ -78,7 +78,7 @@ class FuseEnsembles(Pass):
             expansion = expand(program, home)
             closed = _closed_families(expansion)
             yield from (Refusal(reason, _qualified(home, path)) for path, reason in closed.items())
-            for ensemble in find_ensembles(expansion, program.module(home)):
+            for ensemble in find_ensembles(program, home):
                 if not any(name.startswith(f"{path}.") for path in closed for o in ensemble.parameters for name in o.names):
                     yield self._examine(ensemble, expansion, program, home)
 
@@ -108,13 +108,13 @@ class FuseEnsembles(Pass):
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         expansion = expand(site.program, site.home)
-        ensemble = _located(site, expansion, edit.home)
+        ensemble = _located(site)
         names = _stack_parameters(ensemble, edit)
         lowering = Lowered(
             ensemble, site.choice or site.choices[0], names,
             lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
         )  # fmt: skip
-        edit.set_graph(rebuild(edit.graph, expansion, lower(lowering), covered_operations(lowering)))
+        edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered_operations(lowering)))
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
 # -- rewriting -----------------------------------------------------------------------------------------------------
 
 
-def _located(site: Site, expansion: Expansion, home: nn.Module) -> Ensemble:
+def _located(site: Site) -> Ensemble:
     """Find the site's ensemble again in the graph as it is now."""
     wanted = set(site.nodes.values())
-    for ensemble in find_ensembles(expansion, home):
+    for ensemble in find_ensembles(site.program, site.home):
         if {member.name for pack in ensemble.packs for member in pack.members} == wanted:
             return ensemble
     raise LookupError(f"the ensemble at {site.key} is no longer there")

@@ -1,0 +1,105 @@
+"""Copies of module trees: like `copy.deepcopy`, three times as fast where modules are plain."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..tracing.captured import Captured, capture_of
+
+__all__ = ["copied_module", "skeleton", "twin"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_ATOMS = frozenset(
+    (bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
+)
+
+
+_CONTAINERS = frozenset((dict, OrderedDict, set, list))
+
+
+def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
+    """Return what `copy.deepcopy(module, memo)` would: a module whose class has its own way of copying is asked."""
+    memo = {} if memo is None else memo
+    known = memo.get(id(module))
+    if known is not None:
+        return known
+    if not _copies_plainly(type(module)):
+        return copy.deepcopy(module, memo)
+    new = cast(M, object.__new__(type(module)))
+    memo[id(module)] = new
+    attributes = new.__dict__
+    for name, value in module.__dict__.items():
+        attributes[name] = value if type(value) in _ATOMS else _copied_value(value, memo)
+    return new
+
+
+def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in _CONTAINERS and not value:
+        return kind()
+    if kind is nn.Parameter:
+        known = memo.get(id(value))
+        return copy.deepcopy(value, memo) if known is None else known
+    if isinstance(value, nn.Module):
+        return copied_module(value, memo)
+    if (kind is dict or kind is OrderedDict) and id(value) not in memo:
+        new = memo[id(value)] = kind()
+        for key, item in value.items():
+            new[key if type(key) in _ATOMS else copy.deepcopy(key, memo)] = _copied_value(item, memo)
+        return new
+    return copy.deepcopy(value, memo)
+
+
+def _copies_plainly(cls: type[nn.Module]) -> bool:
+    """Say whether copying an instance means copying its `__dict__`, and nothing else."""
+    plain = _PLAIN.get(cls)
+    if plain is None:
+        own = cls.__bases__[-1] if issubclass(cls, Captured) else cls
+        names = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__new__", "__slots__")
+        overridden = [name for k in own.__mro__ if k not in _STANDARD for name in names if name in vars(k)]
+        plain = _PLAIN[cls] = not overridden and not issubclass(cls, torch.jit.ScriptModule)
+    return plain
+
+
+_PLAIN: dict[type, bool] = {}
+_STANDARD = (nn.Module, object)
+
+
+def twin(module: M) -> M:
+    """Return a copy of the module tree as it runs now, on the same parameters and buffers.
+
+    Later rewrites of `module` do not reach the copy; writes into its parameters do.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for submodule in module.modules():
+        capture = capture_of(submodule)
+        if capture is not None:
+            memo[id(capture)] = capture
+    return copied_module(module, memo)
+
+
+def skeleton(module: M) -> M:
+    """Return the module's structure, with the tensors that a state dict holds on the meta device."""
+    memo: dict[int, Any] = {}
+    for submodule in module.modules():
+        transient = submodule._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        buffers = submodule._buffers.items()  # pyright: ignore[reportPrivateUsage]
+        kept = [tensor for name, tensor in buffers if name not in transient]
+        for tensor in (*submodule._parameters.values(), *kept):  # pyright: ignore[reportPrivateUsage]
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _outline(tensor)
+    return copied_module(module, memo)
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    outline = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline
