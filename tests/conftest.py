@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import sys
@@ -25,6 +26,8 @@ def _put_checkout_on_path() -> None:
     site = Path(tempfile.mkdtemp(prefix="fxopt-tests-"))
     (site / "fxopt").symlink_to(CHECKOUT, target_is_directory=True)
     sys.path.insert(0, str(site))
+    atexit.register(site.rmdir)
+    atexit.register((site / "fxopt").unlink)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
 
 
