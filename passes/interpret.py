@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..tracing.captured import Capture, Variant, capture_of, select
 from .tape import Tape
@@ -62,3 +63,17 @@ class _Interpreter(fx.Interpreter):
         if self.tape is not None:
             self.tape.at(n.meta.get("origin", n.name))
         return super().run_node(n)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _thawed(super().output(target, args, kwargs))
+
+
+def _thawed(value: Any) -> Any:
+    """Return a result with plain lists and dicts where the graph keeps immutable ones, as the module's code does."""
+    if isinstance(value, immutable_list):
+        return [_thawed(item) for item in cast("list[Any]", value)]
+    if isinstance(value, immutable_dict):
+        return {key: _thawed(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) is tuple:
+        return tuple(_thawed(item) for item in cast("tuple[Any, ...]", value))
+    return value

@@ -28,6 +28,9 @@ _NATIVE_FACTOR = 4.0
 _NATIVE_UNITS = 8.0
 """In its own types a rewrite may err 4 times as much as the original, plus 8 units in the last place of the scale."""
 
+_NOISE = 0.5
+"""A tensor of which the original, in its own types, gets half the scale wrong has no scale of its own."""
+
 _SMALL = 64
 """A tensor with fewer elements may come out right by luck: its own error is then read off the other tensors too."""
 
@@ -90,7 +93,7 @@ class Yardstick:
             label: Tolerance(
                 base.relative,
                 base.absolute * scale + _SAFETY * self._rounding.get(label, 0.0) + self.wide_epsilon * around,
-                1e-12 * around,
+                self._unit(label, scale, around),
             )
             for label, (scale, around) in _scales(sample.exact).items()
         }
@@ -104,10 +107,15 @@ class Yardstick:
             label: Tolerance(
                 0.0,
                 (self._share(sample, label) if budget is None else budget) * max(scale, 1e-6 * around),
-                1e-12 * around,
+                self._unit(label, scale, around),
             )
             for label, (scale, around) in _scales(sample.exact).items()
         }
+
+    def _unit(self, label: str, scale: float, around: float) -> float:
+        """Return what errors are reported relative to: for what is mere rounding noise, its neighbours' scale."""
+        is_noise = self._own.get(label, 0.0) > _NOISE
+        return around if is_noise else max(scale, 1e-12 * around)
 
     def _share(self, sample: Measured, label: str) -> float:
         """Return what part of its scale a tensor may be off by."""
