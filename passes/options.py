@@ -60,7 +60,7 @@ class Text:
         return None if self.quoted or self.items is not None else self.text
 
 
-class ValueMismatch(Exception):  # noqa: N818 - a signal between two modules, turned into a PipelineError by one
+class ValueMismatch(Exception):  # a signal between two modules, turned into a PipelineError by one
     """A value is not of the type that its option has."""
 
     def __init__(self, expected: str, value: Text, hint: str = "") -> None:

@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from fxopt.storage import atomic_file, write_atomically
 
 

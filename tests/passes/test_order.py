@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
 from fxopt.errors import OrderError
 from fxopt.passes.base import Pass, Phase
 from fxopt.passes.order import check_order
