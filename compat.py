@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -13,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
-    "is_random_operator",
+    "draws_randomly",
     "is_view_operator",
     "operator_format",
+    "torch_functions_off",
     "untraceable_entries",
     "version_of",
     "written_arguments",
@@ -30,10 +32,26 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call of a dispatched operator draws from a random generator; attention without dropout does not."""
+    if not _is_tagged_random(operator):
+        return False
+    position = _dropout_position(operator)
+    if position is None:
+        return True
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return given != 0.0
+
+
 @cache
-def is_random_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator draws from a random generator."""
+def _is_tagged_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+@cache
+def _dropout_position(operator: Any) -> int | None:
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 @cache

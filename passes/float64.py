@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..compat import DispatchMode, is_random_operator, is_view_operator, written_arguments
+from ..compat import DispatchMode, draws_randomly, is_view_operator, written_arguments
 
 __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
@@ -63,7 +63,7 @@ class Float64Mode(DispatchMode):
         self.promoted = self.random = self.discrete = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.random = self.random or is_random_operator(func)
+        self.random = self.random or draws_randomly(func, args, kwargs or {})
         self.discrete = self.discrete or _decides(func, args, kwargs)
         if is_view_operator(func):
             return func(*args, **(kwargs or {}))

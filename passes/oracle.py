@@ -28,6 +28,7 @@ class Oracle:
         stage: the module.
         training: the mode to run in; None leaves every flag as it is.
         gradients: whether gradients are wanted.
+        of_inputs: whether those of float arguments are wanted too; some modules take none that require them.
         seed: of upstream gradients and random draws.
         wide: the type of exact runs; None means that there are native runs only.
         keyed: name draws by the node they happen in, where the module has a graph.
@@ -42,6 +43,7 @@ class Oracle:
     wide: torch.dtype | None = torch.float64
     keyed: bool = True
     random: bool = False
+    of_inputs: bool = True
     census: Float64Mode | None = None
 
     def exact(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
@@ -63,12 +65,12 @@ class Oracle:
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types on the plain random stream."""
-        return Trial(self.stage, self.training, self.gradients, self.seed).run(arguments, state)
+        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed).run(arguments, state)
 
     def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
         tape = Tape(self.seed, keyed=self.keyed) if self.random else None
         by_node = wide is not None or self.random
-        return Trial(self.stage, self.training, self.gradients, self.seed, wide, mode, tape, by_node)
+        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node)
 
 
 def coarsest_epsilon(arguments: Arguments, state: Mapping[str, Tensor]) -> float:

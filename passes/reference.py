@@ -81,6 +81,7 @@ class Reference:
         wide: the type of the exact runs; None where the module runs in its own types only.
         narrower_because: why `wide` is not float64, or "".
         native_epsilon: the resolution of the coarsest float type the module uses.
+        of_inputs: whether gradients of arguments were taken.
         keyed: whether random draws are named by the node they happen in: the module had a graph.
         random: whether random operators ran; their draws then come from a tape.
         stream: the native run of the first call on the plain random stream; present where `random`.
@@ -95,6 +96,7 @@ class Reference:
     wide: torch.dtype | None = torch.float64
     narrower_because: str = ""
     native_epsilon: float = 0.0
+    of_inputs: bool = True
     keyed: bool = False
     random: bool = False
     stream: Run | None = None
@@ -161,8 +163,9 @@ class _Maker:
             gradients=oracle.gradients,
             seed=oracle.seed,
             wide=oracle.wide,
-            narrower_because=self.reason,
+            narrower_because="" if oracle.wide is torch.float64 else self.reason,
             native_epsilon=self.epsilon,
+            of_inputs=oracle.of_inputs,
             keyed=oracle.keyed,
             random=oracle.random,
             stream=oracle.stream(calls[0], self.state) if oracle.random else None,
@@ -175,19 +178,18 @@ class _Maker:
         return [*recorded, *self._noisy(recorded[0])]
 
     def _widest(self, arguments: Arguments) -> Run:
-        """Run in the widest type that works, and let the oracle stay with it."""
-        for wide in (torch.float64, torch.float32):
-            self.oracle.wide, self.oracle.census = wide, None
-            try:
-                return self.oracle.exact(arguments, self.state)
-            except Exception as error:  # the module's own code may raise anything; the report gives the reason
-                self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        self.oracle.wide = None
-        try:
-            return self.oracle.exact(arguments, self.state)
-        except Exception as error:
-            name = type(self.stage.module).__name__
-            raise InputError(f"{name} raised {type(error).__name__} on a call it was recorded with: {error}") from error
+        """Run in the widest type that works, and let the oracle stay with it; gradients of inputs are given up last."""
+        failure: Exception | None = None
+        for self.oracle.of_inputs in (True, False):
+            for self.oracle.wide in (torch.float64, torch.float32, None):
+                self.oracle.census = None
+                try:
+                    return self.oracle.exact(arguments, self.state)
+                except Exception as error:  # the module's own code may raise anything; the reason is kept
+                    failure = failure or error
+                    self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        name, what = type(self.stage.module).__name__, type(failure).__name__
+        raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
         native = self.oracle.native(arguments, state)

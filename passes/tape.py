@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import DispatchMode, is_random_operator
+from ..compat import DispatchMode, draws_randomly
 
 __all__ = ["Key", "Tape"]
 
@@ -40,7 +40,7 @@ class Tape(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_random_operator(func) or kwargs.get("generator") is not None:
+        if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         count = self._counts[self._key]
         self._counts[self._key] += 1

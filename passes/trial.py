@@ -55,6 +55,7 @@ class Trial:
         stage: the module, ready to take stand-ins.
         training: the mode to run in; None leaves each module's flag as it is.
         gradients: whether gradients are wanted.
+        of_inputs: whether those of float arguments are wanted too.
         seed: of the upstream gradients and of the random stream.
         wide: the type that floats are promoted to; None runs in the module's own types.
         oracle: promotes what the code casts or creates on its way, where that is needed.
@@ -65,6 +66,7 @@ class Trial:
     stage: Stage
     training: bool | None
     gradients: bool
+    of_inputs: bool
     seed: int
     wide: torch.dtype | None = None
     oracle: Float64Mode | None = None
@@ -130,10 +132,14 @@ class Trial:
         )
 
     def _arguments(self, arguments: Arguments) -> tuple[dict[str, Tensor], Arguments]:
+        wanted = self.gradients and self.of_inputs
+
         def leaf_of(tensor: Tensor) -> Tensor:
-            return self._convert(tensor).requires_grad_(self.gradients and differentiable(tensor))
+            return self._convert(tensor).requires_grad_(wanted and differentiable(tensor))
 
         leaves = map_tensors(arguments, leaf_of)
+        if not wanted:
+            return {}, leaves
         named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
         return named, map_tensors(leaves, torch.clone)
 

@@ -86,6 +86,7 @@ class _Check:
             reference.wide,
             keyed=reference.keyed,
             random=reference.random,
+            of_inputs=reference.of_inputs,
         )
         self.meaning_error = self.precision_error = 0.0
 
