@@ -18,6 +18,8 @@ from .tree import Change, map_tensors
 __all__ = ["Stage", "random_state_kept"]
 
 _INTERNAL = frozenset(vars(nn.Module()))
+_OURS = "_fxopt_"
+"""What fxopt itself keeps on modules; no forward changes it."""
 
 
 @dataclass
@@ -37,12 +39,14 @@ class Stage:
     parameters: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
     _modules: dict[str, nn.Module] = field(init=False)
+    _belongings: list[_Belongings] = field(init=False)
 
     def __post_init__(self) -> None:
         named = cast("Iterable[tuple[str, nn.Module]]", self.module.named_modules(remove_duplicate=False))
         self._modules = dict(named)
         self.parameters = self._named("_parameters")
         self.buffers = self._named("_buffers")
+        self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -78,18 +82,16 @@ class Stage:
             convert: makes the stand-in of any other tensor the modules hold as a plain attribute.
             training: the flag to set on every module where the module's own differs; None leaves all as they are.
         """
-        modules = list({id(module): module for module in self._modules.values()}.values())
-        saved = [_Belongings(module) for module in modules]
         cast = self._cast(stand_ins)
         try:
-            for module in modules:
-                _replace(module, cast, convert)
+            for belongings in self._belongings:
+                belongings.replace(cast, convert)
             if training is not None and training != self.module.training:
-                for module in modules:
-                    module.__dict__["training"] = training
+                for belongings in self._belongings:
+                    belongings.own["training"] = training
             yield
         finally:
-            for belongings in saved:
+            for belongings in self._belongings:
                 belongings.restore()
 
     def _cast(self, stand_ins: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -107,37 +109,38 @@ class Stage:
 class _Belongings:
     """What one module holds; putting all of it back blindly is faster than looking for what has changed."""
 
-    __slots__ = ("containers", "own", "saved")
+    __slots__ = ("attributes", "containers", "held", "own", "registers")
 
     def __init__(self, module: nn.Module) -> None:
         own = self.own = vars(module)
-        registers = (own["_parameters"], own["_buffers"], own["_modules"])
-        self.saved = [(dictionary, dict(dictionary)) for dictionary in (*registers, own)]
-        has_containers = any(isinstance(own[name], (list, dict, set)) for name in own.keys() - _INTERNAL)
+        self.attributes = dict(own)
+        self.registers = [(register, dict(register)) for register in (own["_parameters"], own["_buffers"])]
+        self.registers.append((own["_modules"], dict(own["_modules"])))
+        added = {name: value for name, value in own.items() if name not in _INTERNAL and not name.startswith(_OURS)}
+        self.held = {name: value for name, value in added.items() if _holds_tensors(value)}
+        has_containers = any(isinstance(value, (list, dict, set)) for value in added.values())
         self.containers = AttributeState(module) if has_containers else None
 
+    def replace(self, cast: Mapping[int, Tensor], convert: Change) -> None:
+        """Put stand-ins in the registers, and in the attributes and containers that hold tensors directly."""
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            return cast[id(tensor)] if id(tensor) in cast else convert(tensor)
+
+        for register, tensors in self.registers[:2]:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    register[name] = stand_in(tensor)
+        for name, value in self.held.items():
+            self.own[name] = map_tensors(value, stand_in)
+
     def restore(self) -> None:
-        for dictionary, content in self.saved:
-            dictionary.clear()
-            dictionary.update(content)
+        for dictionary, content in (*self.registers, (self.own, self.attributes)):
+            if content or dictionary:
+                dictionary.clear()
+                dictionary.update(content)
         if self.containers is not None:
             self.containers.restore()
-
-
-def _replace(module: nn.Module, cast: Mapping[int, Tensor], convert: Change) -> None:
-    """Put stand-ins in a module's registers, and in the attributes and containers that hold tensors directly."""
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        return cast[id(tensor)] if id(tensor) in cast else convert(tensor)
-
-    own = vars(module)
-    for register in (own["_parameters"], own["_buffers"]):
-        for name, tensor in register.items():
-            if tensor is not None:
-                register[name] = stand_in(tensor)
-    for name, value in list(own.items()):
-        if name not in _INTERNAL and _holds_tensors(value):
-            own[name] = map_tensors(value, stand_in)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -147,12 +150,19 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def _seed_torch(seed: int) -> None:
+    """Seed the generators that exist; `torch.manual_seed` also notes a stack trace for GPUs that may come later."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextmanager
 def random_state_kept(seed: int) -> Generator[None]:
     """Seed every generator with `seed` for a while, then put each back where it was."""
     generators = RandomState()
     try:
-        torch.manual_seed(seed)
+        _seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
