@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .guards import GUARD_NAMES, Guard
 from .session import Untraceable
-from .signature import Signature
+from .signature import Absent, Signature
 from .structure import is_namedtuple
 
 __all__ = ["Arguments"]
@@ -49,12 +49,15 @@ class Arguments:
         kwargs: dict[str, Any] = {}
         for parameter in self._signature.parameters:
             value = values[parameter.name]
+            if value is Absent:
+                self._guard(f"{parameter.name} is Absent", f"{parameter.name} is not given")
+                continue
             traced = self._walk(parameter.name, parameter.name, value)
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 args.extend(traced)
             elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 kwargs.update(traced)
-            elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            elif parameter.kind is inspect.Parameter.KEYWORD_ONLY or self._signature.decorated:
                 kwargs[parameter.name] = traced
             else:
                 args.append(traced)
@@ -73,8 +76,11 @@ class Arguments:
                 continue
             name = parameter.name
             required = parameter.default is inspect.Parameter.empty
+            if not required and self._signature.decorated:
+                self._guard(f"{name} is Absent", f"{name} is not given")
+                continue
             value = self._tensor(name, name, None) if required else self._walk(name, name, parameter.default)
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY or self._signature.decorated:
                 kwargs[name] = value
             else:
                 args.append(value)

@@ -25,6 +25,7 @@ __all__ = [
     "ModelRecord",
     "Variant",
     "capture_of",
+    "class_for",
     "install",
     "own",
     "recompile",
@@ -213,7 +214,7 @@ def install(module: nn.Module, capture: Capture) -> None:
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
-    module.__class__ = _class_for(capture)
+    module.__class__ = class_for(capture)
 
 
 def uninstall(module: nn.Module) -> None:
@@ -320,7 +321,8 @@ def _drop_variants(module: nn.Module, attribute: str) -> None:
     recompile(module)
 
 
-def _class_for(capture: Capture) -> type[nn.Module]:
+def class_for(capture: Capture) -> type[nn.Module]:
+    """Return the class of the modules that run from `capture`; equal code gives the same class."""
     if capture._class is None:
         if not capture.variants:
             capture._class = _bare_class(capture.base)

@@ -17,6 +17,7 @@ from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable, tracing_session
+from .sharing import share_equal
 from .signature import Signature, signature_of
 from .tracer import ModuleTracer
 
@@ -68,8 +69,9 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                 found = capturer.capture(name, module)
                 if isinstance(found, Capture):
                     result.captured[name] = found
-                else:
+                elif found is not None:
                     result.opaque[name] = found
+    share_equal(result.captured, names.modules)
     return result
 
 
@@ -82,8 +84,8 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
 
-    def capture(self, name: str, module: nn.Module) -> Capture | Opaque:
-        """Return the capture of one module, or why there is none."""
+    def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
+        """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
         present = capture_of(module)
         if present is not None:
             return present
@@ -94,7 +96,7 @@ class _Capturer:
         if self._recording is not None:
             calls = self._recording.calls.get(module, [])
             if not calls:
-                return Opaque(name, "", "the example inputs never call it")
+                return None if runs_as_sequential(module) else Opaque(name, "", "the example inputs never call it")
         if runs_as_sequential(module):
             return self._sequentials.capture(module, calls[0])
         return self._traced(name, module, calls)
@@ -146,8 +148,10 @@ class _Capturer:
         """Return the signature that the recorded calls fit: that of the function under a decorator, or the decorator's."""
         forward = type(module).forward
         if forward not in self._signatures:
-            candidates = [signature_of(forward, follow_wrapped=follow) for follow in (True, False)]
-            self._signatures[forward] = candidates
+            follow = signature_of(forward)
+            outer = signature_of(forward, follow_wrapped=False)
+            plain = follow.decorated or inspect.unwrap(forward) is forward
+            self._signatures[forward] = [follow, outer] if plain else [outer]
         candidates = self._signatures[forward]
         return next((s for s in candidates if all(_fits(s, call) for call in calls)), candidates[-1])
 

@@ -31,6 +31,7 @@ class DataFlow:
         self._tensors: set[fx.Node] = set()
         self._shaped: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()
+        self._made: set[fx.Node] = set()
 
     def note(self, node: fx.Node, *, fixed: bool = False) -> None:
         """Follow a new node; `fixed` says that the structure of its value never changes."""
@@ -38,6 +39,8 @@ class DataFlow:
         value = self._examples.get(node)
         if isinstance(value, Tensor) or next(tensors_in(value), None) is not None:
             self._tensors.add(node)
+            if self._is_made(node):
+                self._made.add(node)
         picks = node.op == "call_function" and node.target in (operator.getitem, getattr)
         if fixed or type(value).__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed):
             self._fixed.add(node)
@@ -48,6 +51,15 @@ class DataFlow:
         """Tell whether the number of items in a node's value can never change."""
         return node in self._fixed
 
+    def is_made(self, node: fx.Node) -> bool:
+        """Tell whether a tensor was made from shapes and constants alone (`arange`, a causal mask)."""
+        return node in self._made
+
+    def _is_made(self, node: fx.Node) -> bool:
+        if node.op not in ("call_function", "call_method") or _draws(node):
+            return False
+        return all(used in self._made or (used not in self._tensors and not self.decides(used)) for used in node.all_input_nodes)
+
     def decides(self, node: fx.Node) -> bool:
         """Tell whether a value that is no tensor was computed from the data in one (`.item()`, say)."""
         if self._holds_tensor_itself(node) or node.op in ("placeholder", "get_attr", "call_module"):
@@ -57,6 +69,8 @@ class DataFlow:
             if used not in self._tensors:
                 if self.decides(used):
                     return True
+            elif used in self._made:
+                continue
             elif not describes or (used in self._shaped and _reads_shape(node)):
                 return True
         return False
@@ -78,6 +92,12 @@ class DataFlow:
         parts = index if isinstance(index, tuple) else (index,)
         values = [self._examples.get(part) for part in parts if isinstance(part, fx.Node)]
         return any(isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Tell whether a node may draw random numbers, or give memory as it was found."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return any(word in name for word in ("rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "empty"))
 
 
 def _describes(node: fx.Node) -> bool:

@@ -39,25 +39,29 @@ class Decisions:
     Attributes:
         guards: expression -> guard over the arguments.
         flags: switches that decided ("self.training") -> the answer given.
-        ranks: the `require` nodes that check a number of items only.
+        structural: the `require` nodes that check how a value is built, and decide nothing else.
     """
 
     def __init__(self, tracer: ModuleTracer) -> None:
         self.guards: dict[str, Guard] = {}
         self.flags: dict[str, bool] = {}
-        self.ranks: set[fx.Node] = set()
+        self.structural: set[fx.Node] = set()
         self._tracer = tracer
         self._pending: list[_Pending] = []
 
     def truth(self, proxy: ValueProxy) -> bool:
         """Answer `bool(proxy)`."""
-        answer = bool(self._value(proxy))
+        value = self._value(proxy)
+        with torch_functions_off():
+            answer = bool(value)
         self._assume(proxy.node, answer, truth=True)
         return answer
 
     def plain(self, proxy: ValueProxy, source: str | None = None) -> Any:
         """Return the plain value of a proxy; the graph holds for this value only."""
         value = self._value(proxy)
+        if isinstance(value, Tensor):
+            self._tracer.fail("it turns a tensor into a plain value")
         self._assume(proxy.node, value, source=source)
         return value
 
@@ -119,13 +123,14 @@ class Decisions:
 
     def absent(self, node: fx.Node) -> None:
         """Note that a value is None, which no proxy can stand for."""
-        self._assume(node, None)
+        self._assume(node, None, structural=True)
 
     def _value(self, proxy: ValueProxy) -> Any:
         value = proxy.fxopt_value
         if value is UNKNOWN:
             self._tracer.fail("it decides by a value that only example inputs can give")
-        if isinstance(value, Tensor) or self._tracer.data.decides(proxy.node):
+        data = self._tracer.data
+        if data.decides(proxy.node) or (isinstance(value, Tensor) and not data.is_made(proxy.node)):
             self._tracer.fail("it decides by the data in a tensor")
         return value
 
@@ -134,22 +139,22 @@ class Decisions:
             return
         if self._tracer.data.decides(self._tracer.length_node(proxy)):
             self._tracer.fail("it decides by the data in a tensor")
-        self._assume(self._tracer.length_node(proxy), count, rank=True)
+        self._assume(self._tracer.length_node(proxy), count, structural=True)
 
     def _assume(
-        self, node: fx.Node, value: Any, *, truth: bool = False, rank: bool = False, source: str | None = None
+        self, node: fx.Node, value: Any, *, truth: bool = False, structural: bool = False, source: str | None = None
     ) -> None:
         place = source_of() if source is None else source
         expression = expression_of(node, self._tracer.expressions)
         condition = None if expression is None else _condition(expression, value, truth=truth)
         if expression is None or condition is None:
-            self._require(node, value, place, rank=rank)
+            self._require(node, value, place, structural=structural)
             return
         if self._tracer.is_switch(expression):
             self.flags[expression] = bool(value)
         self.guards.setdefault(condition, Guard(condition, f"decided at {place}" if place else "decided in forward"))
 
-    def _require(self, node: fx.Node, value: Any, place: str, *, rank: bool) -> None:
+    def _require(self, node: fx.Node, value: Any, place: str, *, structural: bool) -> None:
         if any(user.target is require and user.args[1] == value for user in node.users):
             return
         reason = f"{node.name} was {value!r} at capture, which decided something at {place}"
@@ -157,8 +162,8 @@ class Decisions:
         with graph.inserting_after(node):
             check = graph.call_function(require, (node, self._tracer.constant(value), reason, True))
         check.meta.update(val=None, source=place)
-        if rank:
-            self.ranks.add(check)
+        if structural:
+            self.structural.add(check)
 
 
 def _condition(expression: str, value: Any, *, truth: bool) -> str | None:

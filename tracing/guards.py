@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import GuardError
+from .signature import Absent
 
 __all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "require"]
 
 GUARD_NAMES: Mapping[str, Any] = {
+    "Absent": Absent,
     "Tensor": Tensor,
     "torch": torch,
     "bool": bool,

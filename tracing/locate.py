@@ -11,6 +11,7 @@ import torch
 
 __all__ = ["raised_at", "source_of", "user_frame"]
 
+_TRACER = str(Path(__file__).with_name("tracer.py"))
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
 
 
@@ -19,10 +20,17 @@ def _is_users(code: CodeType) -> bool:
     return not code.co_filename.startswith(_FOREIGN)
 
 
+def _starts_trace(code: CodeType) -> bool:
+    """Tell whether a frame is where the tracer calls the forward: what called the tracer is not the model's."""
+    return code.co_name == "trace" and code.co_filename == _TRACER
+
+
 def user_frame() -> FrameType | None:
-    """Return the innermost running frame that belongs neither to torch nor to the tracer."""
+    """Return the innermost running frame of the traced forward that belongs neither to torch nor to the tracer."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code):
+        if _starts_trace(frame.f_code):
+            return None
         frame = frame.f_back
     return frame
 

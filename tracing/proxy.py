@@ -40,14 +40,6 @@ class ValueProxy(fx.Proxy):
         attributes = self.__dict__
         attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
 
-    @property
-    def __class__(self) -> type:
-        return self.tracer.class_of(self)
-
-    @__class__.setter
-    def __class__(self, value: type) -> None:
-        self.tracer.fail("sets the class of a value")
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

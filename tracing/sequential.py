@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from .captured import Capture, Variant
 from .guards import Guard
-from .meta import Meta, TensorMeta, meta_of
+from .meta import Meta, meta_of
 from .record import Call
+from .sharing import hashable
 
 __all__ = ["SequentialCaptures"]
 
@@ -27,7 +28,7 @@ class SequentialCaptures:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
         metas = None if call is None else _metas(call, len(module._modules))
         children = tuple((key, type(child)) for key, child in module._modules.items())
-        key = (type(module), children, _hashable(metas))
+        key = (type(module), children, None if metas is None else hashable(tuple(metas)))
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = Capture(type(module), [_variant(list(module._modules), metas)])
@@ -41,11 +42,6 @@ def _metas(call: Call, count: int) -> list[Meta] | None:
     if len(given) != 1 or len(call.children) != count:
         return None
     return [meta_of(given[0]), *(meta_of(child.output) for _, child in call.children)]
-
-
-def _hashable(metas: list[Meta] | None) -> object:
-    plain = metas is not None and all(isinstance(meta, TensorMeta) for meta in metas)
-    return tuple(metas) if metas is not None and plain else repr(metas)
 
 
 def _variant(names: Sequence[str], metas: Sequence[Meta] | None) -> Variant:

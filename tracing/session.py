@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
 import types
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import untraceable_entries
 from .observe import Observers
-from .proxy import proxies_in
+from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
 
 if TYPE_CHECKING:
@@ -60,10 +61,13 @@ class Session:
     def tracing(self, tracer: ModuleTracer) -> Iterator[None]:
         """Send what happens inside to `tracer`."""
         previous, self.tracer = self.tracer, tracer
+        is_instance = builtins.isinstance
+        builtins.isinstance = _isinstance_of_proxies
         try:
             with _Mode(self):
                 yield
         finally:
+            builtins.isinstance = is_instance
             self.tracer = previous
 
     @contextmanager
@@ -111,6 +115,16 @@ class Session:
     def close(self) -> None:
         """Put everything back."""
         self._undo.close()
+
+
+def _isinstance_of_proxies(
+    value: Any, kinds: Any, is_instance: Callable[[Any, Any], bool] = builtins.isinstance
+) -> bool:
+    """Answer `isinstance` for proxies from what they stand for.
+
+    Their `__class__` must not say so: torch's C++ asks it too, and would take a proxy for a tensor's memory.
+    """
+    return value.tracer.is_instance(value, kinds) if type(value) is ValueProxy else is_instance(value, kinds)
 
 
 def _unset(owner: Any, name: str, before: Any) -> None:

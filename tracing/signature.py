@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Signature", "signature_of"]
+__all__ = ["Absent", "Signature", "given", "signature_of"]
 
 _Kind = inspect.Parameter
+_POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
+
+
+class Absent:
+    """Stand, itself, for an argument that a call did not give."""
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that a call did give."""
+    return {name: value for name, value in arguments.items() if value is not Absent}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold the parameters of a forward, without `self`."""
+    """Hold the parameters of a forward, without `self`.
+
+    Attributes:
+        parameters: as the user wrote them.
+        decorated: the forward is wrapped in a decorator that may see whether an argument was given: an argument that
+            was not is `Absent`, not its default, and arguments are handed on by name.
+    """
 
     parameters: tuple[inspect.Parameter, ...]
+    decorated: bool = False
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> Signature:
@@ -34,36 +51,45 @@ class Signature:
         ]
         return str(inspect.Signature([_Kind("self", kind), *bare]))[1:-1]
 
-    @property
-    def forwarding(self) -> str:
-        """Return the arguments as source text, to hand them on in a call."""
+    def forwarding(self, given_name: str) -> str:
+        """Return the arguments as source text, to hand them on in a call; `given_name` is what `given` is called."""
+        if self.decorated:
+            named = ", ".join(f"{p.name}={p.name}" for p in self.parameters if p.kind is not _Kind.VAR_KEYWORD)
+            rest = "".join(f", **{p.name}" for p in self.parameters if p.kind is _Kind.VAR_KEYWORD)
+            return f"**{given_name}({named}){rest}"
         forms = {_Kind.VAR_POSITIONAL: "*{0}", _Kind.VAR_KEYWORD: "**{0}", _Kind.KEYWORD_ONLY: "{0}={0}"}
         return ", ".join(forms.get(p.kind, "{0}").format(p.name) for p in self.parameters)
 
     @property
     def defaults(self) -> tuple[Any, ...]:
         """Return the defaults of the positional parameters."""
-        kinds = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
-        return tuple(p.default for p in self.parameters if p.kind in kinds and p.default is not _Kind.empty)
+        return tuple(self._default(p) for p in self.parameters if p.kind in _POSITIONAL and p.default is not _Kind.empty)
 
     @property
     def keyword_defaults(self) -> dict[str, Any]:
         """Return the defaults of the keyword-only parameters."""
-        return {
-            p.name: p.default
-            for p in self.parameters
-            if p.kind is _Kind.KEYWORD_ONLY and p.default is not _Kind.empty
-        }
+        kind = _Kind.KEYWORD_ONLY
+        return {p.name: self._default(p) for p in self.parameters if p.kind is kind and p.default is not _Kind.empty}
 
-    def bind(self, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return parameter name -> value for one call, defaults filled in.
+    def _default(self, parameter: inspect.Parameter) -> Any:
+        return Absent if self.decorated else parameter.default
+
+    def bind(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameter name -> value for one call, with `Absent` or the default for what was not given.
 
         Raises:
             TypeError: if the arguments do not fit.
         """
         bound = inspect.Signature(self.parameters).bind(*args, **kwargs)
+        found = dict(bound.arguments)
         bound.apply_defaults()
-        return dict(bound.arguments)
+        if not self.decorated:
+            return dict(bound.arguments)
+        kinds = {p.name: p.kind for p in self.parameters}
+        return {
+            name: value if name in found or kinds[name] is _Kind.VAR_KEYWORD else Absent
+            for name, value in bound.arguments.items()
+        }
 
 
 def signature_of(forward: Callable[..., Any], *, follow_wrapped: bool = True) -> Signature:
@@ -74,6 +100,12 @@ def signature_of(forward: Callable[..., Any], *, follow_wrapped: bool = True) ->
         follow_wrapped: take the parameters of the function that a decorator wrapped.
     """
     parameters = list(inspect.signature(forward, follow_wrapped=follow_wrapped).parameters.values())
-    if parameters and parameters[0].kind is _Kind.VAR_POSITIONAL:
-        return Signature(tuple(parameters))
-    return Signature(tuple(parameters[1:]))
+    if not parameters or parameters[0].kind is not _Kind.VAR_POSITIONAL:
+        parameters = parameters[1:]
+    return Signature(tuple(parameters), follow_wrapped and _is_transparent(forward, parameters))
+
+
+def _is_transparent(forward: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> bool:
+    """Tell whether a decorated forward's arguments can all be handed on by name."""
+    unnamed = (_Kind.POSITIONAL_ONLY, _Kind.VAR_POSITIONAL)
+    return inspect.unwrap(forward) is not forward and all(p.kind not in unnamed for p in parameters)

@@ -12,11 +12,11 @@ from torch import fx
 
 from ..compat import operator_format
 from .guards import GUARD_NAMES, GuardMiss, require
+from .signature import Signature, given
 from .structure import is_namedtuple
 
 if TYPE_CHECKING:
     from .captured import Variant
-    from .signature import Signature
 
 __all__ = ["Source", "generate", "module_expression"]
 
@@ -34,10 +34,11 @@ class Source:
 def generate(signature: Signature, variants: Sequence[Variant]) -> Source:
     """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise."""
     names = _Names({p.name for p in signature.parameters}, variants)
-    miss = f"return self._fxopt_miss({signature.forwarding})"
+    forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
+    miss = f"return self._fxopt_miss({forwarding})"
     lines = [f"def forward({signature.header}):"]
     for variant in variants:
-        body = _variant(variant, names, signature.forwarding)
+        body = _variant(variant, names, forwarding)
         condition = " and ".join(f"({guard.expression})" for guard in variant.guards)
         if variant is variants[-1]:
             if condition:

@@ -137,8 +137,9 @@ class ModuleTracer:
         self.decisions.settle()
         drop_unused(self.graph)
         for check in late_checks(self.graph, self._lasts):
-            if check not in self.decisions.ranks:
-                self.fail("it decides by an intermediate shape after a change that cannot be taken back")
+            if check not in self.decisions.structural:
+                reason = "it decides by an intermediate value after a change that cannot be taken back"
+                raise Untraceable(reason, check.meta["source"])
             check.args = (*check.args[:3], False)
 
     def _lasts(self, node: fx.Node) -> bool:
@@ -311,12 +312,12 @@ class ModuleTracer:
             return keys
         return [proxy[key] if name == "values" else (key, proxy[key]) for key in keys]
 
-    def class_of(self, proxy: ValueProxy) -> type:
-        """Answer `isinstance` from the example."""
+    def is_instance(self, proxy: ValueProxy, kinds: Any) -> bool:
+        """Answer `isinstance` from the example; without one, whatever was put in or called is a tensor."""
         value = proxy.fxopt_value
         if value is UNKNOWN:
-            return Tensor if proxy.node.op in ("placeholder", "call_module", "get_attr") else ValueProxy
-        return type(value)
+            return proxy.node.op in ("placeholder", "call_module", "get_attr") and issubclass(Tensor, kinds)
+        return isinstance(value, kinds)
 
     def hash_of(self, proxy: ValueProxy) -> int:
         """Answer `hash(proxy)`: tensors by identity, plain values by what they are."""

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-X = (torch.randn(4, 6),)
-X2 = (torch.randn(7, 6),)
+X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
+X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)
 
 
 class MultiHead(nn.Module):

@@ -17,7 +17,7 @@ from fxopt.errors import CaptureError, ModeError
 from fxopt.tracing.captured import Capture, capture_of, install, own, recompile, uninstall
 from fxopt.tracing.program import capture_program
 
-X = torch.randn(4, 6)
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 REGISTRY: list[str] = []
 
 
@@ -204,7 +204,7 @@ def test_setting_an_attribute_that_a_graph_holds_drops_it(net):
     before = net(X)
     net.scale = 4.0
     assert not capture_of(net).variants
-    assert torch.allclose(net(X) - 1, (before - 1) * 2)
+    assert torch.allclose(net(X) - 1, (before - 1) * 2, atol=1e-5)
     assert "attribute 'scale'" in next(iter(capture_of(net).misses))
     fresh = capture_program(Net(), (X,)).model
     fresh.width = 3  # read by no graph
