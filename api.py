@@ -101,10 +101,9 @@ def optimize(
 
 def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     """Return the passes meant, checked for their order."""
-    listed = [passes] if isinstance(passes, (str, Pass)) or callable(passes) else list(passes)
-    found: list[Pass] = []
-    for item in listed:
-        found.extend(_meant(item))
+    single = isinstance(passes, (str, Pass)) or callable(passes)
+    listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
+    found = [pass_ for item in listed for pass_ in _meant(item)]
     check_order(found)
     return tuple(found)
 
@@ -117,7 +116,7 @@ def _meant(item: object) -> tuple[Pass, ...]:
     if isinstance(item, type) and issubclass(item, Pass):
         return (item(),)
     if callable(item):
-        return (FunctionPass(item),)
+        return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
     raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
 
 
@@ -210,13 +209,13 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
     archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
 
 
-def load(path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: Iterable[str] = ()) -> nn.Module:
+def load(path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] = ()) -> nn.Module:
     """Load a recipe: build the model, load its weights and repeat the plan.
 
     Args:
         path: of the archive.
         model: the unoptimized model to use instead of importing the archive's factory.
-        trust: packages from which the archive's factory may be imported and run.
+        trust: packages (or one) from which the archive's factory may be imported and run.
 
     Raises:
         ArchiveError: unreadable, corrupt, too new, or a factory that is not trusted.
@@ -225,7 +224,7 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None, trust:
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
         return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
-    return archive.load(path, replay=replay, model=model, trust=tuple(trust))
+    return archive.load(path, replay=replay, model=model, trust=(trust,) if isinstance(trust, str) else tuple(trust))
 
 
 def list_passes() -> dict[str, PassInfo]:
@@ -236,5 +235,7 @@ def list_passes() -> dict[str, PassInfo]:
 def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
-        raise StateError(f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)")
+        raise StateError(
+            f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)"
+        )
     return record

@@ -16,6 +16,7 @@ __all__ = [
     "DispatchMode",
     "draws_randomly",
     "is_view_operator",
+    "native_functions",
     "operator_format",
     "torch_functions_off",
     "untraceable_entries",
@@ -58,6 +59,11 @@ def _dropout_position(operator: Any) -> int | None:
 def is_view_operator(operator: Any) -> bool:
     """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
     return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+
+
+def native_functions() -> Any:
+    """Return the module that holds what `F.linear`, `F.gelu` and others really are."""
+    return getattr(torch._C, "_nn")  # noqa: B009  pyright knows no such module
 
 
 def operator_format(function: Any) -> str | None:

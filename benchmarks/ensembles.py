@@ -105,7 +105,9 @@ def vmapped(model: Ensemble) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def runner(function: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, training: bool) -> Callable[[], object]:
+def runner(
+    function: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, training: bool
+) -> Callable[[], object]:
     """Return one step: forward without gradients, or forward and backward to the parameters."""
     if not training:
 
@@ -139,7 +141,13 @@ def measure(cell: Cell, *, compiled: bool, seconds: float) -> dict[str, Any]:
         functions["torch.compile"] = (torch.compile(model), list(model.parameters()))
     runs = {name: runner(f, parameters, x, cell.training) for name, (f, parameters) in functions.items()}
     timings = time_candidates(runs, seconds=seconds)
-    return {"cell": asdict(cell), "name": str(cell), "choice": chosen(fast), "optimize_s": spent, **columns(timings, list(runs))}
+    return {
+        "cell": asdict(cell),
+        "name": str(cell),
+        "choice": chosen(fast),
+        "optimize_s": spent,
+        **columns(timings, list(runs)),
+    }
 
 
 def chosen(model: nn.Module) -> str:
@@ -189,7 +197,12 @@ def main() -> None:
     for cell in draw(arguments.cells):
         results.append(measure(cell, compiled=arguments.compile, seconds=arguments.seconds))
         print(row(results[-1]), flush=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(), "threads": 1}
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": 1,
+    }
     report = {"schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(results), "cells": results}
     print(json.dumps(report["summary"], indent=2))
     if arguments.json:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..passes.expansion import Operation, map_structure
-from ..passes.isomorphism import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot
 from ..passes.joins import Join, find_joins
 from ..passes.operators import function_of
+from ..passes.packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot
 from ..passes.rebuild import Unit, Writer
 from . import ensemble as batched
 
@@ -52,9 +52,10 @@ def lower(lowering: Lowering) -> list[Unit]:
     packs = lowering.ensemble.packs
     units = [_vmap_unit(lowering)] if lowering.choice == "vmap" else [_pack_unit(pack, lowering) for pack in packs]
     covered = covered_operations(lowering)
+    shared = {o.operation for pack in packs for o in pack.operands if isinstance(o, Shared)}
     for pack in packs:
         units.extend(_join_unit(pack, join) for join in lowering.joins[pack])
-        if any(user not in covered for member in pack.members for user in member.users):
+        if any(member in shared or any(u not in covered for u in member.users) for member in pack.members):
             units.append(_unbind_unit(pack))
     return units
 
@@ -157,16 +158,15 @@ def _join_unit(pack: Pack, join: Join) -> Unit:
 def _write_join(join: Join, value: fx.Node, writer: Writer) -> fx.Node:
     graph = writer.graph
     if join.kind == "stack":
-        node = value if join.dim == 0 else graph.call_function(batched.stack_members, (value, join.dim))
+        node = graph.call_function(batched.stack_members, (value, join.dim))
     elif join.kind == "cat":
         node = graph.call_function(batched.concatenate_members, (value, join.dim))
     else:
-        node = graph.call_method("sum", (value, 0))
+        node = graph.call_function(batched.sum_members, (value,))
         for addend in join.addends:
             if isinstance(addend, Operation) or addend != 0:
                 node = graph.call_function(function_of("add"), (node, writer.substitute(addend)))
-    if node is not value:
-        node.meta.setdefault("val", join.root.node.meta.get("val"))
+    node.meta.setdefault("val", join.root.node.meta.get("val"))
     return node
 
 
@@ -175,7 +175,7 @@ def _unbind_unit(pack: Pack) -> Unit:
 
     def emit(writer: Writer) -> None:
         graph = writer.graph
-        parts = graph.call_method("unbind", (writer.values[pack], 0))
+        parts = graph.call_function(batched.unbind_members, (writer.values[pack],))
         for position, member in enumerate(pack.members):
             writer.values[member] = graph.call_function(function_of("getitem"), (parts, position))
 
@@ -196,7 +196,9 @@ def _vmap_unit(lowering: Lowering) -> Unit:
         values = [_stacked(operand, lowering.ensemble.size, lowering, writer) for operand in outer]
         result = writer.graph.call_module(name, tuple(values))
         for position, pack in enumerate(exits):
-            picked = result if len(exits) == 1 else writer.graph.call_function(function_of("getitem"), (result, position))
+            picked = (
+                result if len(exits) == 1 else writer.graph.call_function(function_of("getitem"), (result, position))
+            )
             writer.values[pack] = picked
 
     needs = [key for operand in outer for key in _keys(operand)]
@@ -214,7 +216,9 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
     values: dict[Operand, fx.Node] = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(outer)}
     for pack in packs:
         slots = [values[operand] for operand in pack.operands]
-        args, kwargs = map_structure(pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf)
+        args, kwargs = map_structure(
+            pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf
+        )
         function = F.linear if pack.operator == "linear" else function_of(pack.operator)
         values[pack] = graph.call_function(function, args, kwargs)
     results = tuple(values[pack] for pack in exits)

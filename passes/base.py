@@ -112,10 +112,13 @@ class Site:
     @property
     def key(self) -> str:
         """Name the site: stable over runs of the same model, and printable."""
-        names = sorted(self.nodes.values())
-        span = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}({len(names)})"
         suffix = f"#{self.variant}" if self.variant else ""
-        return f"{self.home or '(root)'}{suffix}:{span}"
+        home = f"{self.home or '(root)'}{suffix}"
+        names = sorted(self.nodes.values())
+        if not names:
+            return home
+        span = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}({len(names)})"
+        return f"{home}:{span}"
 
 
 class Pass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ __all__ = ["copied_module", "skeleton", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_ATOMS = frozenset(
-    (bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
-)
+_ATOMS = frozenset((bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device))
 
 
 _CONTAINERS = frozenset((dict, OrderedDict, set, list))
@@ -32,7 +30,7 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
         return known
     if not _copies_plainly(type(module)):
         return copy.deepcopy(module, memo)
-    new = cast(M, object.__new__(type(module)))
+    new = object.__new__(type(module))
     memo[id(module)] = new
     attributes = new.__dict__
     for name, value in module.__dict__.items():
@@ -41,7 +39,7 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
-    kind = type(value)
+    kind: type[Any] = type(value)
     if kind in _ATOMS:
         return value
     if kind in _CONTAINERS and not value:
@@ -52,7 +50,8 @@ def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         return copied_module(value, memo)
     if (kind is dict or kind is OrderedDict) and id(value) not in memo:
-        new = memo[id(value)] = kind()
+        new: dict[Any, Any] = kind()
+        memo[id(value)] = new
         for key, item in value.items():
             new[key if type(key) in _ATOMS else copy.deepcopy(key, memo)] = _copied_value(item, memo)
         return new

@@ -78,7 +78,9 @@ class Edit:
                 self._sign(node)
         self._own_graph(instead=graph)
 
-    def call(self, target: Callable[..., Any] | str, *args: Any, before: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    def call(
+        self, target: Callable[..., Any] | str, *args: Any, before: fx.Node | None = None, **kwargs: Any
+    ) -> fx.Node:
         """Add a call of a function, of the child module named `target`, or (as ".name") of a method of `args[0]`.
 
         It goes before `before`, by default right behind the last of its operands.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from ..compat import native_functions
 from ..tracing.captured import capture_of
 from .expansion import has_hooks
 from .operators import is_random, mutates
@@ -82,8 +83,18 @@ def _is_pure_function(function: Any) -> bool:
     )  # fmt: skip
     if any(getattr(home, name, None) is function for home in homes):
         return True
-    module = getattr(function, "__module__", None) or ""
-    return module == "torch._C._nn" or function in (getattr, len, max, min, abs, int, float, round, tuple, list)
+    return getattr(native_functions(), name, None) is function or function in (
+        getattr,
+        len,
+        max,
+        min,
+        abs,
+        int,
+        float,
+        round,
+        tuple,
+        list,
+    )
 
 
 def writes(node: fx.Node, program: Program, home: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -155,9 +155,7 @@ class _Builder:
                 return opened[0]
         return self.append(node, args, kwargs, prefix, path, call)
 
-    def open(
-        self, node: fx.Node, args: Any, kwargs: Any, prefix: str, path: str, call: str
-    ) -> tuple[Any] | None:
+    def open(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, path: str, call: str) -> tuple[Any] | None:
         """Expand a module call, or say why not and return None."""
         target = _join(path, str(node.target))
         module = self.child(path, str(node.target))
@@ -242,8 +240,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 def leaf_key(module: nn.Module) -> object:
     """Return a key that is equal for leaves whose forwards are the same but for their tensors."""
-    attributes = vars(module)
-    plain = tuple((name, type(v), v) for name, v in attributes.items() if type(v) in _PLAIN and name != "training")
+    attributes: dict[str, Any] = vars(module)
+    plain: tuple[Any, ...] = tuple(
+        (name, type(v), v) for name, v in attributes.items() if type(v) in _PLAIN and name != "training"
+    )
     tensors = tuple((name, p is None) for key in ("_parameters", "_buffers") for name, p in attributes[key].items())
     return type(module), plain, tensors
 
@@ -290,14 +290,15 @@ def _substitute(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
 def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
     """Apply `function` to the leaves of an fx argument: tuples, lists, dicts and slices are kept."""
     if isinstance(argument, tuple):
-        items = [map_structure(item, function) for item in argument]  # pyright: ignore[reportUnknownVariableType]
-        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)  # pyright: ignore[reportUnknownVariableType]
+        items = [map_structure(item, function) for item in cast("tuple[Any, ...]", argument)]
+        return cast("Any", type(argument))(*items) if hasattr(argument, "_fields") else tuple(items)
     if isinstance(argument, list):
-        return [map_structure(item, function) for item in argument]  # pyright: ignore[reportUnknownVariableType]
+        return [map_structure(item, function) for item in cast("list[Any]", argument)]
     if isinstance(argument, dict):
-        return {key: map_structure(item, function) for key, item in argument.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: map_structure(item, function) for key, item in cast("dict[Any, Any]", argument).items()}
     if isinstance(argument, slice):
-        return slice(*(map_structure(part, function) for part in (argument.start, argument.stop, argument.step)))
+        parts: tuple[Any, ...] = (argument.start, argument.stop, argument.step)
+        return slice(*(map_structure(part, function) for part in parts))
     return function(argument)
 
 
@@ -305,10 +306,10 @@ def _leaves(argument: Any) -> Iterator[Operation]:
     if isinstance(argument, Operation):
         yield argument
     elif isinstance(argument, (tuple, list)):
-        for item in argument:  # pyright: ignore[reportUnknownVariableType]
+        for item in cast("list[Any]", argument):
             yield from _leaves(item)
     elif isinstance(argument, dict):
-        for item in argument.values():  # pyright: ignore[reportUnknownVariableType]
+        for item in cast("dict[Any, Any]", argument).values():
             yield from _leaves(item)
     elif isinstance(argument, slice):
         yield from _leaves((argument.start, argument.stop, argument.step))

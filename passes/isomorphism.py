@@ -8,114 +8,22 @@ another.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from .expansion import Expansion, Operation, expand, map_structure
-from .operators import POINTWISE, function_of
+from .expansion import Expansion, Operation, expand
+from .forms import normal_form, packable
+from .packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Ensemble", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "find_ensembles"]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Every member reads the same value."""
-
-    operation: Operation
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Each member reads a tensor attribute of its own; all have one shape, dtype and device."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Selected:
-    """Member i reads index i of one tensor along `dim`."""
-
-    source: Operation
-    dim: int
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Each member reads a value of its own that nothing has stacked yet."""
-
-    operations: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in a pack's arguments that an operand fills."""
-
-    index: int
-
-
-@dataclass(eq=False)
-class Pack:
-    """Isomorphic, independent operations, one for each member and in member order.
-
-    Attributes:
-        operator: the canonical operator that each computes.
-        members: the operations.
-        arguments: positional and keyword arguments with a `Slot` for each tensor operand.
-        operands: what fills each slot.
-        rank: number of dimensions of one member's result; None where it is not known.
-    """
-
-    operator: str
-    members: tuple[Operation, ...]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    operands: tuple[Operand, ...]
-    rank: int | None
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-
-Operand = Shared | Parameters | Selected | Gathered | Pack
-
-
-@dataclass(eq=False)
-class Ensemble:
-    """Packs connected by dataflow, in execution order: what the members of one ensemble compute."""
-
-    packs: list[Pack] = field(default_factory=list["Pack"])
-
-    @property
-    def size(self) -> int:
-        return self.packs[0].size
-
-    @property
-    def parameters(self) -> Iterator[Parameters]:
-        """Yield each position's parameters once, in order of first use."""
-        seen: set[tuple[str, ...]] = set()
-        for operand in (operand for pack in self.packs for operand in pack.operands):
-            if isinstance(operand, Parameters) and operand.names not in seen:
-                seen.add(operand.names)
-                yield operand
-
-    @property
-    def shares_input(self) -> bool:
-        """Say whether some linear layer reads one input for all members."""
-        return any(pack.operator == "linear" and isinstance(pack.operands[0], Shared) for pack in self.packs)
-
-    def members_of(self, index: int) -> list[Operation]:
-        return [pack.members[index] for pack in self.packs]
+__all__ = ["Ensembles", "attribute", "find_ensembles", "value_rank"]
 
 
 class Ensembles:
@@ -233,6 +141,8 @@ class _Search:
         if any(operand is None for operand in operands):
             return None
         found = tuple(operand for operand in operands if operand is not None)
+        if all(isinstance(operand, Shared) for operand in found):
+            return None  # one computation, several times: nothing to batch
         if group[0].operator == "linear" and not _linear_is_batchable(found):
             return None
         rank = self.rank(group[0].operator, found)
@@ -241,18 +151,23 @@ class _Search:
         return Pack(group[0].operator or "", tuple(group), template, found, rank)
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
-        if any(operand in self.colors for operand in column):
-            places = [self.located.get(operand) for operand in column]
-            pack = places[0][0] if places[0] else None
-            if pack is None or any(place != (pack, i) for i, place in enumerate(places)) or pack.size != len(column):
-                return None
-            return pack
+        """Return how all members' values of one argument are had at once, or None."""
         if all(_same_value(operand, column[0]) for operand in column):
             return Shared(column[0])
+        if any(operand in self.located for operand in column):
+            return self.packed(column)
         if all(operand.kind == "get_attr" for operand in column):
             names = tuple(str(operand.target) for operand in column)
             return Parameters(names) if all(isinstance(attribute(self.home, n), nn.Parameter) for n in names) else None
         return _selection(column) or (Gathered(column) if len(set(column)) == len(column) else None)
+
+    def packed(self, column: Sequence[Operation]) -> Pack | None:
+        """Return the pack that `column` is, in the same order, or None."""
+        places = [self.located.get(operand) for operand in column]
+        pack = places[0][0] if places[0] else None
+        if pack is None or any(place != (pack, i) for i, place in enumerate(places)) or pack.size != len(column):
+            return None
+        return pack
 
     def rank(self, operator: str | None, operands: Sequence[Operand]) -> int | None:
         ranks = [self.rank_of(operand) for operand in (operands[:1] if operator == "linear" else operands)]
@@ -285,85 +200,19 @@ class _Search:
         return [ensemble for ensemble in unique if any(True for _ in ensemble.parameters)]
 
 
-def packable(operation: Operation) -> bool:
-    """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
-    if operation.operator != "linear" and operation.operator not in POINTWISE:
-        return False
-    if not operation.mutates and not _asks_in_place(operation):
-        return True
-    return writes_to_fresh_value(operation)
-
-
-def writes_to_fresh_value(operation: Operation) -> bool:
-    """Say whether an in-place operator overwrites a new value that nothing else reads: then it acts like its functional form."""
-    target = next(operation.inputs, None)
-    if target is None or len(target.users) != 1 or target.mutates:
-        return False
-    return target.operator == "linear" or (target.operator in POINTWISE and target.kind != "get_attr")
-
-
-def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Operation]]:
-    """Return the arguments with slots in the place of operands, and the operands; in-place flags are left out."""
-    args, kwargs = _bound(operation)
-    operands: list[Operation] = []
-
-    def slot(leaf: Any) -> Any:
-        if not isinstance(leaf, Operation):
-            return leaf
-        operands.append(leaf)
-        return Slot(len(operands) - 1)
-
-    return map_structure((args, kwargs), slot), operands
-
-
-def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in one spelling: operands of a linear layer positional, `inplace` left out."""
-    signature = _signature(operation.operator or "")
-    if signature is None:
-        return operation.args, {k: v for k, v in operation.kwargs.items() if k != "inplace"}
-    bound = signature.bind(*operation.args, **operation.kwargs)
-    if operation.operator != "linear":
-        bound.apply_defaults()
-    bound.arguments.pop("inplace", None)
-    if operation.operator == "linear":
-        return tuple(bound.arguments.get(name) for name in ("input", "weight", "bias")), {}
-    first, *rest = bound.arguments.items()
-    return (first[1],), dict(rest)
-
-
-@cache
-def _signature(operator: str) -> inspect.Signature | None:
-    if operator == "linear":
-        names = ("input", "weight", "bias")
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Signature([inspect.Parameter(n, kind, default=None if n == "bias" else inspect.Parameter.empty) for n in names])
-    try:
-        signature = inspect.signature(function_of(operator))
-    except (ValueError, KeyError):
-        return None
-    return signature if "inplace" in signature.parameters else None
-
-
-def _asks_in_place(operation: Operation) -> bool:
-    signature = _signature(operation.operator or "")
-    if signature is None or "inplace" not in signature.parameters:
-        return False
-    return bool(signature.bind(*operation.args, **operation.kwargs).arguments.get("inplace"))
-
-
 def selected(operation: Operation) -> tuple[Operation, int, int] | None:
     """Return (source, dim, index) where `operation` is `source[..., index, ...]` with full slices elsewhere."""
     if operation.operator != "getitem" or len(operation.args) != 2 or not isinstance(operation.args[0], Operation):
         return None
     index = operation.args[1]
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
     places = [i for i, part in enumerate(parts) if isinstance(part, int) and not isinstance(part, bool)]
-    others = [part for part in parts if not isinstance(part, int)]  # pyright: ignore[reportUnknownVariableType]
+    others = [part for part in parts if not isinstance(part, int)]
     if len(places) != 1 or not _keeps_everything(others) or not _is_tensor(operation.args[0]):
         return None
     if others and others[0] is Ellipsis:
-        return (operation.args[0], places[0] - len(parts), parts[places[0]])  # pyright: ignore[reportUnknownArgumentType]
-    return operation.args[0], places[0], parts[places[0]]  # pyright: ignore[reportUnknownVariableType]
+        return (operation.args[0], places[0] - len(parts), parts[places[0]])
+    return operation.args[0], places[0], parts[places[0]]
 
 
 def _keeps_everything(parts: Sequence[object]) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .expansion import Operation
-from .isomorphism import Pack, writes_to_fresh_value
+from .forms import writes_to_fresh_value
+from .packs import Pack
 
 __all__ = ["Join", "find_joins"]
 

@@ -13,12 +13,12 @@ from torch import fx, nn
 from ..errors import PassError, PlanError, Unsuitable
 from ..settings import Settings
 from ..tracing.program import Program
-from . import measure, verify
-from .base import Goal, Numerics, Pass, Phase, Refusal, Site
+from . import measure
+from .base import Goal, Pass, Phase, Refusal, Site
 from .copying import twin
 from .edit import Edit
-from .modes import modes_to_check
 from .plan import Decision, Plan
+from .site_trial import SiteTrial, timing_figures
 from .state_map import StateMap
 from .supervision import supervised
 
@@ -54,14 +54,6 @@ class Landed:
     @property
     def phase(self) -> Phase:
         return self.site.phase or self.pass_.phase
-
-
-@dataclass
-class Attempt:
-    """One lowering of a site that passed verification, kept runnable beside the others."""
-
-    verdict: verify.Verdict | None
-    module: nn.Module | None
 
 
 @dataclass
@@ -124,9 +116,7 @@ class Manager:
                 error.reproducer = self.on_failure(error)
             raise
         seconds = time.perf_counter() - start
-        self.traces.append(
-            PassTrace(str(pass_), seconds, len(self.decisions) - decided, len(self.landed) - applied)
-        )
+        self.traces.append(PassTrace(str(pass_), seconds, len(self.decisions) - decided, len(self.landed) - applied))
 
     def _times_anything(self, passes: Sequence[Pass]) -> bool:
         return self.time and bool(self.program.inputs) and any(pass_.goal is Goal.SPEED for pass_ in passes)
@@ -152,7 +142,9 @@ class Manager:
         found = self._supervised(pass_, "find", lambda: list(pass_.find(self.program)))
         for item in found:
             if not isinstance(item, (Site, Refusal)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise PassError(f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal")
+                raise PassError(
+                    f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
+                )
         return found
 
     def _supervised(self, pass_: Pass, step: str, action: Callable[[], Any]) -> Any:
@@ -162,13 +154,14 @@ class Manager:
 
     def _land(self, pass_: Pass, site: Site) -> None:
         """Try every lowering of a site; keep the best that is right and pays, or leave the site as it was."""
-        trial = _Trial(self, pass_, site)
+        trial = SiteTrial(self.program, pass_, site, self._apply, check=self.check, time=self.time, seed=self.seed)
         if not trial.questions:
             self._land_unquestioned(pass_, trial)
             return
-        attempts, reasons = trial.run()
+        attempts, wrong, unsuitable = trial.run()
         if not attempts:
-            self._decide(pass_, site, "undone", reason="; ".join(dict.fromkeys(reasons.values())))
+            reasons = dict.fromkeys((*wrong.values(), *unsuitable.values()))
+            self._decide(pass_, site, "undone" if wrong else "refused", reason="; ".join(reasons))
             return
         choice, figures, reason = trial.choose(attempts)
         if reason is not None:
@@ -178,7 +171,7 @@ class Manager:
         decision = self._decision(pass_, chosen, "applied", figures=figures)
         self._keep(pass_, chosen, self._apply(pass_, chosen), decision)
 
-    def _land_unquestioned(self, pass_: Pass, trial: _Trial) -> None:
+    def _land_unquestioned(self, pass_: Pass, trial: SiteTrial) -> None:
         """Apply the first lowering that can be written, where nothing is to be checked or timed."""
         reasons: list[str] = []
         for choice in trial.site.choices or (None,):
@@ -191,7 +184,7 @@ class Manager:
             decision = self._decision(pass_, site, "applied", figures={"checked": trial.unchecked()})
             self._keep(pass_, site, edit, decision)
             return
-        self._decide(pass_, trial.site, "undone", reason="; ".join(reasons))
+        self._decide(pass_, trial.site, "refused", reason="; ".join(dict.fromkeys(reasons)))
 
     def _apply(self, pass_: Pass, site: Site) -> Edit:
         """Rewrite a site; what fails is undone before the error goes on."""
@@ -210,10 +203,14 @@ class Manager:
     def _refuse(self, pass_: Pass, refusal: Refusal) -> None:
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
         self.decisions.append(
-            Decision(step=len(self.traces), pass_name=pass_.name, key=at, label=at, status="refused", reason=refusal.reason)
+            Decision(
+                step=len(self.traces), pass_name=pass_.name, key=at, label=at, status="refused", reason=refusal.reason
+            )
         )
 
-    def _decide(self, pass_: Pass, site: Site, status: str, *, reason: str, figures: Mapping[str, Any] | None = None) -> None:
+    def _decide(
+        self, pass_: Pass, site: Site, status: str, *, reason: str, figures: Mapping[str, Any] | None = None
+    ) -> None:
         self.decisions.append(self._decision(pass_, site, status, reason=reason, figures=figures))
 
     def _decision(
@@ -228,14 +225,14 @@ class Manager:
 
     def _never_slower(self, baseline: nn.Module) -> None:
         """Time the whole model; while it is slower, take back the speed rewrite that is least certain."""
+        if len(self.landed) == 1 and not self.landed[0].site.home and self._is_for_speed(self.landed[0]):
+            self.timings = _as_timings(self.landed[0].decision.figures)  # the site was the whole model
+            return
         while any(self._is_for_speed(landed) for landed in self.landed):
             timings = self.time_model(baseline)
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0:
-                self.timings = {
-                    "before_ms": timings.microseconds("before") / 1e3, "after_ms": timings.microseconds("after") / 1e3,
-                    "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
-                }  # fmt: skip
+                self.timings = _as_timings(timing_figures(timings, "before", "after"))
                 return
             doubtful = [landed for landed in self.landed if self._is_for_speed(landed)]
             worst = min(doubtful, key=lambda landed: landed.decision.figures.get("speedup_low") or 0.0)
@@ -261,7 +258,9 @@ class Manager:
         for landed in reversed(self.landed[position:]):
             landed.edit.undo()
         del self.landed[position:]
-        self._replace_decision(unwanted.decision, dataclasses.replace(unwanted.decision, status="undone", reason=reason))
+        self._replace_decision(
+            unwanted.decision, dataclasses.replace(unwanted.decision, status="undone", reason=reason)
+        )
         for landed in above:
             landed.edit = self._apply(landed.pass_, landed.site)
             self.landed.append(landed)
@@ -296,120 +295,7 @@ class Manager:
         return ", ".join(ways) or "nothing was rewritten"
 
 
-class _Trial:
-    """Try the lowerings of one site."""
-
-    def __init__(self, manager: Manager, pass_: Pass, site: Site) -> None:
-        self.manager, self.pass_, self.site = manager, pass_, site
-        self.program = manager.program
-        self.home = manager.program.module(site.home)
-        self.phase = site.phase or pass_.phase
-        self.calls = self._calls()
-        self.timed = manager.time and pass_.goal is Goal.SPEED and bool(self.calls)
-        self.references = self._references()
-        self.before = twin(self.home) if self.timed else None
-
-    @property
-    def questions(self) -> bool:
-        """Say whether there is anything to check or to time."""
-        return self.timed or bool(self.references)
-
-    def _calls(self) -> Sequence[Any]:
-        if not self.program.inputs or not (self.manager.check or self.manager.time):
-            return ()
-        return self.program.recording([self.home]).calls.get(self.home, ())
-
-    def _references(self) -> list[verify.Reference]:
-        if not self.manager.check or not self.calls or self.pass_.numerics is Numerics.SEMANTIC or _on_meta(self.home):
-            return []
-        return [
-            verify.reference(
-                self.home, self.calls, training=mode, gradients=self.phase.covers_training, seed=self.manager.seed
-            )
-            for mode in modes_to_check(self.home, self.phase, self.program.training)
-        ]
-
-    def run(self) -> tuple[dict[str | None, Attempt], dict[str | None, str]]:
-        """Return the lowerings that verified, and why the others did not."""
-        attempts: dict[str | None, Attempt] = {}
-        reasons: dict[str | None, str] = {}
-        for choice in self.site.choices or (None,):
-            try:
-                edit = self.manager._apply(self.pass_, dataclasses.replace(self.site, choice=choice))  # pyright: ignore[reportPrivateUsage]
-            except Unsuitable as refusal:
-                reasons[choice] = str(refusal)
-                continue
-            try:
-                verdict = self.verdict(edit)
-                if verdict is None or verdict.ok:
-                    attempts[choice] = Attempt(verdict, twin(self.home) if self.timed else None)
-                else:
-                    reasons[choice] = verdict.reason
-            finally:
-                edit.undo()
-            if attempts and not self.timed:
-                break
-        return attempts, reasons
-
-    def verdict(self, edit: Edit) -> verify.Verdict | None:
-        """Return the worst verdict over the phases, or None where nothing could be checked."""
-        state_map = edit.state_map()
-        verdicts = [
-            verify.verify(reference, self.home, map_state=state_map.forward, numerics=self.pass_.numerics)
-            for reference in self.references
-        ]
-        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
-
-    def choose(self, attempts: Mapping[str | None, Attempt]) -> tuple[str | None, dict[str, Any], str | None]:
-        """Return the lowering to keep, its figures, and why none is kept."""
-        first = next(iter(attempts))
-        if not self.timed or self.before is None:
-            return first, self.figures(attempts[first]), None
-        timings = self.timings(attempts)
-        names = {_label(choice): choice for choice in attempts}
-        best = timings.fastest(prefer=tuple(names))
-        speed = timings.ratio("before", best)
-        figures = {
-            **self.figures(attempts[names[best]]),
-            "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
-            "before_us": timings.microseconds("before"), "after_us": timings.microseconds(best),
-            "lowerings": {name: timings.microseconds(name) for name in names},
-        }  # fmt: skip
-        if speed.low <= 1.0 and not self.site.required:
-            return None, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
-        return names[best], figures, None
-
-    def timings(self, attempts: Mapping[str | None, Attempt]) -> measure.Timings:
-        training = self.program.training and self.phase.covers_training
-        modules = {"before": self.before, **{_label(choice): attempt.module for choice, attempt in attempts.items()}}
-        runs = {
-            name: measure.runner(module, self.calls, training=training)
-            for name, module in modules.items()
-            if module is not None
-        }
-        return measure.time_candidates(runs)
-
-    def figures(self, attempt: Attempt) -> dict[str, Any]:
-        if attempt.verdict is None:
-            return {"checked": self.unchecked()}
-        verdict = attempt.verdict
-        return {
-            "checked": verdict.checked_in,
-            "meaning_error": verdict.meaning_error,
-            "precision_error": verdict.precision_error,
-        }
-
-    def unchecked(self) -> str:
-        if _on_meta(self.home):
-            return "unverified: meta"
-        if not self.manager.check:
-            return "unverified: verify=False"
-        return "unverified: never called" if self.program.inputs else "unverified: no example inputs"
-
-
-def _label(choice: str | None) -> str:
-    return choice or "after"
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the report says of the whole model."""
+    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high")}
+    return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

@@ -44,7 +44,7 @@ def modes_to_check(module: nn.Module, phase: Phase, training: bool) -> list[bool
     """Return the modes for verification: True for training, False for evaluation, None for the flags as they are."""
     if is_mixed(module):
         return [None]
-    modes = [mode for mode in (training, not training) if _covers(phase, mode)]
+    modes: list[bool | None] = [mode for mode in (training, not training) if _covers(phase, mode)]
     return modes if depends_on_mode(module) else modes[:1]
 
 

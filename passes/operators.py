@@ -6,13 +6,15 @@ Modules need no table: the forward of a `torch.nn` leaf is traced, and what it c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+
+from ..compat import native_functions
 
 __all__ = ["POINTWISE", "canonical_name", "function_of", "is_random", "mutates", "operator_of_module"]
 
@@ -32,7 +34,7 @@ _TERNARY = "addcdiv addcmul clamp lerp where".split()
 POINTWISE = frozenset(_UNARY + _BINARY + _TERNARY)
 """Operators that compute each element of their (broadcast) result from one element of each operand."""
 
-_PYTHON = {
+_PYTHON: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.add, operator.iadd),
     "sub": (operator.sub, operator.isub),
     "mul": (operator.mul, operator.imul),
@@ -75,7 +77,7 @@ _RANDOM = frozenset(
     "cauchy log_normal random gumbel_softmax fractional_max_pool2d fractional_max_pool3d "
     "scaled_dot_product_attention".split()
 )
-_NAMESPACES = (torch, F, torch.special, torch._C._nn)
+_NAMESPACES: tuple[Any, ...] = (torch, F, torch.special, native_functions())
 
 
 @cache
@@ -131,7 +133,10 @@ def function_of(name: str) -> Callable[..., Any]:
 
 def operator_of_module(module_type: type[nn.Module]) -> str | None:
     """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` is `gelu`."""
-    if not module_type.__module__.startswith("torch.nn.modules") or getattr(nn, module_type.__name__, None) is not module_type:
+    if (
+        not module_type.__module__.startswith("torch.nn.modules")
+        or getattr(nn, module_type.__name__, None) is not module_type
+    ):
         return None
     name = module_type.__name__.lower()
     known = {"leakyrelu": "leaky_relu"}.get(name, name)

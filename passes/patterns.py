@@ -48,7 +48,9 @@ class Match:
 
     def site(self, **options: Any) -> Site:
         """Return the site that consists of the named nodes."""
-        return Site(self.program, self.home, {name: node.name for name, node in self.nodes.items()}, self.variant, **options)
+        return Site(
+            self.program, self.home, {name: node.name for name, node in self.nodes.items()}, self.variant, **options
+        )
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Region(nn.Module):
         """Write nothing: the home's own names cover the children."""
         return {} if destination is None else destination
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The children are loaded under the home's names; here they get what they have.
         for name, child in self.named_children():
             state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))
@@ -160,7 +160,9 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
             values[node] = edit.graph.node_copy(node, values.__getitem__)
             values[node].target = _outer_target(node, str(call.target), module)
             new.append(values[node])
-    result = map_structure(graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf)
+    result = map_structure(
+        graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf
+    )
     _hand_over(edit, call, result)
     if isinstance(module, Region):
         edit.remove_module(str(call.target))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .expansion import map_structure
 from .record import Record
 
 __all__ = ["restored", "transplanted"]
@@ -18,12 +18,11 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
     state = record.state_map.backward(model.state_dict())
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     memo: dict[int, Any] = {}
-    tensors = (*record.skeleton.named_parameters(remove_duplicate=False), *record.skeleton.named_buffers(remove_duplicate=False))
-    for name, outline in tensors:
+    for name, outline in _named_tensors(record.skeleton).items():
         if name in state and id(outline) not in memo:
             memo[id(outline)] = _real(outline, state[name], trainable.get(name, outline.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
-    now = dict(model.named_modules(remove_duplicate=False))
+    now: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     for name, module in original.named_modules(remove_duplicate=False):
         if name in now:
             _carry_over(now[name], module)
@@ -50,25 +49,21 @@ def _carry_over(source: nn.Module, target: nn.Module) -> None:
 def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
     """Turn `model` into `fast`: modules that survive keep their identity, and so do tensors that no rewrite touched."""
     originals = dict(model.named_modules(remove_duplicate=False))
-    same = {id(module): originals[name] for name, module in fast.named_modules(remove_duplicate=False) if name in originals}
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    kept = {
-        id(tensor): tensors[name]
-        for name, tensor in (*fast.named_parameters(remove_duplicate=False), *fast.named_buffers(remove_duplicate=False))
-        if name in tensors
+    tensors = _named_tensors(model)
+    same: dict[int, object] = {
+        id(module): originals[name] for name, module in fast.named_modules(remove_duplicate=False) if name in originals
     }
+    same |= {id(tensor): tensors[name] for name, tensor in _named_tensors(fast).items() if name in tensors}
     for module in list(fast.modules()):
-        target = same.get(id(module), module)
-        belongings = _with_originals(vars(module), same, kept)
+        target = cast("nn.Module", same.get(id(module), module))
+        # Modules and tensors may be held by plain attributes too: lists of layers, views of fused members.
+        belongings = map_structure(dict(vars(module)), lambda leaf: same.get(id(leaf), leaf))
         target.__class__ = type(module)
         vars(target).clear()
         vars(target).update(belongings)
     return model
 
 
-def _with_originals(attributes: Mapping[str, Any], modules: Mapping[int, nn.Module], tensors: Mapping[int, Tensor]) -> dict[str, Any]:
-    belongings = dict(attributes)
-    belongings["_modules"] = {name: modules.get(id(child), child) for name, child in attributes["_modules"].items()}
-    for register in ("_parameters", "_buffers"):
-        belongings[register] = {name: tensors.get(id(t), t) for name, t in attributes[register].items()}
-    return belongings
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}

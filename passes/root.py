@@ -33,16 +33,21 @@ def loading_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `base`, named like it, whose `load_state_dict` takes original names too."""
     known = _classes.get(base)
     if known is None:
-        body = {
+        body: dict[str, Any] = {
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "__init_subclass__": classmethod(lambda cls, **kwargs: None),
+            "__init_subclass__": classmethod(_keep_quiet),
             "_fxopt_base": user_class(base),
             "_fxopt_recipe": (_loading_class_of, class_recipe(base)),
         }
-        known = _classes[base] = types.new_class(base.__name__, (LoadsOriginalNames, base), exec_body=lambda ns: ns.update(body))
+        bases = (LoadsOriginalNames, base)
+        known = _classes[base] = types.new_class(base.__name__, bases, exec_body=lambda names: names.update(body))
     return known
+
+
+def _keep_quiet(cls: type, **kwargs: Any) -> None:
+    """Keep the user's own hook for subclasses (registries, say) from seeing the class made here."""
 
 
 def _loading_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:

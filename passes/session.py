@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,7 +16,7 @@ from .base import Pass, Phase
 from .copying import copied_module, skeleton
 from .manager import Manager
 from .plan import Plan
-from .record import RECORD_KEY, Record, record_of
+from .record import Record, record_of
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
@@ -108,7 +108,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+def _in_mode(model: nn.Module, training: bool) -> Generator[None]:
     """Put the model into a mode for a while; flags that already agree at the root, mixed ones too, stay as they are."""
     flags = {module: module.training for module in model.modules()}
     if model.training != training:
@@ -128,9 +128,7 @@ def _manager(program: Program, request: Request) -> Manager:
     )  # fmt: skip
 
 
-def _record(
-    program: Program, manager: Manager, request: Request, outline: nn.Module, earlier: Record | None
-) -> Record:
+def _record(program: Program, manager: Manager, request: Request, outline: nn.Module, earlier: Record | None) -> Record:
     model = program.model
     before, after = manager.changed_graphs()
     state_map = manager.state_map()
@@ -158,7 +156,9 @@ def _named(state_map: StateMap, skeleton: nn.Module) -> StateMap:
     first: dict[int, str] = {}
     aliases: list[tuple[str, str]] = []
     names = list(skeleton.state_dict())
-    tensors = dict((*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False)))
+    tensors = dict(
+        (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False))
+    )
     for name in names:
         tensor = tensors.get(name)
         known = name if tensor is None else first.setdefault(id(tensor), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -45,7 +45,7 @@ def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def collection_paused() -> Generator[None]:
     """Keep Python's cyclic garbage collector from running for a while.
 
     Copying and tracing a model allocates many objects that live on, so that the collector walks all of torch's again and
@@ -61,7 +61,7 @@ def collection_paused() -> Iterator[None]:
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Generator[None]:
     unlimited = seconds <= 0 or not hasattr(signal, "setitimer")
     if unlimited or threading.current_thread() is not threading.main_thread():
         yield

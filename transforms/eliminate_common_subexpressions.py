@@ -39,7 +39,9 @@ class EliminateCommonSubexpressions(Pass):
                     continue
                 writer = next((node for node in captured.graph.nodes if writes(node, program, home)), None)
                 if writer is not None:
-                    yield Refusal(f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)")
+                    yield Refusal(
+                        f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)"
+                    )
                     continue
                 nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
                 yield Site(program, home, nodes, variant, detail=f"{len(repeated)} computed before")

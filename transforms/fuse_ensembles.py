@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
+from ..errors import Unsuitable
 from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
 from ..layers.members import FusedMembers, attach_member, seal
@@ -18,8 +19,9 @@ from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.expansion import Expansion, Operation, expand, is_chain
 from ..passes.facts import TensorOwners
 from ..passes.gradient_reach import differentiable_outputs
-from ..passes.isomorphism import Ensemble, attribute, find_ensembles
+from ..passes.isomorphism import attribute, find_ensembles
 from ..passes.joins import find_joins
+from ..passes.packs import Ensemble
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 
@@ -79,7 +81,9 @@ class FuseEnsembles(Pass):
             closed = _closed_families(expansion)
             yield from (Refusal(reason, _qualified(home, path)) for path, reason in closed.items())
             for ensemble in find_ensembles(program, home):
-                if not any(name.startswith(f"{path}.") for path in closed for o in ensemble.parameters for name in o.names):
+                if not any(
+                    name.startswith(f"{path}.") for path in closed for o in ensemble.parameters for name in o.names
+                ):
                     yield self._examine(ensemble, expansion, program, home)
 
     def _examine(self, ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> Site | Refusal:
@@ -90,12 +94,13 @@ class FuseEnsembles(Pass):
         phase, training_reason = _phase(ensemble, expansion, program, home)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
-        if self.lowering is Lowering.AUTO and not program.inputs and _largest_weight(ensemble, program, home) > LARGEST_UNMEASURED_WEIGHT:
+        unmeasured = self.lowering is Lowering.AUTO and not program.inputs
+        if unmeasured and _largest_weight(ensemble, program, home) > LARGEST_UNMEASURED_WEIGHT:
             return Refusal("the members are large, so fusing them may be slower; give example_inputs to measure it", at)
         count = sum(1 for _ in ensemble.parameters)
+        members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
-            program, home,
-            nodes={f"{p}.{m}": member.name for p, pack in enumerate(ensemble.packs) for m, member in enumerate(pack.members)},
+            program, home, dict(members),
             choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
         )  # fmt: skip
@@ -196,24 +201,24 @@ def _located(site: Site) -> Ensemble:
     for ensemble in find_ensembles(site.program, site.home):
         if {member.name for pack in ensemble.packs for member in pack.members} == wanted:
             return ensemble
-    raise LookupError(f"the ensemble at {site.key} is no longer there")
+    raise Unsuitable("an earlier rewrite took some of its members")
 
 
 def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], str]:
     """Move the members' parameters into one new child; members keep live views. Return the new names."""
     home = edit.home
     places = _store_names(ensemble)
-    stacked = {places[o.names]: torch.stack([_parameter(home, name).detach() for name in o.names]) for o in ensemble.parameters}
-    trainable = {places[o.names]: _parameter(home, o.names[0]).requires_grad for o in ensemble.parameters}
-    store = FusedMembers(stacked, trainable)
+    members = {places[o.names]: [_parameter(home, name) for name in o.names] for o in ensemble.parameters}
+    stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
+    store = FusedMembers(stacked, {place: group[0].requires_grad for place, group in members.items()})
     child = edit.add_module(store, name=f"fused_{_common_name(ensemble)}".replace(".", "_"))
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{places[operand.names]}"))
-    _leave_views(ensemble, places, store, edit)
+    _leave_views(places, store, edit)
     return {names: f"{child}.{place}" for names, place in places.items()}
 
 
-def _leave_views(ensemble: Ensemble, places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:
+def _leave_views(places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:
     views: dict[str, dict[str, tuple[FusedMembers, str, int]]] = {}
     for names, place in places.items():
         for index, name in enumerate(names):
@@ -225,7 +230,7 @@ def _leave_views(ensemble: Ensemble, places: dict[tuple[str, ...], str], store: 
         edit.on_undo(seal(edit.home.get_submodule(parent), children))
 
 
-def _parents(paths: Sequence[str] | dict[str, object]) -> dict[str, set[str]]:
+def _parents(paths: Iterable[str]) -> dict[str, set[str]]:
     """Return parent path -> names of the children on the way to a member."""
     parents: dict[str, set[str]] = {}
     for path in paths:
@@ -262,8 +267,9 @@ def _common_name(ensemble: Ensemble) -> str:
     return ".".join(prefix) or "members"
 
 
-def _common_prefix(paths: Sequence[Sequence[str]]) -> Sequence[str]:
-    first, last = min(paths), max(paths)
+def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    ordered = sorted(tuple(path) for path in paths)
+    first, last = ordered[0], ordered[-1]
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]
 

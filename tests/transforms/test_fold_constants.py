@@ -85,7 +85,9 @@ def test_refuses_constants_that_are_written_to() -> None:
 
 
 def test_refuses_constants_handed_to_the_caller() -> None:
-    assert reasons(folded(HandedOut(), torch.randn(3))) == ["the constant is handed to the caller, who may write into it"]
+    assert reasons(folded(HandedOut(), torch.randn(3))) == [
+        "the constant is handed to the caller, who may write into it"
+    ]
 
 
 def test_refuses_large_constants() -> None:

@@ -360,7 +360,9 @@ def test_unequal_tails() -> None:
     model = UnequalTails()
     fast = fused(model)
     assert any(d.status == "applied" for d in fxopt.plan(fast).decisions)
-    assert_equivalent(model, fast, (torch.randn(4, 5),), map_state=fxopt.passes.record.record_of(fast).state_map.forward)
+    assert_equivalent(
+        model, fast, (torch.randn(4, 5),), map_state=fxopt.passes.record.record_of(fast).state_map.forward
+    )
 
 
 # -- 4. modes, hooks outside, containers ---------------------------------------------------------------------------

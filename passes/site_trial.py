@@ -1,0 +1,174 @@
+"""Try the lowerings of one site: verify each, time them side by side, and say which to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import Unsuitable
+from ..tracing.program import Program
+from . import measure, verify
+from .base import Goal, Numerics, Pass, Site
+from .copying import twin
+from .edit import Edit
+from .modes import modes_to_check
+
+__all__ = ["SiteTrial", "timing_figures"]
+
+Apply = Callable[[Pass, Site], Edit]
+"""Rewrites a site, or raises and leaves no trace."""
+
+
+@dataclass
+class Attempt:
+    """One lowering of a site that passed verification, kept runnable beside the others."""
+
+    verdict: verify.Verdict | None
+    module: nn.Module | None
+
+
+class SiteTrial:
+    """Try the lowerings of one site.
+
+    Args:
+        program: which the site is in.
+        pass_: which found the site.
+        site: with its choices.
+        apply: rewrites the site with one choice.
+        check: verify each lowering.
+        time: time the lowerings, if the pass is for speed.
+        seed: of verification's random inputs.
+    """
+
+    def __init__(
+        self, program: Program, pass_: Pass, site: Site, apply: Apply, *, check: bool, time: bool, seed: int
+    ) -> None:
+        self.program, self.pass_, self.site, self.apply, self.check, self.seed = (
+            program,
+            pass_,
+            site,
+            apply,
+            check,
+            seed,
+        )
+        self.home = program.module(site.home)
+        self.phase = site.phase or pass_.phase
+        self.calls = self._calls() if check or time else ()
+        self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls)
+        self.references = self._references()
+        self.before = twin(self.home) if self.timed else None
+
+    @property
+    def questions(self) -> bool:
+        """Say whether there is anything to check or to time."""
+        return self.timed or bool(self.references)
+
+    def _calls(self) -> Sequence[Any]:
+        if not self.program.inputs:
+            return ()
+        return self.program.recording([self.home]).calls.get(self.home, ())
+
+    def _references(self) -> list[verify.Reference]:
+        if not self.check or not self.calls or self.pass_.numerics is Numerics.SEMANTIC or _on_meta(self.home):
+            return []
+        return [
+            verify.reference(self.home, self.calls, training=mode, gradients=self.phase.covers_training, seed=self.seed)
+            for mode in modes_to_check(self.home, self.phase, self.program.training)
+        ]
+
+    def run(self) -> tuple[dict[str | None, Attempt], dict[str | None, str], dict[str | None, str]]:
+        """Return the lowerings that verified, why others are wrong, and why others could not be written."""
+        attempts: dict[str | None, Attempt] = {}
+        wrong: dict[str | None, str] = {}
+        unsuitable: dict[str | None, str] = {}
+        for choice in self.site.choices or (None,):
+            try:
+                edit = self.apply(self.pass_, dataclasses.replace(self.site, choice=choice))
+            except Unsuitable as refusal:
+                unsuitable[choice] = str(refusal)
+                continue
+            try:
+                verdict = self.verdict(edit)
+                if verdict is None or verdict.ok:
+                    attempts[choice] = Attempt(verdict, twin(self.home) if self.timed else None)
+                else:
+                    wrong[choice] = verdict.reason
+            finally:
+                edit.undo()
+            if attempts and not self.timed:
+                break
+        return attempts, wrong, unsuitable
+
+    def verdict(self, edit: Edit) -> verify.Verdict | None:
+        """Return the worst verdict over the phases, or None where nothing could be checked."""
+        state_map = edit.state_map()
+        verdicts = [
+            verify.verify(reference, self.home, map_state=state_map.forward, numerics=self.pass_.numerics)
+            for reference in self.references
+        ]
+        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
+
+    def choose(self, attempts: Mapping[str | None, Attempt]) -> tuple[str | None, dict[str, Any], str | None]:
+        """Return the lowering to keep, its figures, and why none is kept."""
+        first = next(iter(attempts))
+        if not self.timed or self.before is None:
+            return first, self.figures(attempts[first]), None
+        timings = self.timings(attempts)
+        names = {_label(choice): choice for choice in attempts}
+        best = timings.fastest(prefer=tuple(names))
+        speed = timings.ratio("before", best)
+        figures = {
+            **self.figures(attempts[names[best]]),
+            **timing_figures(timings, "before", best),
+            "lowerings": {name: timings.microseconds(name) for name in names},
+        }
+        if speed.low <= 1.0 and not self.site.required:
+            return None, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
+        return names[best], figures, None
+
+    def timings(self, attempts: Mapping[str | None, Attempt]) -> measure.Timings:
+        training = self.program.training and self.phase.covers_training
+        modules = {"before": self.before, **{_label(choice): attempt.module for choice, attempt in attempts.items()}}
+        runs = {
+            name: measure.runner(module, self.calls, training=training)
+            for name, module in modules.items()
+            if module is not None
+        }
+        return measure.time_candidates(runs)
+
+    def figures(self, attempt: Attempt) -> dict[str, Any]:
+        if attempt.verdict is None:
+            return {"checked": self.unchecked()}
+        verdict = attempt.verdict
+        return {
+            "checked": verdict.checked_in,
+            "meaning_error": verdict.meaning_error,
+            "precision_error": verdict.precision_error,
+        }
+
+    def unchecked(self) -> str:
+        if _on_meta(self.home):
+            return "unverified: meta"
+        if not self.check:
+            return "unverified: verify=False"
+        return "unverified: never called" if self.program.inputs else "unverified: no example inputs"
+
+
+def timing_figures(timings: measure.Timings, before: str, after: str) -> dict[str, float]:
+    speed = timings.ratio(before, after)
+    return {
+        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
+        "before_us": timings.microseconds(before), "after_us": timings.microseconds(after),
+    }  # fmt: skip
+
+
+def _label(choice: str | None) -> str:
+    return choice or "after"
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
