@@ -9,12 +9,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
+from ..errors import Unsuitable
 from ..passes.expansion import Operation, map_structure
 from ..passes.joins import Join, find_joins
-from ..passes.operators import function_of
-from ..passes.packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot
+from ..passes.operators import POINTWISE, function_of, resolve
+from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
 from ..passes.rebuild import Unit, Writer
+from . import batched_layers
 from . import ensemble as batched
+from .batching_rules import write_layer
 
 __all__ = ["Lowering", "covered_operations", "lower"]
 
@@ -65,9 +68,14 @@ def lower(lowering: Lowering) -> list[Unit]:
 
 def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
     def emit(writer: Writer) -> None:
-        write = _write_linear if pack.operator == "linear" else _write_pointwise
-        node = write(pack, lowering, writer)
-        node.meta["origin"] = tuple(member.name for member in pack.members)
+        if pack.operator == "linear":
+            node = _write_linear(pack, lowering, writer)
+        elif pack.operator in POINTWISE and pack.broadcasts:
+            node = _write_pointwise(pack, lowering, writer)
+        else:
+            values = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
+            node = write_layer(pack, values, writer.graph)
+        node.meta["origin"] = tuple(member.call for member in pack.members)
         writer.values[pack] = node
 
     return Unit(_order(pack), [key for o in pack.operands for key in _keys(o)], [pack], emit)
@@ -83,6 +91,8 @@ def _keys(operand: Operand) -> Sequence[Any]:
             return [operand]
         case Shared():
             return [operand.operation]
+        case Flags():
+            return []
         case Selected():
             return [operand.source]
         case Gathered():
@@ -97,6 +107,8 @@ def _stacked(operand: Operand, count: int, lowering: Lowering, writer: Writer) -
     match operand:
         case Pack() | Shared():
             return writer.values[operand if isinstance(operand, Pack) else operand.operation]
+        case Flags():
+            return graph.call_function(batched_layers.members_training, tuple(map(graph.get_attr, operand.names)))
         case Parameters():
             return graph.get_attr(lowering.names[operand.names])
         case Selected():
@@ -131,7 +143,7 @@ def _write_pointwise(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
 
 def _aligned(operand: Operand, value: fx.Node, pack: Pack, writer: Writer) -> fx.Node:
     """Give a stacked operand as many dimensions as the widest one, behind the members' dimension."""
-    if isinstance(operand, Shared) or len([o for o in pack.operands if not isinstance(o, Shared)]) == 1:
+    if not is_stacked(operand) or sum(map(is_stacked, pack.operands)) == 1:
         return value
     widest = _widest(pack)
     if operand is widest or (isinstance(operand, Pack) and operand.rank is not None and operand.rank == pack.rank):
@@ -140,7 +152,7 @@ def _aligned(operand: Operand, value: fx.Node, pack: Pack, writer: Writer) -> fx
 
 
 def _widest(pack: Pack) -> Pack | None:
-    packs = [operand for operand in pack.operands if isinstance(operand, Pack)]
+    packs = [operand for operand in pack.operands if isinstance(operand, Pack) and is_stacked(operand)]
     return max(packs, key=lambda source: source.rank if source.rank is not None else 1 << 30, default=None)
 
 
@@ -175,6 +187,8 @@ def _unbind_unit(pack: Pack) -> Unit:
 
     def emit(writer: Writer) -> None:
         graph = writer.graph
+        if pack.result != "stacked":
+            raise Unsuitable(f"somebody else reads what the members' {pack.operator} gives")
         parts = graph.call_function(batched.unbind_members, (writer.values[pack],))
         for position, member in enumerate(pack.members):
             writer.values[member] = graph.call_function(function_of("getitem"), (parts, position))
@@ -219,9 +233,19 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
         args, kwargs = map_structure(
             pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf
         )
-        function = F.linear if pack.operator == "linear" else function_of(pack.operator)
-        values[pack] = graph.call_function(function, args, kwargs)
+        values[pack] = _write_member(pack, args, kwargs, graph)
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
-    in_dims = tuple(None if isinstance(operand, Shared) else 0 for operand in outer)
+    in_dims = tuple(0 if is_stacked(operand) else None for operand in outer)
     return batched.VectorizedMembers(fx.GraphModule(nn.Module(), graph, "Member"), in_dims)
+
+
+def _write_member(pack: Pack, args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Graph) -> fx.Node:
+    """Write what one member computes."""
+    if pack.operator == "linear":
+        return graph.call_function(F.linear, args, kwargs)
+    if pack.operator in POINTWISE:
+        return graph.call_function(function_of(pack.operator), args, kwargs)
+    if pack.function:
+        return graph.call_function(resolve(pack.function), args, kwargs)
+    raise Unsuitable(f"'{pack.operator}' has no batching rule")

@@ -18,6 +18,7 @@ from ..errors import CaptureError
 from ..tracing.captured import Capture, capture_of
 from ..tracing.leaf_graphs import trace_leaf
 from . import operators
+from .batchable_modules import module_operator
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -39,6 +40,7 @@ class Operation:
         call: name of the home graph's node that it is part of.
         index: position in execution order.
         level: length of the longest path from an input.
+        value: metadata of what it gave on the example inputs, or None.
         users: the operations that read it, in order.
     """
 
@@ -52,6 +54,7 @@ class Operation:
     call: str
     index: int
     level: int = 0
+    value: Any = None
     users: list[Operation] = field(default_factory=list["Operation"])
 
     def __repr__(self) -> str:
@@ -169,7 +172,10 @@ class _Builder:
         bound = bind_placeholders(capture_of(module), graph, args, kwargs)
         if bound is None:
             return None
-        return (self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call),)
+        result = self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call)
+        if isinstance(result, Operation) and result.value is None:
+            result.value = node.meta.get("val")
+        return (result,)
 
     def child(self, path: str, name: str) -> nn.Module:
         if path not in self.modules:
@@ -196,8 +202,10 @@ class _Builder:
             target = _join(path, str(target))
         operation = Operation(
             prefix + node.name, node.op, target, args, kwargs,
-            operators.canonical_name(node), node, call, len(self.operations),
+            operators.canonical_name(node), node, call, len(self.operations), value=node.meta.get("val"),
         )  # fmt: skip
+        if node.op == "call_module" and operation.name not in self.closed:
+            operation.operator = module_operator(self.child(path, str(node.target)))
         for operand in operation.inputs:
             operation.level = max(operation.level, operand.level + 1)
             if not operand.users or operand.users[-1] is not operation:

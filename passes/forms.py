@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from .expansion import Operation, map_structure
-from .operators import POINTWISE, function_of
+from .operators import POINTWISE, VECTORIZABLE, function_of, function_path
 from .packs import Slot
 
 __all__ = ["normal_form", "packable", "writes_to_fresh_value"]
@@ -15,7 +15,9 @@ __all__ = ["normal_form", "packable", "writes_to_fresh_value"]
 
 def packable(operation: Operation) -> bool:
     """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
-    if operation.operator != "linear" and operation.operator not in POINTWISE:
+    if operation.kind == "call_module":
+        return operation.operator is not None
+    if operation.operator not in _COMPUTABLE or not _plain(operation):
         return False
     if not operation.mutates and not _asks_in_place(operation):
         return True
@@ -27,7 +29,28 @@ def writes_to_fresh_value(operation: Operation) -> bool:
     target = next(operation.inputs, None)
     if target is None or len(target.users) != 1 or target.mutates:
         return False
-    return target.operator == "linear" or (target.operator in POINTWISE and target.kind != "get_attr")
+    return target.operator in _FRESH or (target.operator in POINTWISE and target.kind != "get_attr")
+
+
+_COMPUTABLE = POINTWISE | VECTORIZABLE | {"linear"}
+_FRESH = frozenset(
+    "linear matmul bmm batch_norm layer_norm group_norm rms_norm embedding conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d".split()
+)
+"""Operators whose results share no memory with what they read."""
+
+
+def _plain(operation: Operation) -> bool:
+    """Say whether a call keeps to values: it writes into nothing, and its gradients are dense."""
+    if operation.operator in POINTWISE or operation.operator == "linear":
+        return True
+    if operation.operator == "getitem" and isinstance(operation.args[1], Operation):
+        return False
+    if operation.kwargs.get("max_norm") is not None or operation.kwargs.get("sparse"):
+        return False
+    if operation.kwargs.get("return_indices") or operation.kwargs.get("out") is not None:
+        return False
+    return function_path(operation.node) is not None
 
 
 def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Operation]]:

@@ -11,17 +11,26 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
+from .batchable_modules import module_signature, state_names
 from .expansion import Expansion, Operation, expand
 from .forms import normal_form, packable
-from .packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared
+from .operators import POINTWISE, function_path
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
+
+_KEEPS_RANK = frozenset(
+    "linear contiguous float half double bfloat16 to dropout softmax log_softmax layer_norm group_norm rms_norm "
+    "batch_norm normalize clone detach masked_fill conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d cumsum pad".split()
+)
 
 __all__ = ["Ensembles", "attribute", "find_ensembles", "value_rank"]
 
@@ -50,19 +59,34 @@ def find_ensembles(program: Program, home: str, variant: int = 0) -> list[Ensemb
 
 
 def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
-    search = _Search(home)
-    for operation in expansion.operations:
-        search.color(operation)
-    for members in list(search.classes.values()):
-        search.pack(members)
-    return search.ensembles()
+    """Look for members by their places in the module tree first, then among the rest by structure alone."""
+    found: list[Ensemble] = []
+    taken: set[Operation] = set()
+    for by_place in (True, False):
+        search = _Search(home, by_place)
+        for operation in expansion.operations:
+            if operation not in taken:
+                search.color(operation)
+        for members in list(search.classes.values()):
+            search.pack(members)
+        ensembles = [ensemble for ensemble in search.ensembles() if not _belongs_to_a_child(ensemble)]
+        found.extend(ensembles)
+        taken.update(member for ensemble in ensembles for pack in ensemble.packs for member in pack.members)
+    return found
+
+
+def _belongs_to_a_child(ensemble: Ensemble) -> bool:
+    """Say whether all of it lies in one opened call: then it is found there, without opening that call here."""
+    members = [member for pack in ensemble.packs for member in pack.members]
+    return all("/" in member.name for member in members) and len({member.call for member in members}) == 1
 
 
 class _Search:
     """The state of one search: colours, packs and which pack each operation is in."""
 
-    def __init__(self, home: nn.Module) -> None:
+    def __init__(self, home: nn.Module, by_place: bool) -> None:
         self.home = home
+        self.by_place = by_place
         self.colors: dict[Operation, int] = {}
         self.classes: dict[object, list[Operation]] = {}
         self.numbers: dict[object, int] = {}
@@ -71,16 +95,29 @@ class _Search:
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
 
     def color(self, operation: Operation) -> None:
-        """Give `operation` a colour if it is a linear layer or element-wise on something coloured."""
+        """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
         if not packable(operation):
             return
-        template, operands = normal_form(operation)
-        if operation.operator != "linear" and not any(operand in self.colors for operand in operands):
+        template, operands = self.form_of(operation)
+        if not any(operand in self.colors or self.is_state(operand) for operand in operands):
             return
-        signature = (operation.operator, repr(template), *(self.describe(operand) for operand in operands))
+        what = operation.operator if _in_one_spelling(operation) else function_path(operation.node)
+        signature = (what, repr(template), *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
         self.classes.setdefault(signature, []).append(operation)
+
+    def form_of(self, operation: Operation) -> tuple[Any, list[Operation]]:
+        template, operands = normal_form(operation)
+        if operation.kind != "call_module":
+            return template, operands
+        path = str(operation.target)
+        module = self.home.get_submodule(path)
+        state = [state_operand(operation, f"{path}.{name}") for name in state_names(module)]
+        return (*template, module_signature(module), len(operands)), [*operands, *state]
+
+    def is_state(self, operand: Operation) -> bool:
+        return operand.kind == "get_attr" and isinstance(attribute(self.home, str(operand.target)), nn.Parameter)
 
     def describe(self, operand: Operation) -> object:
         if operand in self.colors:
@@ -92,13 +129,16 @@ class _Search:
             return "select", selection[0].name, selection[1]
         if len(operand.users) > 1:
             return "shared", operand.name
-        return "own", operand.level, repr(operand.node.meta.get("val"))
+        return "own", operand.level, repr(operand.value)
 
     def describe_attribute(self, name: str) -> object:
+        place = re.sub(r"\d+", "*", name) if self.by_place else ""
         tensor = attribute(self.home, name)
+        if _is_flag(self.home, name):
+            return "flag", place
         if not isinstance(tensor, torch.Tensor):
             return "constant", name
-        return "attribute", re.sub(r"\d+", "*", name), tuple(tensor.shape), tensor.dtype, tensor.device
+        return "attribute", place, tuple(tensor.shape), tensor.dtype, tensor.device
 
     def pack(self, members: Sequence[Operation]) -> None:
         for group in self.align(members):
@@ -124,42 +164,60 @@ class _Search:
             ranks[id(pack), position] += 1
             groups[id(pack), rank][position] = member
         complete = {id(pack): pack.size for source in sources for pack, _ in source[:1]}
-        return [
+        full = [
             [group[i] for i in range(complete[pack])]
             for (pack, _), group in groups.items()
             if len(group) == complete[pack]
         ]
+        # Members that are alike up to here and differ later: those still alike go on together.
+        grouped = {member for group in full for member in group}
+        return [*full, [member for member in members if member not in grouped]]
 
     def sources(self, member: Operation) -> list[tuple[Pack, int]]:
         return [self.located[operand] for operand in self.forms[member][1] if operand in self.located]
 
     def form(self, group: Sequence[Operation]) -> Pack | None:
         """Return the pack of `group`, or None where an operand cannot be given to all members at once."""
-        template, _ = self.forms[group[0]]
+        first = group[0]
+        template, operations = self.forms[first]
         columns = zip(*(self.forms[member][1] for member in group), strict=True)
         operands = [self.operand(column) for column in columns]
         if any(operand is None for operand in operands):
             return None
         found = tuple(operand for operand in operands if operand is not None)
-        if all(isinstance(operand, Shared) for operand in found):
+        if all(isinstance(operand, (Shared, Flags)) for operand in found):
             return None  # one computation, several times: nothing to batch
-        if group[0].operator == "linear" and not _linear_is_batchable(found):
+        if first.operator == "linear" and not _linear_is_batchable(found):
             return None
-        rank = self.rank(group[0].operator, found)
-        if group[0].operator != "linear" and not _broadcasts(found, rank, self):
-            return None
-        return Pack(group[0].operator or "", tuple(group), template, found, rank)
+        state: tuple[str, ...] = ()
+        module = None
+        if first.kind == "call_module":
+            *template, _, inputs = template
+            module = self.home.get_submodule(str(first.target))
+            state = tuple(str(o.target).removeprefix(f"{first.target}.") for o in operations[inputs:])
+        rank = self.rank(first, found)
+        path = "" if first.kind == "call_module" else function_path(first.node) or ""
+        return Pack(
+            first.operator or "", tuple(group), tuple(template), found, rank,
+            path, result_kind(first, found), _broadcasts(found, rank, self), state, module,
+        )  # fmt: skip
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
         """Return how all members' values of one argument are had at once, or None."""
         if all(_same_value(operand, column[0]) for operand in column):
             return Shared(column[0])
-        if any(operand in self.located for operand in column):
-            return self.packed(column)
+        pack = self.packed(column)
+        if pack is not None:
+            return pack
         if all(operand.kind == "get_attr" for operand in column):
-            names = tuple(str(operand.target) for operand in column)
-            return Parameters(names) if all(isinstance(attribute(self.home, n), nn.Parameter) for n in names) else None
-        return _selection(column) or (Gathered(column) if len(set(column)) == len(column) else None)
+            return self.attributes(tuple(str(operand.target) for operand in column))
+        distinct = len(set(column)) == len(column) and all(_is_or_may_be_tensor(operand) for operand in column)
+        return _selection(column) or (Gathered(column) if distinct else None)
+
+    def attributes(self, names: tuple[str, ...]) -> Operand | None:
+        if all(_is_flag(self.home, name) for name in names):
+            return Flags(names)
+        return Parameters(names) if all(_is_state(self.home, name) for name in names) else None
 
     def packed(self, column: Sequence[Operation]) -> Pack | None:
         """Return the pack that `column` is, in the same order, or None."""
@@ -169,14 +227,21 @@ class _Search:
             return None
         return pack
 
-    def rank(self, operator: str | None, operands: Sequence[Operand]) -> int | None:
-        ranks = [self.rank_of(operand) for operand in (operands[:1] if operator == "linear" else operands)]
-        return None if any(rank is None for rank in ranks) else max(rank for rank in ranks if rank is not None)
+    def rank(self, first: Operation, operands: Sequence[Operand]) -> int | None:
+        known = value_rank(first, self.home)
+        if known is not None:
+            return known
+        if first.operator in POINTWISE:
+            ranks = [self.rank_of(operand) for operand in operands]
+            return None if any(rank is None for rank in ranks) else max(rank for rank in ranks if rank is not None)
+        return self.rank_of(operands[0]) if first.operator in _KEEPS_RANK else None
 
     def rank_of(self, operand: Operand) -> int | None:
         match operand:
             case Pack():
                 return operand.rank
+            case Flags():
+                return 0
             case Shared():
                 return value_rank(operand.operation, self.home)
             case Parameters():
@@ -222,7 +287,44 @@ def _keeps_everything(parts: Sequence[object]) -> bool:
 
 
 def _is_tensor(operation: Operation) -> bool:
-    return operation.kind == "get_attr" or hasattr(operation.node.meta.get("val"), "dtype")
+    return operation.kind == "get_attr" or hasattr(operation.value, "dtype")
+
+
+def _is_or_may_be_tensor(operation: Operation) -> bool:
+    return operation.value is None or hasattr(operation.value, "dtype")
+
+
+def _is_flag(home: nn.Module, name: str) -> bool:
+    return name.rpartition(".")[2] == "training" and isinstance(attribute(home, name), bool)
+
+
+def _is_state(home: nn.Module, name: str) -> bool:
+    """Say whether `name` is a parameter or a buffer that state dicts hold."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner = vars(home.get_submodule(path))
+    except AttributeError:
+        return False
+    kept = last in owner["_buffers"] and last not in owner["_non_persistent_buffers_set"]
+    return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
+
+
+def _in_one_spelling(operation: Operation) -> bool:
+    return operation.kind == "call_module" or operation.operator == "linear" or operation.operator in POINTWISE
+
+
+def state_operand(operation: Operation, name: str) -> Operation:
+    """Return the read of a tensor or flag that a module call implies."""
+    return Operation(name, "get_attr", name, (), {}, None, operation.node, operation.call, operation.index)
+
+
+def result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["stacked", "several", "common"]:
+    """Return what a batched call of the operation gives; see `Pack`."""
+    if operation.operator in ("shape", "size", "dim", "numel") or not any(map(is_stacked, operands)):
+        return "common"
+    if operation.operator in ("chunk", "split", "tensor_split", "unbind", "recurrent"):
+        return "several"
+    return "several" if isinstance(operation.value, tuple) else "stacked"
 
 
 def _same_value(one: Operation, other: Operation) -> bool:
@@ -246,9 +348,11 @@ def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
 
 def _broadcasts(operands: Sequence[Operand], rank: int | None, search: _Search) -> bool:
     """Say whether shared operands line up with a stacked result: none may have more dimensions than one member has."""
-    stacked = [search.rank_of(operand) for operand in operands if not isinstance(operand, Shared)]
+    stacked = [search.rank_of(operand) for operand in operands if is_stacked(operand)]
+    if None in stacked and len(stacked) > 1:
+        return False
     for operand in operands:
-        if not isinstance(operand, Shared):
+        if is_stacked(operand):
             continue
         own = search.rank_of(operand)
         if own == 0:
@@ -263,7 +367,7 @@ def value_rank(operation: Operation, home: nn.Module) -> int | None:
     if operation.kind == "get_attr":
         tensor = attribute(home, str(operation.target))
         return tensor.dim() if isinstance(tensor, torch.Tensor) else None
-    value = operation.node.meta.get("val")
+    value = operation.value
     if isinstance(value, (int, float)):
         return 0
     shape = getattr(value, "shape", None)

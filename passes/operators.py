@@ -5,6 +5,7 @@ Modules need no table: the forward of a `torch.nn` leaf is traced, and what it c
 
 from __future__ import annotations
 
+import builtins
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -16,7 +17,10 @@ from torch import fx, nn
 
 from ..compat import native_functions
 
-__all__ = ["POINTWISE", "canonical_name", "function_of", "is_random", "mutates", "operator_of_module"]
+__all__ = [
+    "POINTWISE", "VECTORIZABLE", "canonical_name", "function_of", "function_path", "is_random", "mutates",
+    "operator_of_module", "resolve",
+]  # fmt: skip
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
@@ -33,6 +37,26 @@ _TERNARY = "addcdiv addcmul clamp lerp where".split()
 
 POINTWISE = frozenset(_UNARY + _BINARY + _TERNARY)
 """Operators that compute each element of their (broadcast) result from one element of each operand."""
+
+_DIMENSIONAL = (
+    "softmax log_softmax softmin logsumexp cumsum cumprod mean sum amax amin prod var std flatten unflatten transpose "
+    "permute unsqueeze squeeze glu normalize narrow chunk split tensor_split unbind cat stack flip roll"
+).split()
+_LAYERS = (
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm rms_norm "
+    "instance_norm embedding bilinear prelu max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d lp_pool1d lp_pool2d pad interpolate pixel_shuffle pixel_unshuffle upsample "
+    "local_response_norm scaled_dot_product_attention dropout"
+).split()
+_SHAPES = (
+    "reshape view expand contiguous float half double bfloat16 to type clone detach expand_as view_as type_as "
+    "masked_fill tril triu diagonal matmul bmm einsum gather index_select take_along_dim getitem norm argmax argmin"
+).split()
+_ATTRIBUTES = ("shape", "size", "dim", "numel")
+
+VECTORIZABLE = frozenset((*_DIMENSIONAL, *_LAYERS, *_SHAPES, *_ATTRIBUTES))
+"""Further operators without side effects that `torch.func.vmap` computes for N members at once."""
 
 _PYTHON: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "add": (operator.add, operator.iadd),
@@ -83,7 +107,7 @@ _NAMESPACES: tuple[Any, ...] = (torch, F, torch.special, native_functions())
 @cache
 def _functions() -> dict[Any, str]:
     table: dict[Any, str] = {}
-    for name in (*POINTWISE, *_RANDOM, *_SYNONYMS):
+    for name in (*POINTWISE, *VECTORIZABLE, *_RANDOM, *_SYNONYMS):
         for spelling in _SYNONYMS.get(name, (name,)):
             for namespace in _NAMESPACES:
                 for candidate in (spelling, f"{spelling}_"):
@@ -98,7 +122,7 @@ def _functions() -> dict[Any, str]:
 @cache
 def _methods() -> dict[str, str]:
     table = {spelling: name for name, spellings in _SYNONYMS.items() for spelling in spellings}
-    table.update({name: name for name in (*POINTWISE, *_RANDOM) if name not in table})
+    table.update({name: name for name in (*POINTWISE, *VECTORIZABLE, *_RANDOM) if name not in table})
     table.update({f"{spelling}_": name for spelling, name in table.items() if not spelling.startswith("__")})
     return table
 
@@ -106,6 +130,8 @@ def _methods() -> dict[str, str]:
 def canonical_name(node: fx.Node) -> str | None:
     """Return the operator that a call_function or call_method node computes, or None where it is not known."""
     if node.op == "call_function":
+        if node.target is getattr:
+            return "shape" if node.args[1:] == ("shape",) else None
         try:
             return _functions().get(node.target)
         except TypeError:
@@ -129,6 +155,39 @@ def function_of(name: str) -> Callable[..., Any]:
         if callable(function):
             return function
     raise KeyError(name)
+
+
+_PREFIXES: Mapping[str, Any] = {
+    "torch": torch, "torch.nn.functional": F, "torch.special": torch.special, "torch._C._nn": native_functions(),
+    "operator": operator, "builtins": builtins,
+}  # fmt: skip
+
+
+def function_path(node: fx.Node) -> str | None:
+    """Return a name that `resolve` finds the node's function by; methods are called like `.flatten`; else None."""
+    if node.op == "call_method":
+        return f".{node.target}"
+    names = (getattr(node.target, "__name__", ""), canonical_name(node) or "")
+    for prefix, namespace in _PREFIXES.items():
+        for name in names:
+            if name and getattr(namespace, name, None) is node.target:
+                return f"{prefix}.{name}"
+    return None
+
+
+@cache
+def resolve(path: str) -> Callable[..., Any]:
+    """Return the function that `function_path` named.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    prefix, _, name = path.rpartition(".")
+    namespace = _PREFIXES[prefix] if prefix else torch.Tensor
+    function = getattr(namespace, name, None)
+    if not callable(function):
+        raise KeyError(path)
+    return function
 
 
 def operator_of_module(module_type: type[nn.Module]) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from torch import nn
 
 from .expansion import Operation
 
-__all__ = ["Ensemble", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "Slot"]
+__all__ = ["Ensemble", "Flags", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "Slot", "is_stacked"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,13 @@ class Shared:
 @dataclass(frozen=True)
 class Parameters:
     """Each member reads a tensor attribute of its own; all have one shape, dtype and device."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Each member reads its own `training`; they have to agree."""
 
     names: tuple[str, ...]
 
@@ -57,6 +66,11 @@ class Pack:
         arguments: positional and keyword arguments with a `Slot` for each tensor operand.
         operands: what fills each slot.
         rank: number of dimensions of one member's result; None where it is not known.
+        function: what computes it, as `operators.resolve` finds it; of a module call "".
+        result: whether a batched call gives one stacked tensor, several of them, or one value common to all members.
+        broadcasts: whether stacked and shared operands line up behind the members' dimension.
+        state: of a module call, the names of the tensors and flags that the last operands stand for.
+        module: of a module call, the first member's module, to read its options from.
     """
 
     operator: str
@@ -64,13 +78,30 @@ class Pack:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     operands: tuple[Operand, ...]
     rank: int | None
+    function: str = ""
+    result: Literal["stacked", "several", "common"] = "stacked"
+    broadcasts: bool = True
+    state: tuple[str, ...] = ()
+    module: nn.Module | None = None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Return the plain attributes of the module that is called."""
+        return {} if self.module is None else vars(self.module)
 
     @property
     def size(self) -> int:
         return len(self.members)
 
 
-Operand = Shared | Parameters | Selected | Gathered | Pack
+Operand = Shared | Flags | Parameters | Selected | Gathered | Pack
+
+
+def is_stacked(operand: Operand) -> bool:
+    """Say whether the members have values of their own for an operand."""
+    if isinstance(operand, Pack):
+        return operand.result != "common"
+    return not isinstance(operand, (Shared, Flags))
 
 
 @dataclass(eq=False)

@@ -90,7 +90,7 @@ def _operation_unit(operation: Operation) -> Unit:
             writer.substitute(operation.args), writer.substitute(operation.kwargs),
             name=operation.name.replace("/", "_"),
         )  # fmt: skip
-        node.meta = dict(operation.node.meta)
+        node.meta = {**operation.node.meta, "val": operation.value, "origin": operation.call}
         writer.values[operation] = node
 
     return Unit(operation.index, list(operation.inputs), [operation], emit, operation.mutates)

@@ -24,7 +24,7 @@ class Tape(DispatchMode):
 
     Whoever runs a graph says `at(key)` before each node; a tape that is not keyed counts all draws in their order. A
     tuple key stands for N members: its draw is the members' draws, stacked on dim 0; where the operator asks for
-    another layout, the dimension they fit along is used. The counter is kept per key, so several nodes of one origin
+    another layout, the dimension they fit along is used. Draws are counted per name, so several nodes of one origin
     go on counting where the last one stopped.
     """
 
@@ -32,7 +32,7 @@ class Tape(DispatchMode):
         super().__init__()
         self.seed, self.keyed = seed, keyed
         self._key: Key = ""
-        self._counts: Counter[Key] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def at(self, key: Key) -> None:
         """Let the draws that follow belong to `key`."""
@@ -42,12 +42,13 @@ class Tape(DispatchMode):
         kwargs = kwargs or {}
         if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        count = self._counts[self._key]
-        self._counts[self._key] += 1
+        members = (self._key,) if isinstance(self._key, str) else self._key
+        counts = tuple(self._counts[member] for member in members)
+        self._counts.update(members)
         rule = _RULES.get(str(func))
         if rule is None:
-            return self._seeded(count, func, args, kwargs)
-        return rule(_Draws(self.seed, self._key, count), args, kwargs)
+            return self._seeded(counts[0], func, args, kwargs)
+        return rule(_Draws(self.seed, self._key, counts), args, kwargs)
 
     def _seeded(self, count: int, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.random.fork_rng():
@@ -58,8 +59,8 @@ class Tape(DispatchMode):
 class _Draws:
     """The random numbers of one operator: uniform in [0, 1) or standard normal, of any shape."""
 
-    def __init__(self, seed: int, key: Key, count: int) -> None:
-        self.seed, self.key, self.count = seed, key, count
+    def __init__(self, seed: int, key: Key, counts: tuple[int, ...]) -> None:
+        self.seed, self.key, self.counts = seed, key, counts
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return self._of(torch.rand, tuple(shape)).to(device)
@@ -69,12 +70,13 @@ class _Draws:
 
     def _of(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         if isinstance(self.key, str):
-            return self._one(draw, self.key, shape)
+            return self._one(draw, self.key, self.counts[0], shape)
         part, join = _layout(shape, len(self.key))
-        return join([self._one(draw, member, part) for member in self.key])
+        draws = zip(self.key, self.counts, strict=True)
+        return join([self._one(draw, member, count, part) for member, count in draws])
 
-    def _one(self, draw: Callable[..., Tensor], member: str, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(_digest(self.seed, member, self.count))
+    def _one(self, draw: Callable[..., Tensor], member: str, count: int, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(_digest(self.seed, member, count))
         return draw(shape, generator=generator, dtype=torch.float64)
 
 

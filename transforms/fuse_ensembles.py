@@ -108,6 +108,8 @@ class FuseEnsembles(Pass):
     def _choices(self, ensemble: Ensemble) -> tuple[str, ...]:
         if self.lowering is not Lowering.AUTO:
             return (self.lowering.value,)
+        if not any(pack.operator == "linear" for pack in ensemble.packs):
+            return ("grouped_conv", "vmap")
         candidates = ("wide", "bmm") if ensemble.shares_input else ("bmm",)
         return (*candidates, "vmap", "grouped_conv")
 
@@ -197,9 +199,10 @@ def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
 
 def _located(site: Site) -> Ensemble:
     """Find the site's ensemble again in the graph as it is now."""
-    wanted = set(site.nodes.values())
+    # What an earlier rewrite of the same home wrote out by itself has the same name but for the slashes.
+    wanted = {name.replace("/", "_") for name in site.nodes.values()}
     for ensemble in find_ensembles(site.program, site.home):
-        if {member.name for pack in ensemble.packs for member in pack.members} == wanted:
+        if {member.name.replace("/", "_") for pack in ensemble.packs for member in pack.members} == wanted:
             return ensemble
     raise Unsuitable("an earlier rewrite took some of its members")
 

@@ -1,0 +1,256 @@
+"""Layers of N members at once, beyond the linear ones: convolutions, norms, pools, and whatever `vmap` computes.
+
+Shapes are written as in `ensemble.py`. Convolutions, batch norms and pools work on the members' channels side by side,
+[B, N*C, ...]; what they give is a view of that with the members in front, so that a chain of them copies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import FusedMemberError
+from ..passes.operators import resolve
+
+__all__ = [
+    "batch_norm_members",
+    "convolve_members",
+    "group_norm_members",
+    "layer_norm_members",
+    "member_dim",
+    "member_numel",
+    "member_shape",
+    "member_size",
+    "members_training",
+    "normalize_member",
+    "pool_members",
+    "reshape_members",
+    "rms_norm_members",
+    "transposed_convolve_members",
+    "vectorize_members",
+]
+
+
+def side_by_side(x: Tensor, spatial: int) -> Tensor:
+    """Return [N, B, C, ...] as [B, N*C, ...], and [N, C, ...] as [N*C, ...]; `spatial` dimensions follow the channels."""
+    channels = x.ndim - 2 - spatial
+    return x.movedim(0, channels).flatten(channels, channels + 1)
+
+
+def apart(x: Tensor, members: int, spatial: int) -> Tensor:
+    """Undo `side_by_side`; the result is a view."""
+    channels = x.ndim - 1 - spatial
+    return x.unflatten(channels, (members, x.shape[channels] // members)).movedim(channels, 0)
+
+
+# -- convolutions --------------------------------------------------------------------------------------------------
+
+
+def convolve_members(
+    path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
+) -> Tensor:
+    """Convolve input i with kernel i, all in one convolution.
+
+    Args:
+        path: the convolution, as `operators.resolve` finds it.
+        x: [B, C, ...] read by every member if `shared`, else [N, B, C, ...]; the batch may be missing.
+        weight: [N, out, C / groups, ...].
+        bias: [N, out].
+        groups: of one member.
+        options: stride, padding, dilation.
+
+    Returns:
+        [N, B, out, ...].
+    """
+    count, spatial = weight.shape[0], weight.ndim - 3
+    if shared and groups == 1:
+        wide = x  # one convolution with everybody's output channels
+    else:
+        wide, groups = side_by_side(_given_to_all(x, count) if shared else x, spatial), count * groups
+    flat_bias = None if bias is None else bias.flatten()
+    return apart(resolve(path)(wide, weight.flatten(0, 1), flat_bias, groups=groups, **options), count, spatial)
+
+
+def transposed_convolve_members(
+    path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
+) -> Tensor:
+    """Do `convolve_members` for a transposed convolution, whose weight is [N, C, out / groups, ...]."""
+    count, spatial = weight.shape[0], weight.ndim - 3
+    if shared and groups == 1:
+        wide, kernel = x, weight.movedim(0, 1).flatten(1, 2)
+    else:
+        wide, kernel = side_by_side(_given_to_all(x, count) if shared else x, spatial), weight.flatten(0, 1)
+        groups = count * groups
+    flat_bias = None if bias is None else bias.flatten()
+    return apart(resolve(path)(wide, kernel, flat_bias, groups=groups, **options), count, spatial)
+
+
+def _given_to_all(x: Tensor, count: int) -> Tensor:
+    return x.expand(count, *x.shape)
+
+
+# -- norms ---------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_members(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, shared: bool
+) -> Tensor:
+    """Normalize the last dimensions, then scale and shift by each member's own [N, *shape]; x as in `shared` or [N, ...]."""
+    return _scaled(F.layer_norm(x, shape, None, None, eps), weight, bias, x.ndim + shared, len(shape))
+
+
+def rms_norm_members(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, shared: bool) -> Tensor:
+    """Divide by the root mean square of the last dimensions, then scale by each member's own [N, *shape]."""
+    return _scaled(F.rms_norm(x, shape, None, eps), weight, None, x.ndim + shared, len(shape))
+
+
+def group_norm_members(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shared: bool
+) -> Tensor:
+    """Normalize groups of channels of x, [B, C, ...] if `shared` else [N, B, C, ...], with weights [N, C]."""
+    if shared:
+        normal, behind = F.group_norm(x, groups, None, None, eps), x.ndim - 2
+    else:
+        flat = F.group_norm(x.flatten(0, 1), groups, None, None, eps)
+        normal, behind = flat.unflatten(0, x.shape[:2]), x.ndim - 3
+    ones = (1,) * behind
+    weight = None if weight is None else weight.reshape(*weight.shape, *ones)
+    bias = None if bias is None else bias.reshape(*bias.shape, *ones)
+    return _scaled(normal, weight, bias, x.ndim + shared, 1 + behind)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, ndim: int, own: int) -> Tensor:
+    """Scale and shift by tensors whose last `own` dimensions are x's, behind the members'."""
+    between = (1,) * (ndim - 1 - own)
+    if weight is not None:
+        weight = weight.reshape(weight.shape[0], *between, *weight.shape[1:])
+        if bias is None:
+            return x * weight
+        return torch.addcmul(bias.reshape(bias.shape[0], *between, *bias.shape[1:]), x, weight)
+    return x if bias is None else x + bias.reshape(bias.shape[0], *between, *bias.shape[1:])
+
+
+def batch_norm_members(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    shared: bool,
+) -> Tensor:
+    """Normalize each member's channels by their own statistics; running ones are updated in place in training.
+
+    Args:
+        x: [B, C, ...] if `shared`, else [N, B, C, ...].
+        weight, bias, running_mean, running_var: [N, C].
+        batches: [N], how many batches the running statistics have seen.
+
+    Returns:
+        [N, B, C, ...].
+    """
+    known = next((t for t in (weight, running_mean) if t is not None), None)
+    count = x.shape[0] if known is None else known.shape[0]
+    members = _given_to_all(x, count) if shared else x
+    spatial = members.ndim - 3
+    flat = [None if t is None else t.flatten() for t in (running_mean, running_var, weight, bias)]
+    normal = normalize_member(side_by_side(members, spatial), *flat, batches, training, momentum, eps)
+    return apart(normal, count, spatial)
+
+
+def normalize_member(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batches: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Do what the forward of `nn.BatchNorm1d`, 2d and 3d does."""
+    if training and batches is not None:
+        batches.add_(1)
+    by_batch = training or running_mean is None
+    return F.batch_norm(x, running_mean, running_var, weight, bias, by_batch, momentum, eps)
+
+
+# -- pools, shapes -------------------------------------------------------------------------------------------------
+
+
+def pool_members(path: str, x: Tensor, spatial: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Pool [N, B, C, ...], or [N, C, ...], channel by channel."""
+    return apart(resolve(path)(side_by_side(x, spatial), *args, **kwargs), x.shape[0], spatial)
+
+
+def reshape_members(x: Tensor, *shape: int) -> Tensor:
+    """Reshape each member of [N, ...]; a copy is made where the members' layout does not allow a view."""
+    return x.reshape(x.shape[0], *shape)
+
+
+def member_shape(x: Tensor) -> torch.Size:
+    """Return the shape that one member of [N, ...] has."""
+    return x.shape[1:]
+
+
+def member_size(x: Tensor, dim: int | None = None) -> Any:
+    """Return what `size` of one member gives."""
+    return x.shape[1:] if dim is None else x.shape[1:][dim]
+
+
+def member_dim(x: Tensor) -> int:
+    """Return the number of dimensions that one member of [N, ...] has."""
+    return x.ndim - 1
+
+
+def member_numel(x: Tensor) -> int:
+    """Return the number of elements that one member of [N, ...] has."""
+    return x[0].numel()
+
+
+def members_training(*flags: bool) -> bool:
+    """Return the members' common mode.
+
+    Raises:
+        FusedMemberError: if some train and others do not.
+    """
+    if len(set(flags)) > 1:
+        raise FusedMemberError(
+            "some members of a fused ensemble are in training mode and others are not; they compute together, so set "
+            "them alike, or get the original structure back by fxopt.restore(model)"
+        )
+    return flags[0]
+
+
+# -- any operator --------------------------------------------------------------------------------------------------
+
+
+def vectorize_members(path: str, stacked: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute any operator for all members by `torch.func.vmap`.
+
+    Args:
+        path: the operator, as `operators.resolve` finds it.
+        stacked: for each leaf of the arguments, whether it holds the members' values along dimension 0.
+        args, kwargs: of the operator.
+
+    Returns:
+        [N, ...], or a tuple of such.
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    own = [leaf for leaf, is_own in zip(leaves, stacked, strict=True) if is_own]
+
+    def compute(*values: Tensor) -> Any:
+        rest = iter(values)
+        filled = [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, stacked, strict=True)]
+        positional, named = pytree.tree_unflatten(filled, structure)
+        return resolve(path)(*positional, **named)
+
+    return torch.func.vmap(compute, randomness="different")(*own)
