@@ -14,7 +14,7 @@ from ..passes.operators import POINTWISE, resolve
 from ..passes.packs import Operand, Pack, Slot, is_stacked
 from . import batched_layers as batched
 
-__all__ = ["write_layer"]
+__all__ = ["call", "write_layer"]
 
 Values = Sequence[fx.Node]
 """The operands as written: stacked ones with the members along dimension 0, others as they are."""
@@ -25,6 +25,13 @@ def write_layer(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     rule = _RULES.get(pack.operator)
     written = rule(pack, values, graph) if rule is not None else None
     return written if written is not None else _vectorized(pack, values, graph)
+
+
+def call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Graph) -> fx.Node:
+    """Write a call of the function or method that `operators.function_path` named."""
+    if path.startswith("."):
+        return graph.call_method(path[1:], args, kwargs)
+    return graph.call_function(resolve(path), args, kwargs)
 
 
 def filled(pack: Pack, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -38,7 +45,7 @@ def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     leaves = pytree.tree_leaves(pack.arguments)
     stacked = tuple(isinstance(leaf, Slot) and is_stacked(pack.operands[leaf.index]) for leaf in leaves)
     if not any(stacked):
-        return graph.call_function(resolve(pack.function), *filled(pack, values))
+        return call(pack.function, *filled(pack, values), graph)
     return graph.call_function(batched.vectorize_members, (pack.function, stacked, *filled(pack, values)))
 
 
@@ -128,7 +135,7 @@ def _same(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     args, _ = pack.arguments
     if not args or not _is_own(pack, args[0]) or sum(map(is_stacked, pack.operands)) > 1:
         return None
-    return graph.call_function(resolve(pack.function), *filled(pack, values))
+    return call(pack.function, *filled(pack, values), graph)
 
 
 def _along(*dims: tuple[str, int, int | None]) -> Callable[..., Any]:
@@ -145,7 +152,7 @@ def _along(*dims: tuple[str, int, int | None]) -> Callable[..., Any]:
             if moved is None:
                 return None
             place[0][place[1]] = moved
-        return graph.call_function(resolve(pack.function), *_written((tuple(args), kwargs), values))
+        return call(pack.function, *_written((tuple(args), kwargs), values), graph)
 
     return rule
 
@@ -212,7 +219,7 @@ def _attention(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     plain = len(args) == 3 and all(_is_own(pack, a) for a in args) and "attn_mask" not in kwargs
     if not plain or len(ranks) != 1 or len(pack.operands) < 3 or None in ranks:
         return None
-    return graph.call_function(resolve(pack.function), *filled(pack, values))
+    return call(pack.function, *filled(pack, values), graph)
 
 
 _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]

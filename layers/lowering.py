@@ -12,12 +12,12 @@ from torch import fx, nn
 from ..errors import Unsuitable
 from ..passes.expansion import Operation, map_structure
 from ..passes.joins import Join, find_joins
-from ..passes.operators import POINTWISE, function_of, resolve
+from ..passes.operators import POINTWISE, function_of
 from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
 from ..passes.rebuild import Unit, Writer
 from . import batched_layers
 from . import ensemble as batched
-from .batching_rules import write_layer
+from .batching_rules import call, write_layer
 
 __all__ = ["Lowering", "covered_operations", "lower"]
 
@@ -247,5 +247,5 @@ def _write_member(pack: Pack, args: tuple[Any, ...], kwargs: dict[str, Any], gra
     if pack.operator in POINTWISE:
         return graph.call_function(function_of(pack.operator), args, kwargs)
     if pack.function:
-        return graph.call_function(resolve(pack.function), args, kwargs)
+        return call(pack.function, args, kwargs, graph)
     raise Unsuitable(f"'{pack.operator}' has no batching rule")

@@ -25,24 +25,33 @@ class FusedMembers(nn.Module):
     Args:
         parameters: name -> tensor [N, ...]; it is taken over, not copied, with whatever memory layout it has.
         requires_grad: for all, or by name.
+        buffers: the same for running statistics and the like.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], requires_grad: bool | Mapping[str, bool] = True) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        requires_grad: bool | Mapping[str, bool] = True,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         for name, tensor in parameters.items():
             trains = requires_grad if isinstance(requires_grad, bool) else requires_grad[name]
             self.register_parameter(name, nn.Parameter(tensor.detach(), trains))
+        for name, tensor in (buffers or {}).items():
+            self.register_buffer(name, tensor.detach())
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={list(parameter.shape)}" for name, parameter in self.named_parameters())
+        tensors = (*self.named_parameters(), *self.named_buffers())
+        return ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in tensors)
 
 
 def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]]) -> Callable[[], None]:
-    """Take parameters of `module` away and let it read them as slices of stacked ones.
+    """Take parameters and buffers of `module` away and let it read them as slices of stacked ones.
 
     Args:
         module: a member; it keeps its identity, its class's name and its forward.
-        views: parameter name -> (module that holds the stacked parameter, its name there, index of the slice).
+        views: name -> (module that holds the stacked tensor, its name there, index of the slice).
 
     Returns:
         A function that puts everything back as it was, the old parameters' values included.
@@ -53,28 +62,40 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
-    parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
-    before = dict(parameters)
+    registers = _registers(module)
+    before = [dict(register) for register in registers]
     undo = _change(module, VIEWS, {**views_of(module), **slices})
     # The names stay, without a value: that keeps their order, and stops what looks for them there.
-    parameters.update(dict.fromkeys(slices))
+    for register in registers:
+        register.update({name: None for name in register if name in slices})
 
     def restore() -> None:
         undo()
-        now = {name: parameter for name, parameter in parameters.items() if name not in slices}
-        parameters.clear()
-        parameters.update(before | now)
+        for register, old in zip(registers, before, strict=True):
+            now = {name: tensor for name, tensor in register.items() if name not in slices}
+            register.clear()
+            register.update(old | now)
 
     return restore
 
 
+def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers  # pyright: ignore[reportPrivateUsage]
+
+
 def detach_member(module: nn.Module) -> None:
-    """Give a member parameters of its own again, with the values of its slices; nothing happens to other modules."""
+    """Give a member tensors of its own again, with the values of its slices; nothing happens to other modules."""
     views = views_of(module)
-    own = {name: nn.Parameter(view.read().detach().clone(), view.stacked.requires_grad) for name, view in views.items()}
-    if own:
-        _change(module, VIEWS, None)
-        module._parameters.update(own)  # pyright: ignore[reportPrivateUsage]
+    own = {name: view.read().detach().clone() for name, view in views.items()}
+    if not own:
+        return
+    _change(module, VIEWS, None)
+    parameters, buffers = _registers(module)
+    for name, value in own.items():
+        if name in buffers:
+            buffers[name] = value
+        else:
+            parameters[name] = nn.Parameter(value, views[name].stacked.requires_grad)
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
@@ -87,7 +108,8 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
-    parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    parameters, buffers = _registers(module)
+    parameter = parameters.get(name) if name in parameters else buffers.get(name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
     stacked = view.stacked

@@ -32,7 +32,7 @@ _MUTATORS = (
 
 
 class View(NamedTuple):
-    """Slice `position` of the parameter `name` of `store`."""
+    """Slice `position` of the parameter or buffer `name` of `store`."""
 
     store: nn.Module
     name: str
@@ -41,6 +41,10 @@ class View(NamedTuple):
     @property
     def stacked(self) -> Tensor:
         return getattr(self.store, self.name)
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name in self.store._buffers  # pyright: ignore[reportPrivateUsage]
 
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
@@ -149,8 +153,24 @@ class FusedPart(nn.Module):
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         if recurse:
             dotted = f"{prefix}." if prefix else ""
-            for name, parameter in _stacked_or_slices(_outside(self)):
+            for name, parameter in _stacked_or_slices(_parameter_views(self)):
                 yield dotted + name, cast("nn.Parameter", parameter)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if recurse:
+            dotted = f"{prefix}." if prefix else ""
+            views = {name: view for name, view in _outside(self).items() if view.is_buffer}
+            yield from ((dotted + name, buffer) for name, buffer in _stacked_or_slices(views))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        views = views_of(self)
+        if name in views:
+            self._fxopt_write(name, views[name], tensor)
+        else:
+            super().register_buffer(name, tensor, persistent)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         result: Any = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -195,6 +215,10 @@ def _outside(module: nn.Module) -> dict[str, View]:
         for name, view in child.__dict__.get(VIEWS, {}).items()
         if id(view.store) not in inside
     }
+
+
+def _parameter_views(module: nn.Module) -> dict[str, View]:
+    return {name: view for name, view in _outside(module).items() if not view.is_buffer}
 
 
 def _stacked_or_slices(views: Mapping[str, View]) -> Iterator[tuple[str, Tensor]]:

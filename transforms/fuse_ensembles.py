@@ -208,12 +208,14 @@ def _located(site: Site) -> Ensemble:
 
 
 def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], str]:
-    """Move the members' parameters into one new child; members keep live views. Return the new names."""
+    """Move the members' tensors into one new child; members keep live views. Return the new names."""
     home = edit.home
     places = _store_names(ensemble)
     members = {places[o.names]: [_parameter(home, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
-    store = FusedMembers(stacked, {place: group[0].requires_grad for place, group in members.items()})
+    parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
+    buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
+    store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
     child = edit.add_module(store, name=f"fused_{_common_name(ensemble)}".replace(".", "_"))
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{places[operand.names]}"))
