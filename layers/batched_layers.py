@@ -19,6 +19,7 @@ from ..passes.operators import resolve
 __all__ = [
     "batch_norm_members",
     "convolve_members",
+    "embed_members",
     "group_norm_members",
     "layer_norm_members",
     "member_dim",
@@ -29,6 +30,7 @@ __all__ = [
     "normalize_member",
     "pool_members",
     "reshape_members",
+    "results_of_member",
     "rms_norm_members",
     "transposed_convolve_members",
     "vectorize_members",
@@ -183,6 +185,30 @@ def normalize_member(
     return F.batch_norm(x, running_mean, running_var, weight, bias, by_batch, momentum, eps)
 
 
+# -- embeddings ----------------------------------------------------------------------------------------------------
+
+
+def embed_members(indices: Tensor, weight: Tensor, padding: int | None, shared: bool) -> Tensor:
+    """Look indices up in each member's own table, in one table with all of them behind one another.
+
+    Args:
+        indices: [*] if `shared`, else [N, *].
+        weight: [N, V, D].
+        padding: the row that gets no gradient.
+
+    Returns:
+        [N, *, D].
+    """
+    count, rows = weight.shape[:2]
+    if shared:
+        indices = indices.expand(count, *indices.shape)
+    first = torch.arange(0, count * rows, rows, device=indices.device, dtype=indices.dtype)
+    found = F.embedding(indices + first.view(count, *(1,) * (indices.ndim - 1)), weight.flatten(0, 1))
+    if padding is None:
+        return found
+    return torch.where((indices == padding % rows).unsqueeze(-1), found.detach(), found)
+
+
 # -- pools, shapes -------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +240,11 @@ def member_dim(x: Tensor) -> int:
 def member_numel(x: Tensor) -> int:
     """Return the number of elements that one member of [N, ...] has."""
     return x[0].numel()
+
+
+def results_of_member(results: Any, index: int) -> Any:
+    """Return one member's part of several stacked results, in the structure that these have."""
+    return pytree.tree_map_only(Tensor, lambda stacked: stacked[index], results)
 
 
 def members_training(*flags: bool) -> bool:

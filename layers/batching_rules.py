@@ -13,6 +13,7 @@ from ..passes.expansion import map_structure
 from ..passes.operators import POINTWISE, resolve
 from ..passes.packs import Operand, Pack, Slot, is_stacked
 from . import batched_layers as batched
+from .batched_recurrent import recurrent_members
 
 __all__ = ["call", "write_layer"]
 
@@ -120,6 +121,30 @@ def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     )
 
 
+def _recurrent(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
+    inputs = len(pack.operands) - len(pack.state)
+    first = pack.members[0].args[:1]
+    if inputs != 1 or len(getattr(getattr(first[0], "value", None), "shape", ())) not in (0, 3):
+        raise Unsuitable("the members' recurrent layers are not called with one batch of sequences each")
+    state = dict(zip(pack.state, values[inputs:], strict=True))
+    training = state.pop("training")
+    options = {name: pack.options[name] for name in _RECURRENT}
+    shared = not is_stacked(pack.operands[0])
+    return graph.call_function(recurrent_members, (values[0], state, options, training, shared))
+
+
+_RECURRENT = ("mode", "num_layers", "bidirectional", "batch_first", "dropout", "hidden_size")
+
+
+def _embedding(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
+    named = _named(pack, ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"))
+    if named is None or named.get("scale_grad_by_freq") or not _is_own(pack, named["weight"]):
+        return None
+    shared = not _is_own(pack, named["input"])
+    arguments = (named["input"], named["weight"], named.get("padding_idx"), shared)
+    return graph.call_function(batched.embed_members, _written(arguments, values))
+
+
 def _pool(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     args, kwargs = pack.arguments
     if not args or not _is_own(pack, args[0]) or len(pack.operands) > 1:
@@ -200,6 +225,13 @@ def _shape(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+def _length(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
+    operand = pack.operands[0]
+    if isinstance(operand, Pack) and operand.result != "stacked":
+        return graph.call_function(len, (values[0],))
+    return graph.call_function(batched.member_size, (values[0], 0))
+
+
 def _getitem(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     (source, index), _ = pack.arguments
     operand = _operand(pack, source)
@@ -237,6 +269,8 @@ _RULES: Mapping[str, Callable[[Pack, Values, fx.Graph], fx.Node | None]] = {
         _DIM,
     ),
     "batch_norm": _batch_norm,
+    "embedding": _embedding,
+    "recurrent": _recurrent,
     "cat": _along(("dim", 1, 0)),
     "stack": _along(("dim", 1, 0)),
     "chunk": _along(("dim", 2, 0)),
@@ -247,6 +281,7 @@ _RULES: Mapping[str, Callable[[Pack, Values, fx.Graph], fx.Node | None]] = {
     "glu": _along(("dim", 1, -1)),
     "group_norm": _norm(batched.group_norm_members, ("input", "num_groups", "weight", "bias", "eps"), _AFFINE),
     "layer_norm": _norm(batched.layer_norm_members, ("input", "normalized_shape", "weight", "bias", "eps"), _AFFINE),
+    "len": _length,
     "normalize": _along(("dim", 2, 1)),
     "numel": _shape(batched.member_numel),
     "permute": _permute,

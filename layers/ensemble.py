@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 __all__ = [
     "VectorizedMembers",
@@ -224,11 +224,11 @@ class VectorizedMembers(nn.Module):
     """Compute all members at once by `torch.func.vmap` over a graph of a single one.
 
     Attributes:
-        member: a pure function of its placeholders; it holds no parameters of its own.
+        member: a pure function of its operands; it holds no parameters of its own.
         in_dims: for each placeholder 0 where the members have one each, None where they share it.
     """
 
-    def __init__(self, member: fx.GraphModule, in_dims: tuple[int | None, ...]) -> None:
+    def __init__(self, member: nn.Module, in_dims: tuple[int | None, ...]) -> None:
         super().__init__()
         self.member = member
         self.in_dims = in_dims

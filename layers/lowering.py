@@ -18,6 +18,7 @@ from ..passes.rebuild import Unit, Writer
 from . import batched_layers
 from . import ensemble as batched
 from .batching_rules import call, write_layer
+from .templates import Template
 
 __all__ = ["Lowering", "covered_operations", "lower"]
 
@@ -74,7 +75,7 @@ def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
             node = _write_pointwise(pack, lowering, writer)
         else:
             values = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
-            node = write_layer(pack, values, writer.graph)
+            node = _write_layer(pack, values, lowering, writer)
         node.meta["origin"] = tuple(member.call for member in pack.members)
         writer.values[pack] = node
 
@@ -115,6 +116,23 @@ def _stacked(operand: Operand, count: int, lowering: Lowering, writer: Writer) -
             return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
         case Gathered():
             return graph.call_function(batched.gather_members, tuple(writer.values[o] for o in operand.operations))
+
+
+def _write_layer(pack: Pack, values: Sequence[fx.Node], lowering: Lowering, writer: Writer) -> fx.Node:
+    if pack.operator != "module":
+        return write_layer(pack, values, writer.graph)
+    vectorized = batched.VectorizedMembers(_template(pack), _in_dims(pack.operands))
+    return writer.graph.call_module(lowering.add_module(vectorized), tuple(values))
+
+
+def _template(pack: Pack) -> Template:
+    if pack.module is None:
+        raise Unsuitable("the members' module is gone")
+    return Template(pack.module, pack.arguments, pack.state)
+
+
+def _in_dims(operands: Sequence[Operand]) -> tuple[int | None, ...]:
+    return tuple(0 if is_stacked(operand) else None for operand in operands)
 
 
 def _write_linear(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
@@ -186,10 +204,15 @@ def _unbind_unit(pack: Pack) -> Unit:
     """Give each member's result by itself, for the users that do not take them all."""
 
     def emit(writer: Writer) -> None:
-        graph = writer.graph
-        if pack.result != "stacked":
-            raise Unsuitable(f"somebody else reads what the members' {pack.operator} gives")
-        parts = graph.call_function(batched.unbind_members, (writer.values[pack],))
+        graph, value = writer.graph, writer.values[pack]
+        if pack.result == "common":
+            writer.values.update(dict.fromkeys(pack.members, value))
+            return
+        if pack.result == "several":
+            for position, member in enumerate(pack.members):
+                writer.values[member] = graph.call_function(batched_layers.results_of_member, (value, position))
+            return
+        parts = graph.call_function(batched.unbind_members, (value,))
         for position, member in enumerate(pack.members):
             writer.values[member] = graph.call_function(function_of("getitem"), (parts, position))
 
@@ -209,6 +232,7 @@ def _vmap_unit(lowering: Lowering) -> Unit:
         name = lowering.add_module(_vectorized(packs, outer, exits))
         values = [_stacked(operand, lowering.ensemble.size, lowering, writer) for operand in outer]
         result = writer.graph.call_module(name, tuple(values))
+        result.meta["origin"] = tuple(member.call for member in packs[0].members)
         for position, pack in enumerate(exits):
             picked = (
                 result if len(exits) == 1 else writer.graph.call_function(function_of("getitem"), (result, position))
@@ -226,22 +250,36 @@ def exits_of(ensemble: Ensemble) -> list[Pack]:
 
 
 def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence[Pack]) -> nn.Module:
-    graph = fx.Graph()
+    graph, root = fx.Graph(), nn.Module()
     values: dict[Operand, fx.Node] = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(outer)}
-    for pack in packs:
+    for number, pack in enumerate(packs):
         slots = [values[operand] for operand in pack.operands]
+        if pack.operator == "module":
+            root.add_module(f"template_{number}", _template(pack))
+            values[pack] = graph.call_module(f"template_{number}", tuple(slots))
+            continue
         args, kwargs = map_structure(
             pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf
         )
-        values[pack] = _write_member(pack, args, kwargs, graph)
+        values[pack] = _write_member(pack, slots, args, kwargs, graph)
+    if any(pack.result == "common" for pack in exits):
+        raise Unsuitable("somebody else reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
-    in_dims = tuple(0 if is_stacked(operand) else None for operand in outer)
-    return batched.VectorizedMembers(fx.GraphModule(nn.Module(), graph, "Member"), in_dims)
+    return batched.VectorizedMembers(fx.GraphModule(root, graph, "Member"), _in_dims(outer))
 
 
-def _write_member(pack: Pack, args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Graph) -> fx.Node:
+def _write_member(
+    pack: Pack, slots: Sequence[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Graph
+) -> fx.Node:
     """Write what one member computes."""
+    if pack.operator == "batch_norm":
+        state = dict(zip(pack.state, slots[-len(pack.state) :], strict=True))
+        names = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked", "training")
+        options = (pack.options["momentum"], pack.options["eps"])
+        return graph.call_function(
+            batched_layers.normalize_member, (slots[0], *(state.get(name) for name in names), *options)
+        )
     if pack.operator == "linear":
         return graph.call_function(F.linear, args, kwargs)
     if pack.operator in POINTWISE:

@@ -65,6 +65,7 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
     registers = _registers(module)
     before = [dict(register) for register in registers]
     undo = _change(module, VIEWS, {**views_of(module), **slices})
+    listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     # The names stay, without a value: that keeps their order, and stops what looks for them there.
     for register in registers:
         register.update({name: None for name in register if name in slices})
@@ -75,6 +76,8 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
             now = {name: tensor for name, tensor in register.items() if name not in slices}
             register.clear()
             register.update(old | now)
+        if listed is not None:
+            module.__dict__["_flat_weights"] = listed
 
     return restore
 
@@ -96,6 +99,8 @@ def detach_member(module: nn.Module) -> None:
             buffers[name] = value
         else:
             parameters[name] = nn.Parameter(value, views[name].stacked.requires_grad)
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()  # pyright: ignore[reportPrivateUsage]
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:

@@ -13,6 +13,9 @@ _OPERATORS: dict[type[nn.Module], str] = {
     nn.BatchNorm1d: "batch_norm",
     nn.BatchNorm2d: "batch_norm",
     nn.BatchNorm3d: "batch_norm",
+    nn.InstanceNorm1d: "module",
+    nn.InstanceNorm2d: "module",
+    nn.InstanceNorm3d: "module",
     nn.LSTM: "recurrent",
     nn.GRU: "recurrent",
     nn.RNN: "recurrent",
@@ -52,4 +55,4 @@ def module_signature(module: nn.Module) -> tuple[Any, ...]:
 def _decides(name: str, value: object) -> bool:
     if name.startswith("_") or name == "training":
         return False
-    return callable(value) or isinstance(value, (bool, int, float, str, tuple, type(None)))
+    return callable(value) or isinstance(value, (bool, int, float, str, tuple, list, type(None)))

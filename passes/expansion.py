@@ -7,6 +7,7 @@ each record knows the node it came from.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -191,6 +192,8 @@ class _Builder:
             return capture.variants[0].graph if len(capture.variants) == 1 and _single_output(capture) else None
         if type(module).__module__.split(".")[:2] != ["torch", "nn"] or any(module.children()):
             return None
+        if module_operator(module) is not None:
+            return None
         key = leaf_key(module)
         if key not in _LEAF_GRAPHS:
             _LEAF_GRAPHS[key] = _leaf_graph(module)
@@ -249,14 +252,23 @@ def has_hooks(module: nn.Module) -> bool:
 def leaf_key(module: nn.Module) -> object:
     """Return a key that is equal for leaves whose forwards are the same but for their tensors."""
     attributes: dict[str, Any] = vars(module)
-    plain: tuple[Any, ...] = tuple(
-        (name, type(v), v) for name, v in attributes.items() if type(v) in _PLAIN and name != "training"
-    )
+    own = {name: value for name, value in attributes.items() if name not in _OF_EVERY_MODULE}
+    plain: tuple[Any, ...] = tuple((name, type(v), _comparable(v)) for name, v in own.items())
     tensors = tuple((name, p is None) for key in ("_parameters", "_buffers") for name, p in attributes[key].items())
     return type(module), plain, tensors
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def _comparable(value: object) -> object:
+    """Return a hashable stand-in that is equal for equal values; what is neither plain nor a function counts for nothing."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple((type(item), _comparable(item)) for item in cast("list[object]", value))
+    return value if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)) else None
 
 
 def _leaf_graph(module: nn.Module) -> fx.Graph | None:

@@ -25,6 +25,7 @@ from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selecte
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
+_SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
 _KEEPS_RANK = frozenset(
     "linear contiguous float half double bfloat16 to dropout softmax log_softmax layer_norm group_norm rms_norm "
     "batch_norm normalize clone detach masked_fill conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
@@ -92,6 +93,8 @@ class _Search:
         self.numbers: dict[object, int] = {}
         self.located: dict[Operation, tuple[Pack, int]] = {}
         self.packs: list[Pack] = []
+        self.same: dict[Operation, Operation] = {}
+        self.sizes: dict[object, Operation] = {}
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
 
     def color(self, operation: Operation) -> None:
@@ -99,13 +102,21 @@ class _Search:
         if not packable(operation):
             return
         template, operands = self.form_of(operation)
-        if not any(operand in self.colors or self.is_state(operand) for operand in operands):
+        seed = operation.operator in _SIZES and selected(operands[0]) is not None
+        if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
+            self.number(operation, template, operands)
             return
         what = operation.operator if _in_one_spelling(operation) else function_path(operation.node)
         signature = (what, repr(template), *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
         self.classes.setdefault(signature, []).append(operation)
+
+    def number(self, operation: Operation, template: Any, operands: Sequence[Operation]) -> None:
+        """Let equal calculations with sizes, which each member does for itself, count as one value."""
+        if _is_size(operation.value):
+            key = (operation.operator, repr(template), *(id(self.same.get(o, o)) for o in operands))
+            self.same[operation] = self.sizes.setdefault(key, operation)
 
     def form_of(self, operation: Operation) -> tuple[Any, list[Operation]]:
         template, operands = normal_form(operation)
@@ -124,6 +135,8 @@ class _Search:
             return "color", self.colors[operand]
         if operand.kind == "get_attr":
             return self.describe_attribute(str(operand.target))
+        if operand in self.same:
+            return "shared", self.same[operand].name
         selection = selected(operand)
         if selection is not None:
             return "select", selection[0].name, selection[1]
@@ -204,6 +217,7 @@ class _Search:
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
         """Return how all members' values of one argument are had at once, or None."""
+        column = tuple(self.same.get(operand, operand) for operand in column)
         if all(_same_value(operand, column[0]) for operand in column):
             return Shared(column[0])
         pack = self.packed(column)
@@ -309,6 +323,12 @@ def _is_state(home: nn.Module, name: str) -> bool:
     return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
 
 
+def _is_size(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(type(item) is int for item in cast("tuple[object, ...]", value))
+    return type(value) is int
+
+
 def _in_one_spelling(operation: Operation) -> bool:
     return operation.kind == "call_module" or operation.operator == "linear" or operation.operator in POINTWISE
 
@@ -320,7 +340,7 @@ def state_operand(operation: Operation, name: str) -> Operation:
 
 def result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["stacked", "several", "common"]:
     """Return what a batched call of the operation gives; see `Pack`."""
-    if operation.operator in ("shape", "size", "dim", "numel") or not any(map(is_stacked, operands)):
+    if operation.operator in _SIZES or not any(map(is_stacked, operands)):
         return "common"
     if operation.operator in ("chunk", "split", "tensor_split", "unbind", "recurrent"):
         return "several"

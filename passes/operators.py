@@ -53,7 +53,7 @@ _SHAPES = (
     "reshape view expand contiguous float half double bfloat16 to type clone detach expand_as view_as type_as "
     "masked_fill tril triu diagonal matmul bmm einsum gather index_select take_along_dim getitem norm argmax argmin"
 ).split()
-_ATTRIBUTES = ("shape", "size", "dim", "numel")
+_ATTRIBUTES = ("shape", "size", "dim", "numel", "len")
 
 VECTORIZABLE = frozenset((*_DIMENSIONAL, *_LAYERS, *_SHAPES, *_ATTRIBUTES))
 """Further operators without side effects that `torch.func.vmap` computes for N members at once."""
@@ -132,6 +132,8 @@ def canonical_name(node: fx.Node) -> str | None:
     if node.op == "call_function":
         if node.target is getattr:
             return "shape" if node.args[1:] == ("shape",) else None
+        if node.target is len:
+            return "len"
         try:
             return _functions().get(node.target)
         except TypeError:

@@ -116,12 +116,14 @@ class FuseEnsembles(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         expansion = expand(site.program, site.home)
         ensemble = _located(site)
-        names = _stack_parameters(ensemble, edit)
+        places = _store_names(ensemble)
+        store, names = _stack_parameters(ensemble, places, edit)
         lowering = Lowered(
             ensemble, site.choice or site.choices[0], names,
             lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
         )  # fmt: skip
         edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered_operations(lowering)))
+        _leave_views(places, store, edit)
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -207,10 +209,11 @@ def _located(site: Site) -> Ensemble:
     raise Unsuitable("an earlier rewrite took some of its members")
 
 
-def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], str]:
-    """Move the members' tensors into one new child; members keep live views. Return the new names."""
+def _stack_parameters(
+    ensemble: Ensemble, places: dict[tuple[str, ...], str], edit: Edit
+) -> tuple[FusedMembers, dict[tuple[str, ...], str]]:
+    """Stack the members' tensors in one new child. Return it and the new names."""
     home = edit.home
-    places = _store_names(ensemble)
     members = {places[o.names]: [_parameter(home, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
@@ -219,8 +222,7 @@ def _stack_parameters(ensemble: Ensemble, edit: Edit) -> dict[tuple[str, ...], s
     child = edit.add_module(store, name=f"fused_{_common_name(ensemble)}".replace(".", "_"))
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{places[operand.names]}"))
-    _leave_views(places, store, edit)
-    return {names: f"{child}.{place}" for names, place in places.items()}
+    return store, {names: f"{child}.{place}" for names, place in places.items()}
 
 
 def _leave_views(places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:

@@ -1,0 +1,314 @@
+"""fuse_ensembles on members of every kind, unequal members, and heads that nobody called an ensemble."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.passes.record import record_of
+from fxopt.testing import assert_equivalent
+from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
+
+N = 3
+Member = Callable[[], nn.Module]
+
+
+class Shared(nn.Module):
+    def __init__(self, member: Member) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(member() for _ in range(N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads])
+
+
+class Separate(Shared):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x[i]) for i, head in enumerate(self.heads)])
+
+
+class First(nn.Module):
+    """Give the first result of a layer that gives several."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (z.view(b, t, 2, 4).transpose(1, 2) for z in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.avg_pool2d(torch.relu(self.conv(x)), 2)
+        return self.out(torch.cat([y, y.square()], 1).flatten(2).permute(0, 2, 1).softmax(-1).mean(1)[:, :4])
+
+
+def sequential(*layers: Callable[[], nn.Module]) -> Member:
+    return lambda: nn.Sequential(*(layer() for layer in layers))
+
+
+KINDS: dict[str, tuple[Member, tuple[int, ...]]] = {
+    "dropout": (sequential(lambda: nn.Linear(4, 5), nn.Dropout, lambda: nn.Linear(5, 2)), (6, 4)),
+    "batch_norm_1d": (
+        sequential(
+            lambda: nn.Linear(4, 5), lambda: nn.BatchNorm1d(5), lambda: nn.ReLU(inplace=True), lambda: nn.Linear(5, 2)
+        ),
+        (6, 4),
+    ),
+    "cnn": (
+        sequential(
+            lambda: nn.Conv2d(3, 4, 3), lambda: nn.BatchNorm2d(4), nn.ReLU, lambda: nn.MaxPool2d(2), nn.Flatten,
+            lambda: nn.Linear(36, 6), lambda: nn.LayerNorm(6),
+        ),
+        (5, 3, 8, 8),
+    ),
+    "conv_1d": (
+        sequential(
+            lambda: nn.Conv1d(4, 6, 3, groups=2, padding="same"), lambda: nn.GroupNorm(2, 6),
+            lambda: nn.ConvTranspose1d(6, 4, 3, stride=2), lambda: nn.AdaptiveAvgPool1d(3),
+        ),
+        (5, 4, 8),
+    ),
+    "conv_3d": (sequential(lambda: nn.Conv3d(2, 3, 2), lambda: nn.BatchNorm3d(3), nn.GELU), (4, 2, 4, 4, 4)),
+    "transposed_2d": (
+        sequential(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, output_padding=1, stride=2), nn.Tanh), (4, 4, 5, 5),
+    ),
+    "rms_norm": (
+        sequential(lambda: nn.Linear(4, 8), lambda: nn.RMSNorm(8), lambda: nn.Softmax(1), lambda: nn.GLU(-1)), (5, 4),
+    ),
+    "instance_norm": (sequential(lambda: nn.Conv2d(3, 4, 3), lambda: nn.InstanceNorm2d(4, affine=True)), (5, 3, 8, 8)),
+    "prelu": (sequential(lambda: nn.Linear(4, 8), lambda: nn.PReLU(8)), (5, 4)),
+    "attention": (Attention, (2, 5, 8)),
+    "multihead": (lambda: First(nn.MultiheadAttention(8, 2)), (5, 2, 8)),
+    "encoder_layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+    "lstm": (lambda: First(nn.LSTM(8, 6, 2, bidirectional=True)), (5, 2, 8)),
+    "gru": (lambda: First(nn.GRU(8, 6, batch_first=True, bias=False)), (5, 2, 8)),
+    "pooled": (Pooled, (3, 3, 8, 8)),
+}  # fmt: skip
+
+
+def example(kind: str, separate: bool) -> Tensor:
+    return torch.randn(*((N,) if separate else ()), *KINDS[kind][1])
+
+
+def fused(model: nn.Module, x: object, lowering: str = "bmm", **options: object) -> nn.Module:
+    inputs = x if isinstance(x, tuple) else (x,)
+    fast = fxopt.optimize(model, FuseEnsembles(Lowering(lowering)), example_inputs=inputs, **options)  # type: ignore[arg-type]
+    assert any(d.status == "applied" for d in fxopt.plan(fast).decisions), fxopt.plan(fast).decisions
+    return fast
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_every_kind_is_fused_and_equivalent(kind: str, separate: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    model = (Separate if separate else Shared)(KINDS[kind][0]).train(training)
+    fast = fused(model, example(kind, separate))
+    if kind != "dropout" or not training:
+        inputs = (example(kind, separate),)
+        assert_equivalent(model, fast, inputs, map_state=record_of(fast).state_map.forward)
+    assert sum("heads" in str(n.target) and n.op == "call_module" for n in fxopt.graphs(fast)[""].nodes) <= 1
+
+
+@pytest.mark.parametrize("kind", ["batch_norm_1d", "cnn", "rms_norm", "multihead", "pooled", "dropout"])
+def test_the_whole_member_under_vmap(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Shared(KINDS[kind][0]).eval()
+    fast = fused(model, x := example(kind, False), "vmap")
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("separate", [False, True])
+def test_embeddings(padding: int | None, separate: bool) -> None:
+    def member() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 8, padding_idx=padding), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    model = (Separate if separate else Shared)(member)
+    x = torch.randint(0, 10, (N, 2, 5) if separate else (2, 5))
+    fast = fused(model, x)
+    assert_equivalent(model, fast, (x,), map_state=record_of(fast).state_map.forward)
+
+
+@pytest.mark.parametrize("kind", ["batch_norm_1d", "cnn", "conv_1d", "attention", "lstm", "multihead"])
+def test_training_equals_training_the_members(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Shared(KINDS[kind][0]).double()
+    inputs = [example(kind, False).double() for _ in range(20)]
+    fast = fused(model, inputs[0])
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (fast, twin))
+    for x in inputs:
+        torch.testing.assert_close(step(fast, ours, x), step(twin, theirs, x), rtol=1e-9, atol=1e-9)
+    saved = fxopt.state_dict(fast)
+    assert list(saved) == list(twin.state_dict())
+    for one, other in zip(saved.values(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("kind", ["cnn", "lstm", "multihead", "encoder_layer"])
+def test_checkpoints_copies_and_restoring(kind: str) -> None:
+    torch.manual_seed(0)
+    model, other = Shared(KINDS[kind][0]), Shared(KINDS[kind][0])
+    x = example(kind, False)
+    with torch.no_grad():
+        other(x)  # moves the running statistics
+    fast = fused(model.eval(), x)
+    other.eval()
+    fast.load_state_dict(other.state_dict())
+    torch.testing.assert_close(fast(x), other(x))
+    torch.testing.assert_close(fxopt.state_dict(fast), other.state_dict())
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), fxopt.restore(fast)):
+        torch.testing.assert_close(twin(x), other(x))
+        torch.testing.assert_close(twin.heads[1](x), other.heads[1](x))
+    with torch.no_grad():
+        for parameter in fast.parameters():
+            parameter.mul_(0.5)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(fast.heads[2](x), other.heads[2](x))
+
+
+def test_running_statistics_are_live_views() -> None:
+    model = Shared(KINDS["batch_norm_1d"][0])
+    fast = fused(model, x := example("batch_norm_1d", False))
+    fast(x), model(x)
+    for mine, theirs in zip(fast.heads, model.heads, strict=True):
+        torch.testing.assert_close(mine[1].running_mean, theirs[1].running_mean)
+        assert int(mine[1].num_batches_tracked) == int(theirs[1].num_batches_tracked) == 1
+    fast.heads[1][1].reset_running_stats()
+    model.heads[1][1].reset_running_stats()
+    torch.testing.assert_close(fast.eval()(x), model.eval()(x))
+
+
+def test_members_have_to_agree_on_their_mode() -> None:
+    model = Shared(KINDS["batch_norm_1d"][0])
+    fast = fused(model, x := example("batch_norm_1d", False))
+    fast.heads[1].eval()
+    with pytest.raises(fxopt.FusedMemberError, match="set them alike"):
+        fast(x)
+    fast.heads.eval()
+    torch.testing.assert_close(fast(x), model.eval()(x))
+
+
+def test_a_cumulative_average_stays_as_it_was() -> None:
+    model = Shared(sequential(lambda: nn.Linear(4, 5), lambda: nn.BatchNorm1d(5, momentum=None)))
+    fast = fused(model, x := torch.randn(6, 4))
+    torch.testing.assert_close(fast(x), model(x))
+    assert sum(n.op == "call_module" for n in fxopt.graphs(fast)[""].nodes) == N
+
+
+# -- unequal members -----------------------------------------------------------------------------------------------
+
+
+class Unequal(nn.Module):
+    """Two kinds of members in turn, on equal first layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (3, 4, 3, 4, 3)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, s)) for s in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_unequal_members_are_fused_in_groups(training: bool) -> None:
+    model = Unequal().train(training)
+    x = torch.randn(4, 5)
+    fast = fused(model, x)
+    assert [d.status for d in fxopt.plan(fast).decisions] == ["applied"] * 3
+    assert_equivalent(model, fast, (x,), map_state=record_of(fast).state_map.forward)
+    assert sum("linear" in str(n.target) for n in fxopt.graphs(fast)[""].nodes) == 3
+
+
+# -- heads that nobody called an ensemble --------------------------------------------------------------------------
+
+
+class PolicyAndValue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 6)
+        self.policy_head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.value_head = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.body(x))
+        return self.policy_head(x), self.value_head(x)
+
+
+def test_parallel_heads() -> None:
+    model = PolicyAndValue().eval()
+    fast = fused(model, x := torch.randn(4, 5))
+    torch.testing.assert_close(fast(x), model(x))
+    assert sum("linear" in str(n.target) for n in fxopt.graphs(fast)[""].nodes) == 2
+    refused = fxopt.optimize(model.train(), FuseEnsembles(Lowering.BMM), example_inputs=(x,))
+    assert ["gradients to some of them only" in d.reason for d in fxopt.plan(refused).decisions] == [True]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+        self.bn_left, self.bn_right = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.bn_left(self.left(x)).relu(), self.bn_right(self.right(x)).relu()], 1)
+
+
+def test_parallel_branches() -> None:
+    model = Branches()
+    fast = fused(model, x := torch.randn(2, 3, 6, 6))
+    assert_equivalent(model, fast, (x,), map_state=record_of(fast).state_map.forward)
+    assert sum("convolve" in str(n.target) for n in fxopt.graphs(fast)[""].nodes) == 1
+
+
+def test_projections_of_an_attention_layer() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.BertModel(config).eval()
+    x = torch.randint(0, 50, (2, 7))
+    fast = fused(model, x)
+    homes = [d.module for d in fxopt.plan(fast).decisions if d.status == "applied"]
+    assert [home for home in homes if home.endswith("attention.self")] == [
+        f"encoder.layer.{i}.attention.self" for i in range(2)
+    ]
+    torch.testing.assert_close(fast(x).last_hidden_state, model(x).last_hidden_state, rtol=1e-5, atol=1e-5)
+    assert list(fxopt.state_dict(fast)) == list(model.state_dict())
