@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from torch import nn
 
 from .captured import Capture, Variant, capture_of
+from .fingerprint import fingerprint
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
 from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable, tracing_session
-from .sharing import share_equal
 from .signature import Signature, signature_of
 from .tracer import ModuleTracer
 
@@ -71,7 +72,6 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                     result.captured[name] = found
                 elif found is not None:
                     result.opaque[name] = found
-    share_equal(result.captured, names.modules)
     return result
 
 
@@ -83,6 +83,8 @@ class _Capturer:
         self._sequentials = SequentialCaptures()
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
+        self._alike: dict[Hashable, Capture] = {}
+        self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
     def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
         """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
@@ -99,7 +101,15 @@ class _Capturer:
                 return None if runs_as_sequential(module) else Opaque(name, "", "the example inputs never call it")
         if runs_as_sequential(module):
             return self._sequentials.capture(module, calls[0])
-        return self._traced(name, module, calls)
+        if self._kinds[type(module)] == 1:
+            return self._traced(name, module, calls)
+        alike = fingerprint(module, calls)
+        if alike is None or alike not in self._alike:
+            found = self._traced(name, module, calls)
+            if alike is None or isinstance(found, Opaque):
+                return found
+            self._alike[alike] = found
+        return self._alike[alike]
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
@@ -114,7 +124,7 @@ class _Capturer:
             if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
                 variants += self._more(name, signature, call, variants)
         usual = self._signatures[type(module).forward][0]
-        return Capture(type(module), variants, None if signature is usual else signature)
+        return Capture(type(module), variants, None if signature is usual else signature, _parameters=signature)
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from ..compat import torch_functions_off
 from .expressions import expression_of, literal
 from .guards import Guard, require
 from .locate import source_of, user_frame
@@ -52,7 +51,7 @@ class Decisions:
     def truth(self, proxy: ValueProxy) -> bool:
         """Answer `bool(proxy)`."""
         value = self._value(proxy)
-        with torch_functions_off():
+        with self._tracer.session.aside():
             answer = bool(value)
         self._assume(proxy.node, answer, truth=True)
         return answer
@@ -91,7 +90,7 @@ class Decisions:
         """Answer `len(proxy)`."""
         if proxy.fxopt_value is UNKNOWN:
             self._tracer.fail("it needs the length of a value that only example inputs can give")
-        with torch_functions_off():
+        with self._tracer.session.aside():
             count = len(proxy.fxopt_value)
         self._assume_length(proxy, count)
         return count

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +29,7 @@ class Observers:
         self._seen: set[str] = set()
 
     @contextmanager
-    def observed(self, module: nn.Module) -> Iterator[set[str]]:
+    def observed(self, module: nn.Module) -> Generator[set[str]]:
         """Collect, into the set given, the plain attributes of `module` that are read inside."""
         cls, previous, found = type(module), self._seen, set[str]()
         self._seen = set()
@@ -66,5 +65,8 @@ def _is_plain(module: nn.Module, name: str) -> bool:
         return False
     if name in module.__dict__:
         return not isinstance(module.__dict__[name], Tensor)
-    value = inspect.getattr_static(type(module), name, None)
-    return value is not None and not callable(value) and not hasattr(type(value), "__get__")
+    for cls in type(module).__mro__:
+        if name in cls.__dict__:
+            value = cls.__dict__[name]
+            return not callable(value) and not hasattr(type(value), "__get__")
+    return False

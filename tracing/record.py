@@ -48,11 +48,13 @@ class Recording:
     Attributes:
         calls: module -> its calls, in order.
         changed: the modules whose own buffers were changed in place by a call.
-        grad: whether the model was run with gradients.
+        outputs: what the model gave for each of the inputs.
+        grad: whether it was run with gradients.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: {})
     changed: set[nn.Module] = field(default_factory=lambda: set())
+    outputs: list[Any] = field(default_factory=lambda: [])
     grad: bool = False
 
 
@@ -133,7 +135,7 @@ class _Recorder:
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
-            model(*call.args, **call.kwargs)
+            self.recording.outputs.append(self._kept(model(*call.args, **call.kwargs)))
         except Exception as error:
             culprit = self.culprit if error is self.error and self.culprit is not None else model
             raise InputError(_failure(model, culprit, error)) from error

@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx, nn
 
 from .captured import Capture, Variant
+from .fingerprint import hashable
 from .guards import Guard
 from .meta import Meta, meta_of
 from .record import Call
-from .sharing import hashable
 
 __all__ = ["SequentialCaptures"]
 

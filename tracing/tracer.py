@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import torch_functions_off
 from .arguments import Arguments
 from .captured import Variant
 from .cleanup import drop_unused, late_checks
@@ -24,7 +23,7 @@ from .locate import source_of
 from .lowering import Lowering
 from .meta import meta_of
 from .names import ModelNames
-from .preserve import AttributeState, change_count, host_random_state
+from .preserve import AttributeState, change_count
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
 from .session import Session, Untraceable
@@ -89,15 +88,15 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.expressions)
-        state, host = AttributeState(self.module), host_random_state()
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
+        state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._arguments_for(signature, arguments)
             with self.session.observers.observed(self.module) as reads, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
-                self._check(state, host)
+                self._check(state, forward, draws)
         finally:
             state.restore()
         self._finish()
@@ -124,14 +123,14 @@ class ModuleTracer:
         node = self.graph.create_node("placeholder", identifier)
         return self._proxy(node, UNKNOWN if value is None else self._protect(_copy(value)))
 
-    def _check(self, state: AttributeState, host: Any) -> None:
+    def _check(self, state: AttributeState, forward: Callable[..., Any], draws: Any) -> None:
         if self.failure is not None:
             raise self.failure
         changed = state.changed()
         if changed is not None:
             self.fail(f"it changes self.{changed}")
-        if host_random_state()[0] != host[0]:
-            self.fail("it draws from Python's random numbers")
+        if self.session.host_draws(forward) != draws:
+            self.fail("it draws from random numbers that are not torch's")
 
     def _finish(self) -> None:
         self.decisions.settle()
@@ -179,10 +178,10 @@ class ModuleTracer:
             return self._call_stranger(original, module, args, kwargs)
         if not path:
             self.fail("it calls itself")
-        with torch_functions_off():
+        with self.session.aside():
             lowered = self._lowering.arguments(args, kwargs)
         value = self._child_value(original, module, args, kwargs)
-        with torch_functions_off():
+        with self.session.aside():
             node = self.graph.create_node("call_module", path, *lowered)
             return self._wrap(node, value, optional=True, fixed=is_library(type(module)) and is_leaf(module))
 
@@ -193,7 +192,7 @@ class ModuleTracer:
 
     def _child_value(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         calls = self._results.get(module)
-        with torch_functions_off():
+        with self.session.aside():
             if calls:
                 return map_tensors(_copy, calls.popleft().output)
             values = self._values((args, kwargs))
@@ -238,7 +237,7 @@ class ModuleTracer:
         """Return the proxy for a tensor or flag of this module or one inside it."""
         proxy = self._attributes.get(target)
         if proxy is None:
-            with torch_functions_off():
+            with self.session.aside():
                 proxy = self._proxy(self.graph.create_node("get_attr", target), self._protect(value))
             self._attributes[target] = proxy
         return proxy
@@ -247,12 +246,12 @@ class ModuleTracer:
 
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation, and do it on the example values."""
-        with torch_functions_off():
+        with self.session.aside():
             lowered = self._lowering.arguments(args, kwargs)
             values = self._values((args, kwargs))
             counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
-        with torch_functions_off():
+        with self.session.aside():
             node = self.graph.create_node(kind, target, *lowered)
             changed = (tensor for tensor, count in counts if change_count(tensor) != count)
             if value is UNKNOWN or any(_storage(tensor) in self._protected for tensor in changed):

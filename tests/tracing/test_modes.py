@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,8 +197,14 @@ class PythonRandom(nn.Module):
         return x * 2 if random.random() < 0.5 else x
 
 
-def test_python_random_is_opaque(agree):
-    program = capture_program(PythonRandom(), X)
+class NumpyRandom(nn.Module):
+    def forward(self, x):
+        return x * np.random.rand()
+
+
+@pytest.mark.parametrize("model", [PythonRandom(), NumpyRandom()])
+def test_random_numbers_from_elsewhere_are_opaque(model):
+    program = capture_program(model, X)
     assert "random numbers" in program.opaque[""].reason
 
 
