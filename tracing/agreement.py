@@ -96,21 +96,21 @@ def _is_item(node: torch.fx.Node) -> bool:
 
 
 def _agrees(model: nn.Module, expected: Sequence[Expectation], state: ModelState, grad: bool) -> bool:
-    training: bool | None = None
-    for expectation in expected:
-        if expectation.training is not training:
-            state.restore()
-            training = expectation.training
-        with in_phase(model, training), torch.set_grad_enabled(grad):
+    modes = {expectation.training for expectation in expected}
+    return all(_agrees_in(model, [e for e in expected if e.training is mode], mode, state, grad) for mode in modes)
+
+
+def _agrees_in(
+    model: nn.Module, expected: Sequence[Expectation], training: bool, state: ModelState, grad: bool
+) -> bool:
+    with restoring(state), in_phase(model, training), torch.set_grad_enabled(grad):
+        for expectation in expected:
             try:
                 given = _run(model, expectation.inputs, grad)
             except Exception:  # noqa: BLE001  its own forward ran on these inputs, so a graph is at fault
-                state.restore()
                 return False
-        if not same_outputs(given, expectation.output):
-            state.restore()
-            return False
-    state.restore()
+            if not same_outputs(given, expectation.output):
+                return False
     return True
 
 
