@@ -185,7 +185,7 @@ class _Body:
     def _format_container(self, value: Any) -> str:
         if is_namedtuple(value):
             return f"{self._names.name(type(value))}({self._arguments(value, {})})"
-        if type(value) in (tuple, torch.Size) or isinstance(value, tuple):
+        if isinstance(value, tuple):
             items = [self._format(item) for item in value]
             return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
         if isinstance(value, list):
