@@ -343,6 +343,36 @@ def test_routing_may_flip_where_rounding_flips_it(seed: int) -> None:
     assert not judge(before, wrong, x).ok
 
 
+class LinearByHand(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.in_features // 2
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(
+    ("activation", "depth", "gain"), [(nn.ReLU, 2, 1.0), (nn.ReLU, 10, 1.5), (nn.Tanh, 30, 3.0), (nn.GELU, 30, 2.0)]
+)
+def test_kinks_and_chaos_are_no_mistakes(
+    activation: type[nn.Module], depth: int, gain: float, dtype: torch.dtype, seed: int
+) -> None:
+    """Rounding puts a ReLU on its other side, and a deep network with large weights anywhere."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), activation())]
+    before = nn.Sequential(*layers).to(dtype)
+    for layer in before[::2]:
+        nn.init.normal_(layer.weight, std=gain / 4)
+    after = copy.deepcopy(before)
+    for layer in after[::2]:
+        layer.__class__ = LinearByHand
+    x = normal(16, 16, dtype=dtype)
+    verdict = judge(before, after, x)
+    assert verdict.ok, verdict.reason
+    after[-2].forward = lambda x: F.linear(x, after[-2].weight * (1 + 1e-7), after[-2].bias)
+    assert not judge(before, after, x).ok
+
+
 def test_an_overflow_may_go_but_not_come() -> None:
     risky = Lambda(lambda m, x: (x * 300 * 300) / 300)
     safe = rewritten(risky, lambda m, x: x * 300)
