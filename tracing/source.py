@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 
-from ..compat import operator_format
+from ..compat import in_place_format, operator_format
 from .guards import GUARD_NAMES, GuardMiss, require
 from .signature import Signature, given
 from .structure import is_namedtuple
@@ -140,6 +140,10 @@ class _Body:
             return None if expression == node.name else f"{node.name} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
+        change = in_place_format(node.target) if node.op == "call_function" and not node.kwargs else None
+        if change is not None and isinstance(node.args[0], fx.Node):
+            statement = change.format(*(self._format(argument) for argument in node.args))
+            return f"{statement};  {node.name} = {node.args[0].name}" if node.users else statement
         expression = self._expression(node)
         return f"{node.name} = {expression}" if node.users else expression
 
