@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat import own_parameters
 from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, uninstall
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
@@ -53,7 +54,7 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
-    parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
+    parameters = own_parameters(module)
     before = dict(parameters)
     undo = _change(module, VIEWS, {**views_of(module), **slices})
     # The names stay, without a value: that keeps their order, and stops what looks for them there.
@@ -74,7 +75,7 @@ def detach_member(module: nn.Module) -> None:
     own = {name: nn.Parameter(view.read().detach().clone(), view.stacked.requires_grad) for name, view in views.items()}
     if own:
         _change(module, VIEWS, None)
-        module._parameters.update(own)  # pyright: ignore[reportPrivateUsage]
+        own_parameters(module).update(own)
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
@@ -87,7 +88,7 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
-    parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    parameter = own_parameters(module).get(name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
     stacked = view.stacked

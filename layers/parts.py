@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..compat import modules_by_name
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, user_class
@@ -187,11 +188,11 @@ def sealed_names(module: nn.Module) -> frozenset[str]:
 
 def _outside(module: nn.Module) -> dict[str, View]:
     """Return the slices that `module` and its children read from stores that are not among its children."""
-    children = list(cast("Iterator[tuple[str, nn.Module]]", module.named_modules()))
-    inside = {id(child) for _, child in children}
+    children = modules_by_name(module)
+    inside = {id(child) for child in children.values()}
     return {
         f"{path}.{name}" if path else name: view
-        for path, child in children
+        for path, child in children.items()
         for name, view in child.__dict__.get(VIEWS, {}).items()
         if id(view.store) not in inside
     }

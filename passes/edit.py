@@ -147,7 +147,7 @@ class Edit:
         """
         given = fx.GraphModule(self.home, self.graph, type(self.home).__name__)
         returned = function(given)
-        if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(returned, fx.GraphModule):
             raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
         self._adopt_children(returned)
         self.set_graph(returned.graph)
@@ -165,7 +165,7 @@ class Edit:
     # -- the module tree -------------------------------------------------------------------------------------------
 
     def add_module(self, module: nn.Module, *, name: str) -> str:
-        """Register `module` as a child of the home under `name`, or `name_1`, ... where that is taken; return the name."""
+        """Register `module` as a child of the home under `name`, or `name_1`, ... if that is taken; return the name."""
         free = self._free_name(name)
         module.train(self.home.training)
         self._set_child(free, module)

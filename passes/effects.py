@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ..compat import native_functions
+from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
-from .expansion import has_hooks
 from .operators import is_random, mutates
 
 if TYPE_CHECKING:
@@ -30,13 +29,14 @@ _PURE_MODULES: tuple[type[nn.Module], ...] = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
 _MODE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 )  # fmt: skip
 _EFFECTFUL = frozenset("manual_seed seed set_rng_state set_default_dtype set_grad_enabled _assert save load".split())
 
 
 def has_effects(node: fx.Node, program: Program, home: str) -> bool:
-    """Say whether running a node may do more than give its value: write, draw random numbers, check, call unknown code."""
+    """Say whether running a node may do more than give its value: write, draw randomly, check, call unknown code."""
     match node.op:
         case "placeholder" | "output":
             return True

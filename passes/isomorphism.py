@@ -1,9 +1,9 @@
 """Find independent, isomorphic computations: the packs of operations that one batched operation could replace.
 
 The search is superword-level parallelism (Larsen and Amarasinghe, PLDI 2000) on whole tensors: operations get a colour
-from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow along
-the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend on one
-another.
+from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow
+along the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend
+on one another.
 """
 
 from __future__ import annotations

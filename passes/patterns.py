@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
+from ..compat import has_hooks
 from ..tracing.captured import capture_of
 from .base import Site
-from .expansion import has_hooks
 from .operators import canonical_name, operator_of_module
 
 if TYPE_CHECKING:
