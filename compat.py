@@ -28,6 +28,7 @@ __all__ = [
     "own_buffers",
     "own_children",
     "own_parameters",
+    "storage_id",
     "torch_functions_off",
     "transient_buffers",
     "untraceable_entries",
@@ -117,6 +118,15 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the registry itself of a module's own parameters."""
     return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others'.
+
+    Raises:
+        NotImplementedError: for a tensor without memory of its own (a sparse one).
+    """
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def torch_functions_off() -> AbstractContextManager[None]:

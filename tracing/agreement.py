@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .captured import Capture, install, uninstall
+from .capture import Capture
+from .captured import install, uninstall
 from .inputs import Inputs
 from .leaves import is_leaf
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, copy_inputs
-from .structure import map_tensors, tensors_in
+from .structure import copied, tensors_in
 
 __all__ = ["Expectation", "disagreeing", "expectations"]
 
@@ -51,9 +52,9 @@ def expectations(
             for given in inputs:
                 try:
                     output = _run(model, given, recording.grad)
-                except Exception:  # noqa: BLE001  its own forward may well refuse these inputs in that mode
+                except Exception:
                     break
-                expected.append(Expectation(given, model.training, map_tensors(_copy, output)))
+                expected.append(Expectation(given, model.training, copied(output)))
     return expected
 
 
@@ -85,7 +86,7 @@ def _depends_on_mode(module: nn.Module, capture: Capture) -> bool:
     if len(capture.variants) > 1:
         return True
     for node in capture.variants[0].graph.find_nodes(op="call_module"):
-        takes_apart = any(user.target is getattr or user.target is not len and _is_item(user) for user in node.users)
+        takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
         if takes_apart and not is_leaf(module.get_submodule(str(node.target))):
             return True
     return False
@@ -107,7 +108,7 @@ def _agrees_in(
         for expectation in expected:
             try:
                 given = _run(model, expectation.inputs, grad)
-            except Exception:  # noqa: BLE001  its own forward ran on these inputs, so a graph is at fault
+            except Exception:
                 return False
             if not same_outputs(given, expectation.output):
                 return False
@@ -117,10 +118,6 @@ def _agrees_in(
 def _run(model: nn.Module, inputs: Inputs, grad: bool) -> Any:
     copy = copy_inputs(inputs, grad=grad)
     return model(*copy.args, **copy.kwargs)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def same_outputs(given: Any, expected: Any) -> bool:

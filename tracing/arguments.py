@@ -34,7 +34,9 @@ class Arguments:
         guards: conditions under which another call has the same structure and the same bound values.
     """
 
-    def __init__(self, signature: Signature, placeholder: Callable[[str, Any], Any], expressions: dict[str, str]) -> None:
+    def __init__(
+        self, signature: Signature, placeholder: Callable[[str, Any], Any], expressions: dict[str, str]
+    ) -> None:
         self.guards: list[Guard] = []
         self._expressions = expressions
         self._signature = signature
@@ -107,7 +109,9 @@ class Arguments:
         named = f"type({expression}) is {kind.__name__}"
         if kind not in (tuple, list, dict):
             named = f"type({expression}).__name__ == {kind.__name__!r}"
-        self._guard(f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}")
+        self._guard(
+            f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}"
+        )
         if kind is dict:
             return {key: self._item(expression, name, key, item) for key, item in value.items()}
         items = [self._item(expression, name, index, item) for index, item in enumerate(value)]

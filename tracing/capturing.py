@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .captured import Capture, Variant, capture_of
+from .capture import Capture, Variant, capture_of
 from .fingerprint import fingerprint
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
@@ -117,7 +117,7 @@ class _Capturer:
             variants = list(self._variants(name, signature, calls[0]))
         except Untraceable as error:
             return Opaque(name, error.location or _defined_at(module), error.reason)
-        except Exception as error:  # noqa: BLE001  what a forward raises when it meets a proxy can be anything
+        except Exception as error:
             reason = f"tracing it raised {type(error).__name__}: {error}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
         for call in calls[1:]:
@@ -131,7 +131,7 @@ class _Capturer:
         expressions = {frozenset(guard.expression for guard in variant.guards) for variant in known}
         try:
             found = list(self._variants(name, signature, call))
-        except Exception:  # noqa: BLE001  as in _traced; the first call was captured, and guards keep this one out
+        except Exception:
             return []
         return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
 
@@ -155,7 +155,7 @@ class _Capturer:
                     pending.append(flipped)
 
     def _signature(self, module: nn.Module, calls: Sequence[Call | None]) -> Signature:
-        """Return the signature that the recorded calls fit: that of the function under a decorator, or the decorator's."""
+        """Return the signature that the recorded calls fit: the function's under a decorator, or the decorator's."""
         forward = type(module).forward
         if forward not in self._signatures:
             follow = signature_of(forward)

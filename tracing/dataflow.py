@@ -58,7 +58,10 @@ class DataFlow:
     def _is_made(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method") or _draws(node):
             return False
-        return all(used in self._made or (used not in self._tensors and not self.decides(used)) for used in node.all_input_nodes)
+        return all(
+            used in self._made or (used not in self._tensors and not self.decides(used))
+            for used in node.all_input_nodes
+        )
 
     def decides(self, node: fx.Node) -> bool:
         """Tell whether a value that is no tensor was computed from the data in one (`.item()`, say)."""

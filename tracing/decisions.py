@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from .expressions import expression_of, literal
+from .expressions import SWITCHES, expression_of, literal
 from .guards import Guard, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
@@ -47,6 +48,7 @@ class Decisions:
         self.structural: set[fx.Node] = set()
         self._tracer = tracer
         self._pending: list[_Pending] = []
+        self._lengths: dict[fx.Node, fx.Node] = {}
 
     def truth(self, proxy: ValueProxy) -> bool:
         """Answer `bool(proxy)`."""
@@ -136,20 +138,26 @@ class Decisions:
     def _assume_length(self, proxy: ValueProxy, count: int) -> None:
         if self._tracer.data.is_fixed(proxy.node):
             return
-        if self._tracer.data.decides(self._tracer.length_node(proxy)):
+        if self._tracer.data.decides(self._length(proxy)):
             self._tracer.fail("it decides by the data in a tensor")
-        self._assume(self._tracer.length_node(proxy), count, structural=True)
+        self._assume(self._length(proxy), count, structural=True)
+
+    def _length(self, proxy: ValueProxy) -> fx.Node:
+        node = self._lengths.get(proxy.node)
+        if node is None:
+            node = self._lengths[proxy.node] = self._tracer.create_proxy("call_function", len, (proxy,), {}).node
+        return node
 
     def _assume(
         self, node: fx.Node, value: Any, *, truth: bool = False, structural: bool = False, source: str | None = None
     ) -> None:
         place = source_of() if source is None else source
-        expression = expression_of(node, self._tracer.expressions)
+        expression = expression_of(node, self._tracer.expressions) if self._tracer.liftable else None
         condition = None if expression is None else _condition(expression, value, truth=truth)
         if expression is None or condition is None:
             self._require(node, value, place, structural=structural)
             return
-        if self._tracer.is_switch(expression):
+        if _is_switch(expression):
             self.flags[expression] = bool(value)
         self.guards.setdefault(condition, Guard(condition, f"decided at {place}" if place else "decided in forward"))
 
@@ -163,6 +171,11 @@ class Decisions:
         check.meta.update(val=None, source=place)
         if structural:
             self.structural.add(check)
+
+
+def _is_switch(expression: str) -> bool:
+    """Tell whether an expression asks for a mode that may differ from call to call."""
+    return expression in SWITCHES.values() or re.fullmatch(r"self\.(.*\.)?training", expression) is not None
 
 
 def _condition(expression: str, value: Any, *, truth: bool) -> str | None:

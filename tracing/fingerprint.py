@@ -18,7 +18,7 @@ _HANDLED = frozenset(name for name in nn.Module().__dict__ if "hook" in name or 
 _MAX_CALLS = 4
 
 
-class _Unlike(Exception):  # noqa: N818
+class _Unlike(Exception):
     """Something cannot be compared, so that the module is like no other."""
 
 

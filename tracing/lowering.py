@@ -26,7 +26,6 @@ class Lowering:
 
     def __init__(self, tracer: ModuleTracer) -> None:
         self._tracer = tracer
-        self._tensors: dict[int, str] | None = None
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a node."""
@@ -46,7 +45,7 @@ class Lowering:
         if kind is slice:
             return slice(self.value(value.start), self.value(value.stop), self.value(value.step))
         if isinstance(value, Tensor):
-            return self.proxy_of(value).node
+            return self._tracer.attributes.of_tensor(value).node
         if isinstance(value, (tuple, list, dict)) and not dataclasses.is_dataclass(value):
             return self._container(value)
         return self._object(value)
@@ -81,12 +80,3 @@ class Lowering:
         kwargs = {field.name: self.value(getattr(value, field.name)) for field in fields}
         present = {name: item for name, item in kwargs.items() if item is not None}
         return self._tracer.graph.call_function(type(value), (), present)
-
-    def proxy_of(self, tensor: Tensor) -> ValueProxy:
-        """Return the proxy of a tensor that the module, or one inside it, holds."""
-        if self._tensors is None:
-            self._tensors = self._tracer.names.tensors(self._tracer.home)
-        name = self._tensors.get(id(tensor))
-        if name is None:
-            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
-        return self._tracer.attribute(str(name), tensor)

@@ -54,7 +54,7 @@ class ModelNames:
         return None
 
     def tensors(self, home: str) -> dict[int, str]:
-        """Return id of a tensor -> its name as seen from `home`: parameters, buffers and tensors in plain attributes."""
+        """Return id of a tensor -> its name as seen from `home`: also those in plain attributes."""
         prefix = f"{home}." if home else ""
         found: dict[int, str] = {}
         for name, module in self.modules.items():

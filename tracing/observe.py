@@ -5,11 +5,12 @@ from __future__ import annotations
 import types
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Observers"]
+__all__ = ["Observers", "Seen"]
 
 _INTERNAL = frozenset(nn.Module().__dict__) | frozenset(vars(nn.Module))
 
@@ -21,6 +22,14 @@ class _Quiet:
         pass
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Hold the names of all attributes read, and of those among them that are plain values."""
+
+    names: set[str]
+    plain: set[str]
+
+
 class Observers:
     """Make, once per class, a class that notes every attribute read, and lend it to a module."""
 
@@ -29,16 +38,16 @@ class Observers:
         self._seen: set[str] = set()
 
     @contextmanager
-    def observed(self, module: nn.Module) -> Generator[set[str]]:
-        """Collect, into the set given, the plain attributes of `module` that are read inside."""
-        cls, previous, found = type(module), self._seen, set[str]()
-        self._seen = set()
+    def observed(self, module: nn.Module) -> Generator[Seen]:
+        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
+        cls, previous, found = type(module), self._seen, Seen(set(), set())
+        self._seen = found.names
         module.__class__ = self._class(cls)
         try:
             yield found
         finally:
             module.__class__ = cls
-            found.update(name for name in self._seen if _is_plain(module, name))
+            found.plain.update(name for name in found.names if _is_plain(module, name))
             self._seen = previous
 
     def _class(self, cls: type) -> Any:

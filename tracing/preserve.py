@@ -59,13 +59,13 @@ class RandomState:
         python, numpy = self.host
         random.setstate(python)
         if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+            sys.modules["numpy.random"].set_state(numpy)
 
 
 def host_random_state() -> tuple[Any, Any]:
     """Return the state of Python's generator and, where it is loaded, of numpy's."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    numpy_random = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy_random is None else numpy_random.get_state()
 
 
 class AttributeState:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from .ambient import Ambient, ambient_now
 from .inputs import Inputs
 from .names import all_modules
 from .preserve import ModelState, change_count, restoring
-from .structure import map_tensors, tensors_in
+from .structure import copied, map_tensors, tensors_in
 
 __all__ = ["Call", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -27,6 +28,7 @@ class Call:
     Attributes:
         args, kwargs, output: as the caller saw them, hooks included.
         received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
+        ambient: the autocast that it ran under, if any.
         children: the modules that it called directly, in order.
     """
 
@@ -34,7 +36,8 @@ class Call:
     kwargs: dict[str, Any]
     output: Any
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])
+    ambient: Ambient | None = None
+    children: list[tuple[nn.Module, Call]] = field(default_factory=list)
 
     @property
     def forward_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -52,9 +55,9 @@ class Recording:
         grad: whether it was run with gradients.
     """
 
-    calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: {})
-    changed: set[nn.Module] = field(default_factory=lambda: set())
-    outputs: list[Any] = field(default_factory=lambda: [])
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    changed: set[nn.Module] = field(default_factory=set)
+    outputs: list[Any] = field(default_factory=list)
     grad: bool = False
 
 
@@ -143,7 +146,7 @@ class _Recorder:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
-        call = Call(self._kept(args), self._kept(kwargs), None)
+        call = Call(self._kept(args), self._kept(kwargs), None, None, ambient_now())
         if self.only is None or module in self.only:
             self.recording.calls.setdefault(module, []).append(call)
         if self._stack:
@@ -171,7 +174,7 @@ class _Recorder:
 
     def _kept(self, value: Any) -> Any:
         if self.copying:
-            return map_tensors(_copy, value)
+            return copied(value)
         self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
         return value
 
@@ -185,7 +188,7 @@ def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any
     """Send every module call through `handler(original, module, args, kwargs)`."""
     original = nn.Module.__call__
 
-    def intercepted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def intercepted(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return handler(original, module, args, kwargs)
 
     nn.Module.__call__ = intercepted
@@ -201,14 +204,10 @@ def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
 
     def copy_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = _copy(tensor).requires_grad_(grad and tensor.requires_grad)
+            copies[id(tensor)] = copied(tensor).requires_grad_(grad and tensor.requires_grad)
         return copies[id(tensor)]
 
     return Inputs(*map_tensors(copy_once, call.args), **map_tensors(copy_once, call.kwargs))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _failure(model: nn.Module, culprit: nn.Module, error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .captured import Capture, Variant
+from .capture import Capture, Variant
 from .fingerprint import hashable
 from .guards import Guard
 from .meta import Meta, meta_of

@@ -37,7 +37,7 @@ _MISSING = object()
 _isinstance = builtins.isinstance
 
 
-class Untraceable(Exception):  # noqa: N818
+class Untraceable(Exception):
     """A forward does something that a graph cannot say.
 
     Attributes:
@@ -198,7 +198,7 @@ def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: An
 
 
 def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.question(original, args, kwargs)
+    return tracer.attributes.ask(original, args, kwargs)
 
 
 def _patch_refused(session: Session) -> None:
@@ -232,7 +232,7 @@ def _call_handler(session: Session) -> Callable[..., Any]:
         tracer = session.tracer
         if tracer is None:
             return original(module, *args, **kwargs)
-        return tracer.call_module(original, module, args, kwargs)
+        return tracer.children.call(original, module, args, kwargs)
 
     return call
 
@@ -243,10 +243,10 @@ def _patch_modules(session: Session) -> None:
 
     def read_attribute(module: nn.Module, name: str) -> Any:
         value = read(module, name)
-        return value if session.tracer is None else session.tracer.read(module, name, value)
+        return value if session.tracer is None else session.tracer.attributes.read(module, name, value)
 
     def write_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if session.tracer is None or not session.tracer.refuses_write(module, name, value):
+        if session.tracer is None or session.tracer.attributes.accepts(module, name, value):
             write(module, name, value)
 
     def delete_attribute(module: nn.Module, name: str) -> None:
@@ -256,9 +256,11 @@ def _patch_modules(session: Session) -> None:
 
     def training(module: nn.Module) -> Any:
         value = module.__dict__["training"]
-        return value if session.tracer is None else session.tracer.read_training(module, value)
+        return value if session.tracer is None else session.tracer.attributes.read_training(module, value)
 
     def set_training(module: nn.Module, value: Any) -> None:
+        if session.tracer is not None:
+            session.tracer.attributes.made(module)
         module.__dict__["training"] = value
 
     session.patch(nn.Module, "__getattr__", read_attribute)
@@ -281,5 +283,3 @@ class _Mode(TorchFunctionMode):
         if tracer is None:
             return func(*args, **(kwargs or {}))
         return tracer.torch_function(func, args, kwargs or {})
-
-

@@ -16,7 +16,7 @@ from .signature import Signature, given
 from .structure import is_namedtuple
 
 if TYPE_CHECKING:
-    from .captured import Variant
+    from .capture import Variant
 
 __all__ = ["Source", "generate", "module_expression"]
 
@@ -60,7 +60,7 @@ class _Names:
 
     objects: dict[str, Any]
     _used: set[str]
-    _of: dict[int, str] = field(default_factory=lambda: {})
+    _of: dict[int, str] = field(default_factory=dict)
 
     def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
         self.objects = dict(GUARD_NAMES)

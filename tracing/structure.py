@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = ["copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
 
 
 def is_namedtuple(value: object) -> bool:
@@ -41,6 +41,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+def copied(value: Any) -> Any:
+    """Return `value` with copies of its tensors, free of any autograd graph."""
+    return map_tensors(_copy, value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
     """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`."""
     kind = type(value)
@@ -55,7 +64,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = N
     if kind is slice:
         return slice(*(map_leaves(function, part, leaf) for part in (value.start, value.stop, value.step)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuild_dataclass(value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf)
+        return _rebuild_dataclass(
+            value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf
+        )
     if isinstance(value, MutableMapping):
         return _rebuild_mapping(value, function, leaf)
     return function(value)

@@ -241,7 +241,9 @@ def test_a_failed_attempt_leaves_no_trace():
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    with pytest.raises(InputError, match=r"the model \(RaisesAfterChanges\) raised ValueError on .*: no good") as caught:
+    with pytest.raises(
+        InputError, match=r"the model \(RaisesAfterChanges\) raised ValueError on .*: no good"
+    ) as caught:
         capture_program(model, X)
     assert isinstance(caught.value.__cause__, ValueError)
     assert torch.equal(torch.rand(2), expected)

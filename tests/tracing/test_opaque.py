@@ -52,7 +52,7 @@ def swallowed(self, x):
     try:
         if y.max() > 0:  # HERE
             y = y + 1
-    except Exception:  # noqa: BLE001
+    except Exception:
         y = y - 1
     return y
 
@@ -332,3 +332,38 @@ def test_leaves_can_be_expanded(module, expected):
 def test_leaves_that_decide_cannot_be_expanded(module):
     with pytest.raises(CaptureError, match="cannot be traced"):
         trace_leaf(module)
+
+
+class HiddenDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = [nn.Dropout(0.5)]
+
+    def forward(self, x):
+        return self.hidden[0](x)
+
+
+def test_the_mode_of_an_unregistered_module_is_not_burned_in(agree):
+    program = agree(HiddenDropout(), X, X2, opaque=True)
+    assert "reads the mode of a module" in program.opaque[""].reason
+
+
+class FreshDropout(nn.Module):
+    def forward(self, x):
+        return nn.Dropout(0.5)(x)
+
+
+def test_modules_made_in_the_forward_have_their_own_mode(agree, misses):
+    assert misses(agree(FreshDropout(), X, X2)) == 0
+
+
+def test_copying_values_is_refused(agree):
+    import copy
+
+    class Copies(nn.Module):
+        def forward(self, x):
+            return copy.deepcopy(x) + copy.copy(x)
+
+    program = capture_program(Copies(), X)
+    assert set(program.opaque) == {""}
+    assert torch.equal(program.model(*X), X[0] * 2)

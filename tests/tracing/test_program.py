@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-import networkx
+import networkx as nx
 import pytest
 import torch
 from torch import nn
@@ -116,7 +116,9 @@ def test_nodes_know_their_line_and_shape(program):
     assert str(node.meta["val"]) == "float32[4, 6]"
     meta = meta_of({"a": (X, [1, None, "s"])})
     assert meta["a"][1] == [1, None, "s"]
-    assert not any(isinstance(v, torch.Tensor) for g in program.graphs.values() for n in g.nodes for v in n.meta.values())
+    assert not any(
+        isinstance(v, torch.Tensor) for g in program.graphs.values() for n in g.nodes for v in n.meta.values()
+    )
 
 
 def test_recordings_on_demand(program):
@@ -170,7 +172,7 @@ def test_select_matches_arguments_to_placeholders(program):
 
 def test_flat_view_looks_through_modules(program):
     flat = program.flat()
-    assert networkx.is_directed_acyclic_graph(flat.graph)
+    assert nx.is_directed_acyclic_graph(flat.graph)
     leaves = [(n.home, n.node.target) for n in flat if n.node.op == "call_module"]
     assert sorted(leaves) == sorted(
         [
@@ -188,7 +190,7 @@ def test_flat_view_looks_through_modules(program):
     (before,) = flat.inputs(at[("blocks_1",), "x"])
     assert before.path == ("blocks_0",)
     assert before.node.op == "output"
-    assert networkx.has_path(flat.graph, mix, out)
+    assert nx.has_path(flat.graph, mix, out)
     assert len([n for n in flat if n.home == "shared" and n.node.op == "output"]) == 2
 
 
@@ -237,7 +239,10 @@ def test_a_graph_that_is_wrong_is_given_up(monkeypatch):
     def mistaken(self, signature):
         variant = trace(self, signature)
         if self.home == "blocks.1":
-            next(n for n in variant.graph.nodes if n.name == "mul").args = (variant.graph.find_nodes(op="call_module")[0], 2.0)
+            next(n for n in variant.graph.nodes if n.name == "mul").args = (
+                variant.graph.find_nodes(op="call_module")[0],
+                2.0,
+            )
         return variant
 
     monkeypatch.setattr(tracing.ModuleTracer, "trace", mistaken)
