@@ -26,6 +26,10 @@ _NONE = Tolerance(0.0, 0.0)
 class TooFar(Objection):
     """Two values differ by more than their tolerance; more knowledge of rounding might allow it."""
 
+    def __init__(self, message: str, error: float) -> None:
+        super().__init__(message)
+        self.error = error
+
 
 def check_structure(before: Run, after: Run) -> None:
     """Object to a result of another structure, or to arguments changed in place where they were not."""
@@ -98,6 +102,6 @@ def largest_gap(
         apart = distance(expected, found, tolerances.get(label, _NONE), fewer_infinities=fewer_infinities)
         if apart.problem:
             stale = " is stale:" if label.startswith("buffer ") else ""
-            raise TooFar(f"{label}{stale} {apart.problem} {where}")
+            raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
         largest = max(largest, apart.error)
     return largest

@@ -179,7 +179,10 @@ class _Check:
             for run in self._jittered(sample, state, yardstick.wide_epsilon, _ECHOES):
                 yardstick.learn_exact(found, _quantities(run))
 
-        self.meaning_error = max(self.meaning_error, _judged_twice(judge, learn))
+        error, objection = _judged_twice(judge, learn)
+        self.meaning_error = max(self.meaning_error, error)
+        if objection is not None:
+            raise objection
 
     def _precision(
         self,
@@ -208,8 +211,12 @@ class _Check:
             for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
                 yardstick.learn_native(_quantities(exact or run), _quantities(run))
 
-        if yardstick.native_is_coarser or budget is not None:
-            self.precision_error = max(self.precision_error, _judged_twice(judge, learn))
+        if not yardstick.native_is_coarser and budget is None:
+            return
+        error, objection = _judged_twice(judge, learn)
+        self.precision_error = max(self.precision_error, error)
+        if objection is not None:
+            raise objection
 
     def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         native = self._attempt("native", sample, state)
@@ -230,13 +237,16 @@ class _Check:
             raise Objection("the random stream is not advanced as before")
 
 
-def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> float:
-    """Return the judgement; where it is an objection, learn more about rounding first, and judge again."""
+def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
     try:
-        return judge()
+        return judge(), None
     except TooFar:
         learn()
-        return judge()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection
 
 
 def _measured(sample: Sample, translation: Translation) -> Measured:

@@ -300,6 +300,17 @@ def test_integer_buffers_count() -> None:
 # -- what is rounded, decided or overflows -----------------------------------------------------------------------------
 
 
+def test_errors_are_told_of_good_and_bad_rewrites() -> None:
+    before = Lambda(lambda m, x: x.tanh() @ m.w, w=nn.Parameter(normal(32, 32)))
+    x = normal(8, 32)
+    good = judge(before, rewritten(before, lambda m, x: (m.w.T @ x.tanh().T).T), x)
+    bad = judge(before, rewritten(before, lambda m, x: x.tanh() @ m.w * 1.001), x)
+    assert 0 < good.meaning_error < 1e-14
+    assert 0 < good.precision_error < 1e-5
+    assert bad.meaning_error == pytest.approx(1e-3, rel=1e-6)
+    assert bad.checked_in == "float64"
+
+
 def test_needless_loss_of_precision_is_found() -> None:
     """In float64 both are the same; natively one of them goes through 8 bits."""
     before = Lambda(lambda m, x: (x @ m.w).tanh(), w=nn.Parameter(normal(32, 32)))
