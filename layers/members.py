@@ -105,7 +105,7 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
 def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
     """Set or delete an entry of `__dict__` and give the module the class that goes with it; return how to go back."""
     entry, capture, old_class = module.__dict__.get(key), capture_of(module), _class_under_graphs(module)
-    owner = capture and capture._owner  # pyright: ignore[reportPrivateUsage]
+    owner = capture and capture.owner
     _set(module, key, value)
     _put_class(module, _class_for(module, old_class), capture, owner)
     installed = capture_of(module)
@@ -116,7 +116,7 @@ def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
         if current is installed:
             _put_class(module, old_class, capture, owner)
         else:
-            _put_class(module, old_class, current, current and current._owner)  # pyright: ignore[reportPrivateUsage]
+            _put_class(module, old_class, current, current and current.owner)
 
     return undo
 
@@ -154,4 +154,4 @@ def _put_class(
     installed = capture_of(module)
     if installed is not None:
         # It may be a copy, for the other class: it belongs to whom the first belonged.
-        installed._owner = owner  # pyright: ignore[reportPrivateUsage]
+        installed.owner = owner
