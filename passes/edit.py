@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from ..errors import CaptureError, UsageError
 from ..tracing.captured import capture_of, install, recompile, with_graph
@@ -244,10 +245,10 @@ class Edit:
         self.program.touch()
 
 
-def _behind_operands(graph: fx.Graph, arguments: object) -> fx.Node:
+def _behind_operands(graph: fx.Graph, arguments: Argument) -> fx.Node:
     """Return the node before which a call with these arguments can stand: behind its last operand."""
     operands: set[fx.Node] = set()
-    fx.map_arg(arguments, operands.add)  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
+    fx.map_arg(arguments, operands.add)
     last = None
     for node in graph.nodes:
         if node.op == "placeholder" or node in operands:

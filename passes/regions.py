@@ -45,7 +45,7 @@ class Region(nn.Module):
         """Write nothing: the home's own names cover the children."""
         return {} if destination is None else destination
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The children are loaded under the home's names; here they get what they have.
         for name, child in self.named_children():
             state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))

@@ -52,9 +52,7 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
     originals = modules_by_name(model, every_name=True)
     tensors = _named_tensors(model)
     rewritten = modules_by_name(fast, every_name=True)
-    same: dict[int, object] = {
-        id(module): originals[name] for name, module in rewritten.items() if name in originals
-    }
+    same: dict[int, object] = {id(module): originals[name] for name, module in rewritten.items() if name in originals}
     same |= {id(tensor): tensors[name] for name, tensor in _named_tensors(fast).items() if name in tensors}
     for module in list(fast.modules()):
         target = cast("nn.Module", same.get(id(module), module))

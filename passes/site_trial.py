@@ -159,6 +159,7 @@ class SiteTrial:
 
 
 def timing_figures(timings: measure.Timings, before: str, after: str) -> dict[str, float]:
+    """Return the timings of two candidates as figures for a plan, their ratio with its interval."""
     speed = timings.ratio(before, after)
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
