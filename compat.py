@@ -14,20 +14,26 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.fx.graph import inplace_methods, magic_methods
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
     "draws_randomly",
     "has_hooks",
+    "has_lazy_parameters",
+    "has_pre_hooks",
     "in_place_format",
+    "is_registered_operator",
     "is_view_operator",
     "modules_by_name",
     "native_functions",
+    "native_torch_functions",
     "operator_format",
     "own_buffers",
     "own_children",
     "own_parameters",
+    "property_access",
     "storage_id",
     "torch_functions_off",
     "transient_buffers",
@@ -75,11 +81,26 @@ def has_hooks(module: nn.Module) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def has_lazy_parameters(module: nn.Module) -> bool:
+    """Say whether a module has parameters whose shapes its first call is to tell."""
+    return isinstance(module, LazyModuleMixin) and cast("Any", module).has_uninitialized_params()
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Say whether calling the module runs hooks that may change its arguments first."""
+    return bool(cast("Any", module)._forward_pre_hooks)
+
+
 def in_place_format(function: Any) -> str | None:
     """Return how a function of the `operator` module that changes its argument is written ("{} += {}"), or None."""
     if getattr(function, "__module__", None) != "_operator":
         return None
     return inplace_methods.get(function.__name__)
+
+
+def is_registered_operator(function: Any) -> bool:
+    """Say whether a function is one of `torch.ops`."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
 
 
 @cache
@@ -96,6 +117,12 @@ def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str,
 def native_functions() -> Any:
     """Return the module that holds what `F.linear`, `F.gelu` and others really are."""
     return getattr(torch._C, "_nn")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  it is not declared
+
+
+def native_torch_functions() -> list[str]:
+    """Return the names of torch's functions that are operators of its own, written in C++."""
+    native = getattr(torch._C, "_VariableFunctions")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  undeclared
+    return [name for name in dir(native) if getattr(torch, name, None) is getattr(native, name)]
 
 
 def operator_format(function: Any) -> str | None:
@@ -118,6 +145,11 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the registry itself of a module's own parameters."""
     return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def property_access() -> type:
+    """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
+    return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -32,7 +32,7 @@ class Variant:
 
     guards: tuple[Guard, ...]
     graph: fx.Graph
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
     reads: frozenset[str] = frozenset()
 
 
@@ -52,11 +52,11 @@ class Capture:
     base: type[nn.Module]
     variants: list[Variant]
     signature: Signature | None = None
-    misses: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter[str])
     owner: weakref.ref[nn.Module] | None = None
     compiled: type[nn.Module] | None = None
     _parameters: Signature | None = None
-    _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict)
+    _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
 
     @property
     def parameters(self) -> Signature:
@@ -68,7 +68,7 @@ class Capture:
     @property
     def reads(self) -> frozenset[str]:
         """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
-        return frozenset().union(*(variant.reads for variant in self.variants))
+        return frozenset(name for variant in self.variants for name in variant.reads)
 
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""

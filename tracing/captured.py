@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import fx, nn
@@ -35,6 +35,13 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
+"""What `Captured` is mixed into; it is no module itself, so that the user's class comes second."""
+
+
 class ModelRecord(Protocol):
     """What a root module keeps, as `_fxopt_record`, about what was done to it; `Captured` reads this much of it."""
 
@@ -42,18 +49,21 @@ class ModelRecord(Protocol):
     """Names of the passes whose rewrites are valid in evaluation mode only."""
 
 
-class Captured:
+class Captured(_Module):
     """Mix into the class of a module that runs from graphs.
 
     A captured module's class is made on the fly and named like the user's own, from which it derives. Classes are
     shared by modules with equal code, and never change once made; an edited graph makes a new one (`recompile`).
     """
 
+    _fxopt_own: Callable[..., Any]
+    """The forward of the class below, the module's own."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if "_fxopt_capture" not in self.__dict__:
             # Someone called type(model)(...): a new model, of the user's class, that was never captured.
-            self.__class__ = type(self)._fxopt_base
+            cast("Any", self).__class__ = user_class(type(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the user's own hook for subclasses (registries, say) from seeing the classes made here."""
@@ -62,11 +72,11 @@ class Captured:
         super().__setattr__(name, value)
         capture = self.__dict__.get("_fxopt_capture")
         if capture is not None and name in capture.reads:
-            _drop_variants(cast("nn.Module", self), name)
+            _drop_variants(self, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        recompile(cast("nn.Module", self))
+        recompile(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
@@ -85,7 +95,7 @@ class Captured:
         """Run the module's own forward where no variant's guards hold, and count the reason."""
         if not torch.compiler.is_compiling():
             capture = self.__dict__["_fxopt_capture"]
-            capture.misses[explain_miss(cast("nn.Module", self), args, kwargs)] += 1
+            capture.misses[explain_miss(self, args, kwargs)] += 1
         return self._fxopt_own(*args, **kwargs)
 
     def _fxopt_restart(self, reason: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat import own_buffers
 from .capture import Capture, Variant, capture_of
 from .fingerprint import fingerprint
 from .leaves import is_container, is_leaf, runs_as_sequential
@@ -170,7 +171,7 @@ class _Capturer:
         if known is None:
             changed = set[nn.Module]() if self._recording is None else self._recording.changed
             known = self._stateful[module] = any(
-                inner in changed or getattr(inner, "inplace", False) or (inner._buffers and is_leaf(inner))
+                inner in changed or getattr(inner, "inplace", False) or (bool(own_buffers(inner)) and is_leaf(inner))
                 for inner in module.modules()
             )
         return known

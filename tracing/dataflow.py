@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -92,7 +92,7 @@ class DataFlow:
         return node.target is operator.getitem and self._picks_by_mask(node.args[1])
 
     def _picks_by_mask(self, index: Any) -> bool:
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         values = [self._examples.get(part) for part in parts if isinstance(part, fx.Node)]
         return any(isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
 

@@ -105,14 +105,14 @@ class Decisions:
             if count is None:
                 self._tracer.fail("it iterates over a value that only example inputs can give")
             self._assume_length(proxy, count)
-            return iter([proxy[i] for i in range(count)])
+            return iter([proxy.fxopt_item(i) for i in range(count)])
         if isinstance(value, Mapping):
             return iter(self.keys(proxy))
         if isinstance(value, str):
             return iter(self.plain(proxy))
         if not isinstance(value, (Tensor, Sequence)):
             self._tracer.fail(f"it iterates over a {type(value).__name__}")
-        return iter([proxy[i] for i in range(self.length(proxy))])
+        return iter([proxy.fxopt_item(i) for i in range(self.length(proxy))])
 
     def keys(self, proxy: ValueProxy) -> list[Any]:
         """Answer which keys a mapping has."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..compat import own_children
 from .meta import Meta, TensorMeta, meta_of
 from .record import Call
 
@@ -55,7 +56,7 @@ class _Structure:
         for name in ("_parameters", "_buffers"):
             described.extend((key, self._attribute(item)) for key, item in attributes[name].items())
         described.extend((n, self._attribute(v)) for n, v in attributes.items() if n not in _HANDLED)
-        for name, child in module._modules.items():
+        for name, child in own_children(module).items():
             if child is not None:
                 described.extend(self.of(child, f"{path}.{name}" if path else name))
         return described
@@ -64,12 +65,16 @@ class _Structure:
         if value is None or isinstance(value, (bool, int, float, str)):
             return type(value), value
         if isinstance(value, Tensor):
-            return type(value), meta_of(value), self._tensors.setdefault(id(value), len(self._tensors))
-        if type(value) in (tuple, list):
-            return type(value), tuple(self._attribute(item) for item in value)
-        if type(value) is set:
+            return type(value), hashable(meta_of(value)), self._tensors.setdefault(id(value), len(self._tensors))
+        return self._container(value)
+
+    def _container(self, value: Any) -> Hashable:
+        kind = cast("type[object]", type(value))
+        if kind in (tuple, list):
+            return kind, tuple(self._attribute(item) for item in value)
+        if kind is set:
             return frozenset(self._attribute(item) for item in value)
-        if type(value) is dict:
+        if kind is dict:
             return tuple((key, self._attribute(item)) for key, item in value.items())
         return id(value)
 
@@ -81,8 +86,8 @@ def _call(call: Call, paths: dict[nn.Module, str]) -> Hashable:
 
 
 def _value(value: Any) -> Hashable:
-    meta = hashable(meta_of(value))
-    return type(value), meta
+    kind = cast("type[object]", type(value))
+    return kind, hashable(meta_of(value))
 
 
 def hashable(meta: Meta) -> Hashable:

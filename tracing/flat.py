@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import networkx as nx
 from torch import fx
+from torch.fx.node import map_arg
 
 from .capture import Capture, Variant, capture_of
 
@@ -108,5 +109,5 @@ def _nodes_at(expression: str, bound: Mapping[str, Any], call: fx.Node) -> list[
     except (NameError, LookupError, TypeError):
         return call.all_input_nodes
     found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
+    map_arg(value, found.append)
     return found

@@ -37,7 +37,7 @@ def is_container(module: nn.Module) -> bool:
 def runs_as_sequential(module: nn.Module) -> bool:
     """Tell whether a module's forward is that of `nn.Sequential`, over its children in order."""
     cls = type(module)
-    return cls.forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__
+    return cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
 
 
 def is_leaf(module: nn.Module) -> bool:

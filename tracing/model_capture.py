@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
+from ..compat import has_lazy_parameters, modules_by_name
 from ..errors import InputError
 from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
@@ -101,8 +101,8 @@ def _undone_on_error(names: ModelNames, found: Captures) -> Generator[None]:
 
 def _check_initialised(model: nn.Module) -> None:
     for module in all_modules(model):
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-            name = next(name for name, other in model.named_modules() if other is module)
+        if has_lazy_parameters(module):
+            name = next(name for name, other in modules_by_name(model).items() if other is module)
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
                 "run the model once on real inputs first"

@@ -59,7 +59,7 @@ class Observers:
         return known
 
     def _namespace(self, cls: type) -> dict[str, Any]:
-        read = cls.__getattribute__
+        read: Any = cls.__getattribute__
 
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
             self._seen.add(name)
@@ -76,6 +76,6 @@ def _is_plain(module: nn.Module, name: str) -> bool:
         return not isinstance(module.__dict__[name], Tensor)
     for cls in type(module).__mro__:
         if name in cls.__dict__:
-            value = cls.__dict__[name]
+            value: object = cls.__dict__[name]
             return not callable(value) and not hasattr(type(value), "__get__")
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import has_pre_hooks, modules_by_name, own_buffers
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .inputs import Inputs
@@ -37,7 +38,7 @@ class Call:
     output: Any
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     ambient: Ambient | None = None
-    children: list[tuple[nn.Module, Call]] = field(default_factory=list)
+    children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
 
     @property
     def forward_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -55,9 +56,9 @@ class Recording:
         grad: whether it was run with gradients.
     """
 
-    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
-    changed: set[nn.Module] = field(default_factory=set)
-    outputs: list[Any] = field(default_factory=list)
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
+    changed: set[nn.Module] = field(default_factory=set[nn.Module])
+    outputs: list[Any] = field(default_factory=list[Any])
     grad: bool = False
 
 
@@ -126,9 +127,9 @@ class _Recorder:
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)
-        buffers = [(m, b, change_count(b)) for m in modules for b in m._buffers.values() if b is not None]
+        buffers = [(m, b, change_count(b)) for m in modules for b in own_buffers(m).values() if b is not None]
         for module in modules:
-            if module._forward_pre_hooks:
+            if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
         with calls_intercepted(self._call), torch.set_grad_enabled(grad):
             for call in inputs:
@@ -184,7 +185,7 @@ class _Recorder:
 
 
 @contextmanager
-def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
+def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Generator[None]:
     """Send every module call through `handler(original, module, args, kwargs)`."""
     original = nn.Module.__call__
 
@@ -211,6 +212,6 @@ def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
 
 
 def _failure(model: nn.Module, culprit: nn.Module, error: Exception) -> str:
-    name = next((name for name, module in model.named_modules() if module is culprit), "")
+    name = next((name for name, module in modules_by_name(model).items() if module is culprit), "")
     where = f"module {name!r} ({type(culprit).__name__})" if name else f"the model ({type(model).__name__})"
     return f"{where} raised {type(error).__name__} on the example inputs: {error}"

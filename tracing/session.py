@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class Session:
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the session ends."""
-        before = vars(owner).get(name, _MISSING)
+        before = cast("Any", vars(owner).get(name, _MISSING))
         setattr(owner, name, value)
         self._undo.callback(_unset, owner, name, before)
 
@@ -216,7 +216,7 @@ def _patch_refused(session: Session) -> None:
 
 
 def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
-    original = vars(owner)[name]
+    original = cast("Callable[..., Any]", vars(owner)[name])
 
     @functools.wraps(original)
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,8 @@ def _call_handler(session: Session) -> Callable[..., Any]:
 
 def _patch_modules(session: Session) -> None:
     """Send reads of tensors and of `training`, and assignments, on modules to the tracer."""
-    read, write, delete = nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__
+    read, write = nn.Module.__getattr__, nn.Module.__setattr__
+    delete = cast("Callable[[nn.Module, str], None]", nn.Module.__delattr__)
 
     def read_attribute(module: nn.Module, name: str) -> Any:
         value = read(module, name)

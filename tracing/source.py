@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,7 +60,7 @@ class _Names:
 
     objects: dict[str, Any]
     _used: set[str]
-    _of: dict[int, str] = field(default_factory=dict)
+    _of: dict[int, str]
 
     def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
         self.objects = dict(GUARD_NAMES)
@@ -190,7 +190,7 @@ class _Body:
         if is_namedtuple(value):
             return f"{self._names.name(type(value))}({self._arguments(value, {})})"
         if isinstance(value, tuple):
-            items = [self._format(item) for item in value]
+            items = [self._format(item) for item in cast("tuple[Any, ...]", value)]
             return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
         if isinstance(value, list):
             return f"[{self._arguments(cast('list[Any]', value), {})}]"
@@ -198,7 +198,8 @@ class _Body:
             pairs = cast("dict[Any, Any]", value).items()
             return "{" + ", ".join(f"{self._format(key)}: {self._format(item)}" for key, item in pairs) + "}"
         if isinstance(value, slice):
-            return f"slice({self._arguments((value.start, value.stop, value.step), {})})"
+            limits = cast("tuple[Any, ...]", (value.start, value.stop, value.step))
+            return f"slice({self._arguments(limits, {})})"
         if isinstance(value, torch.device):
             return f"torch.{value!r}"
         return self._names.name(value)

@@ -6,12 +6,12 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import storage_id
+from ..compat import property_access, storage_id
 from .ambient import Ambient
 from .arguments import Arguments
 from .attributes import Attributes
@@ -38,7 +38,7 @@ _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_me
 """Methods that no graph may hold: they reach outside the forward, or make a tensor another one."""
 _RESHAPING = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _OPTIONAL = (getattr, operator.getitem)
-_ACCESSOR: type = type(getattr(Tensor.shape, "__get__"))  # noqa: B009  it is not declared
+_ACCESSOR = property_access()
 
 
 class ModuleTracer:
@@ -266,7 +266,7 @@ class ModuleTracer:
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
         with self.session.suspended():
-            member = getattr(Tensor, name, None) if value is UNKNOWN else getattr(value, name)
+            member: Any = getattr(Tensor, name, None) if value is UNKNOWN else getattr(cast("Any", value), name)
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)
         return self.create_proxy("call_function", getattr, (proxy, name), {})
@@ -275,7 +275,7 @@ class ModuleTracer:
         keys = self.decisions.keys(proxy)
         if name == "keys":
             return keys
-        return [proxy[key] if name == "values" else (key, proxy[key]) for key in keys]
+        return [proxy.fxopt_item(key) if name == "values" else (key, proxy.fxopt_item(key)) for key in keys]
 
     def is_instance(self, proxy: ValueProxy, kinds: Any) -> bool:
         """Answer `isinstance` from the example; without one, whatever was put in or called is a tensor."""
