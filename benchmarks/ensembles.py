@@ -108,7 +108,11 @@ def vmapped(model: Ensemble) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
 def runner(
     function: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, training: bool
 ) -> Callable[[], object]:
-    """Return one step: forward without gradients, or forward and backward to the parameters."""
+    """Return one step: forward without gradients, or forward and backward to the parameters.
+
+    The gradient that comes from above is an ordinary dense tensor, as losses give it; that of `sum()` is one number
+    expanded, which some kernels take a shortcut for.
+    """
     if not training:
 
         def infer() -> object:
@@ -117,8 +121,10 @@ def runner(
 
         return infer
 
+    upstream = torch.randn_like(function(x))
+
     def step() -> object:
-        return torch.autograd.grad(function(x).sum(), parameters)
+        return torch.autograd.grad(function(x), parameters, upstream)
 
     return step
 
