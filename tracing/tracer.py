@@ -205,6 +205,7 @@ class ModuleTracer:
         """Add a node whose value comes from outside: an argument, an attribute, a mode; a tensor is not to change."""
         with self.session.aside():
             proxy = self._proxy(self.graph.create_node(kind, target, args, kwargs), value)
+            self.data.note(proxy.node)
             if isinstance(value, Tensor):
                 self._protected.add(_storage(value))
             return proxy
