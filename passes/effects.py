@@ -13,6 +13,8 @@ from torch import fx, nn
 
 from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
+from ..tracing.dynamic import user_class
+from ..tracing.guards import require
 from .operators import is_random, mutates
 
 if TYPE_CHECKING:
@@ -68,9 +70,10 @@ def _module_has_effects(module: nn.Module, program: Program) -> bool:
 def _leaf_has_effects(module: nn.Module) -> bool:
     if getattr(module, "inplace", False):
         return True
-    if type(module) in _MODE_MODULES:
+    kind = user_class(type(module))
+    if kind in _MODE_MODULES:
         return module.training
-    return type(module) not in _PURE_MODULES
+    return kind not in _PURE_MODULES
 
 
 def _is_pure_function(function: Any) -> bool:
@@ -101,6 +104,8 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
         return has_effects(node, program, home)
+    if node.target is require:
+        return False
     return node.op in ("call_function", "call_method") and (mutates(node) or has_effects(node, program, home))
 
 

@@ -9,13 +9,14 @@ on one another.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from ..compat import own_children
 from .expansion import Expansion, Operation, expand
 from .forms import normal_form, packable
 from .packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shared
@@ -23,7 +24,7 @@ from .packs import Ensemble, Gathered, Operand, Pack, Parameters, Selected, Shar
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Ensembles", "attribute", "find_ensembles", "value_rank"]
+__all__ = ["Ensembles", "attribute", "find_ensembles"]
 
 
 class Ensembles:
@@ -92,13 +93,13 @@ class _Search:
             return "select", selection[0].name, selection[1]
         if len(operand.users) > 1:
             return "shared", operand.name
-        return "own", operand.level, repr(operand.node.meta.get("val"))
+        return "own", operand.level, repr(operand.example)
 
     def describe_attribute(self, name: str) -> object:
         tensor = attribute(self.home, name)
         if not isinstance(tensor, torch.Tensor):
             return "constant", name
-        return "attribute", re.sub(r"\d+", "*", name), tuple(tensor.shape), tensor.dtype, tensor.device
+        return "attribute", _place(self.home, name), tuple(tensor.shape), tensor.dtype, tensor.device
 
     def pack(self, members: Sequence[Operation]) -> None:
         for group in self.align(members):
@@ -113,7 +114,7 @@ class _Search:
         """Split one colour into groups ordered like the packs that they read; linears on outer inputs are one group."""
         sources = [self.sources(member) for member in members]
         if not any(sources):
-            return [list(members)]
+            return self.by_use(members)
         groups: dict[tuple[int, int], dict[int, Operation]] = defaultdict(dict)
         ranks: dict[tuple[int, int], int] = defaultdict(int)
         for member, source in zip(members, sources, strict=True):
@@ -130,6 +131,19 @@ class _Search:
             if len(group) == complete[pack]
         ]
 
+    def by_use(self, members: Sequence[Operation]) -> list[list[Operation]]:
+        """Split operations into the first uses of their last operand (mostly a parameter), second uses and so on."""
+        uses: Counter[object] = Counter()
+        groups: list[list[Operation]] = []
+        for member in members:
+            read = self.forms[member][1][-1]
+            key = read.target if read.kind == "get_attr" else read
+            if uses[key] == len(groups):
+                groups.append([])
+            groups[uses[key]].append(member)
+            uses[key] += 1
+        return groups if len(groups[0]) > 1 else [list(members)]
+
     def sources(self, member: Operation) -> list[tuple[Pack, int]]:
         return [self.located[operand] for operand in self.forms[member][1] if operand in self.located]
 
@@ -145,10 +159,7 @@ class _Search:
             return None  # one computation, several times: nothing to batch
         if group[0].operator == "linear" and not _linear_is_batchable(found):
             return None
-        rank = self.rank(group[0].operator, found)
-        if group[0].operator != "linear" and not _broadcasts(found, rank, self):
-            return None
-        return Pack(group[0].operator or "", tuple(group), template, found, rank)
+        return Pack(group[0].operator or "", tuple(group), template, found, tuple(map(self.ranks, found)))
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
         """Return how all members' values of one argument are had at once, or None."""
@@ -169,29 +180,32 @@ class _Search:
             return None
         return pack
 
-    def rank(self, operator: str | None, operands: Sequence[Operand]) -> int | None:
-        ranks = [self.rank_of(operand) for operand in (operands[:1] if operator == "linear" else operands)]
-        return None if any(rank is None for rank in ranks) else max(rank for rank in ranks if rank is not None)
-
-    def rank_of(self, operand: Operand) -> int | None:
+    def ranks(self, operand: Operand) -> frozenset[object]:
+        """Return what decides an operand's number of dimensions; nothing where it has one at the most."""
         match operand:
             case Pack():
-                return operand.rank
-            case Shared():
-                return value_rank(operand.operation, self.home)
-            case Parameters():
-                tensor = attribute(self.home, operand.names[0])
-                return tensor.dim() if isinstance(tensor, torch.Tensor) else None
+                return operand.ranks
+            case Shared() if _is_flat(operand.operation.example) or self.is_flat_attribute(operand.operation):
+                return frozenset()
+            case Parameters() if _is_flat(attribute(self.home, operand.names[0])):
+                return frozenset()
             case Selected():
-                rank = value_rank(operand.source, self.home)
-                return None if rank is None else rank - 1
-            case Gathered():
-                return value_rank(operand.operations[0], self.home)
+                return frozenset((Selected(operand.source, 0),))
+            case _:
+                return frozenset((operand,))
+
+    def is_flat_attribute(self, operation: Operation) -> bool:
+        return operation.kind == "get_attr" and _is_flat(attribute(self.home, str(operation.target)))
 
     def ensembles(self) -> list[Ensemble]:
         owner: dict[Pack, Ensemble] = {}
+        first: dict[Parameters, Pack] = {}
         for pack in sorted(self.packs, key=lambda pack: max(member.index for member in pack.members)):
-            joined = {owner[source] for source in pack.operands if isinstance(source, Pack)}
+            stacks = [first.setdefault(source, pack) for source in pack.operands if isinstance(source, Parameters)]
+            sources = [
+                source for source in (*pack.operands, *stacks) if isinstance(source, Pack) and source is not pack
+            ]
+            joined = dict.fromkeys(owner[source] for source in sources)
             ensemble = Ensemble([p for part in joined for p in part.packs] + [pack])
             owner.update(dict.fromkeys(ensemble.packs, ensemble))
         unique = dict.fromkeys(owner.values())
@@ -222,7 +236,7 @@ def _keeps_everything(parts: Sequence[object]) -> bool:
 
 
 def _is_tensor(operation: Operation) -> bool:
-    return operation.kind == "get_attr" or hasattr(operation.node.meta.get("val"), "dtype")
+    return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
 
 
 def _same_value(one: Operation, other: Operation) -> bool:
@@ -244,30 +258,18 @@ def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
     return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)
 
 
-def _broadcasts(operands: Sequence[Operand], rank: int | None, search: _Search) -> bool:
-    """Say whether shared operands line up with a stacked result: none may have more dimensions than one member has."""
-    stacked = [search.rank_of(operand) for operand in operands if not isinstance(operand, Shared)]
-    for operand in operands:
-        if not isinstance(operand, Shared):
-            continue
-        own = search.rank_of(operand)
-        if own == 0:
-            continue
-        if own is None or any(other is None for other in stacked) or own > max(r for r in stacked if r is not None):
-            return False
-    return True
+def _is_flat(value: object) -> bool:
+    """Say whether a value is a number, or a parameter or buffer with one dimension at the most."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
 
 
-def value_rank(operation: Operation, home: nn.Module) -> int | None:
-    """Return the number of dimensions of what `operation` gives, where it is known; 0 for a Python number."""
-    if operation.kind == "get_attr":
-        tensor = attribute(home, str(operation.target))
-        return tensor.dim() if isinstance(tensor, torch.Tensor) else None
-    value = operation.node.meta.get("val")
-    if isinstance(value, (int, float)):
-        return 0
-    shape = getattr(value, "shape", None)
-    return None if shape is None else len(shape)
+def _place(home: nn.Module, name: str) -> str:
+    """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
+    module, parts = home, list[str]()
+    for part in name.split("."):
+        parts.append("*" if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else re.sub(r"\d+", "*", part))
+        module = None if module is None else own_children(module).get(part)
+    return ".".join(parts)
 
 
 def attribute(home: nn.Module, name: str) -> object:

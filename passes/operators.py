@@ -5,10 +5,11 @@ Modules need no table: the forward of a `torch.nn` leaf is traced, and what it c
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,15 @@ from torch import fx, nn
 
 from ..compat import native_functions
 
-__all__ = ["POINTWISE", "canonical_name", "function_of", "is_random", "mutates", "operator_of_module"]
+__all__ = [
+    "POINTWISE",
+    "canonical_name",
+    "function_of",
+    "in_place_signature",
+    "is_random",
+    "mutates",
+    "operator_of_module",
+]
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
@@ -34,25 +43,28 @@ _TERNARY = "addcdiv addcmul clamp lerp where".split()
 POINTWISE = frozenset(_UNARY + _BINARY + _TERNARY)
 """Operators that compute each element of their (broadcast) result from one element of each operand."""
 
-_PYTHON: Mapping[str, tuple[Callable[..., Any], ...]] = {
-    "add": (operator.add, operator.iadd),
-    "sub": (operator.sub, operator.isub),
-    "mul": (operator.mul, operator.imul),
-    "div": (operator.truediv, operator.itruediv),
-    "floor_divide": (operator.floordiv, operator.ifloordiv),
-    "remainder": (operator.mod, operator.imod),
-    "pow": (operator.pow, operator.ipow),
-    "neg": (operator.neg,),
-    "positive": (operator.pos,),
-    "matmul": (operator.matmul,),
-    "getitem": (operator.getitem,),
-    "eq": (operator.eq,),
-    "ne": (operator.ne,),
-    "lt": (operator.lt,),
-    "le": (operator.le,),
-    "gt": (operator.gt,),
-    "ge": (operator.ge,),
-}
+_PYTHON = cast(
+    "Mapping[str, tuple[Callable[..., Any], ...]]",
+    {
+        "add": (operator.add, operator.iadd),
+        "sub": (operator.sub, operator.isub),
+        "mul": (operator.mul, operator.imul),
+        "div": (operator.truediv, operator.itruediv),
+        "floor_divide": (operator.floordiv, operator.ifloordiv),
+        "remainder": (operator.mod, operator.imod),
+        "pow": (operator.pow, operator.ipow),
+        "neg": (operator.neg,),
+        "positive": (operator.pos,),
+        "matmul": (operator.matmul,),
+        "getitem": (operator.getitem,),
+        "eq": (operator.eq,),
+        "ne": (operator.ne,),
+        "lt": (operator.lt,),
+        "le": (operator.le,),
+        "gt": (operator.gt,),
+        "ge": (operator.ge,),
+    },
+)
 _IN_PLACE_PYTHON = frozenset(forms[1] for forms in _PYTHON.values() if len(forms) == 2)
 
 _SYNONYMS = {
@@ -97,8 +109,9 @@ def _functions() -> dict[Any, str]:
 
 @cache
 def _methods() -> dict[str, str]:
+    """Return method name -> operator; `x.where(condition, y)` takes its operands in another order and is left out."""
     table = {spelling: name for name, spellings in _SYNONYMS.items() for spelling in spellings}
-    table.update({name: name for name in (*POINTWISE, *_RANDOM) if name not in table})
+    table.update({name: name for name in (*POINTWISE, *_RANDOM) if name not in table and name != "where"})
     table.update({f"{spelling}_": name for spelling, name in table.items() if not spelling.startswith("__")})
     return table
 
@@ -116,13 +129,17 @@ def canonical_name(node: fx.Node) -> str | None:
 
 
 @cache
-def function_of(name: str) -> Callable[..., Any]:
+def function_of(name: str, *, keywords: bool = False) -> Callable[..., Any]:
     """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
+
+    Args:
+        name: canonical.
+        keywords: whether it will be given keyword arguments, which Python's operators do not take.
 
     Raises:
         KeyError: if `name` is not an operator of this table.
     """
-    if name in _PYTHON:
+    if name in _PYTHON and not keywords:
         return _PYTHON[name][0]
     for namespace in _NAMESPACES:
         function = getattr(namespace, name, None)
@@ -132,11 +149,9 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def operator_of_module(module_type: type[nn.Module]) -> str | None:
-    """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` is `gelu`."""
-    if (
-        not module_type.__module__.startswith("torch.nn.modules")
-        or getattr(nn, module_type.__name__, None) is not module_type
-    ):
+    """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` `gelu`."""
+    is_leaf = module_type.__module__.startswith("torch.nn.modules")
+    if not is_leaf or getattr(nn, module_type.__name__, None) is not module_type:
         return None
     name = module_type.__name__.lower()
     known = {"leakyrelu": "leaky_relu"}.get(name, name)
@@ -152,12 +167,35 @@ def mutates(node: fx.Node) -> bool:
         return False
     if node.target in (operator.setitem, operator.delitem) or node.target in _IN_PLACE_PYTHON:
         return True
-    if node.kwargs.get("inplace") is not None and node.kwargs["inplace"] is not False:
-        return True
-    if "out" in node.kwargs:
+    if "out" in node.kwargs or _asks_in_place(node):
         return True
     name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def _asks_in_place(node: fx.Node) -> bool:
+    """Say whether a call passes `inplace=True`, by keyword or by position."""
+    asked: Any = node.kwargs.get("inplace", False)
+    signature = in_place_signature(node.target)
+    if signature is not None:
+        place = list(signature.parameters).index("inplace")
+        asked = node.args[place] if place < len(node.args) else asked
+    return asked is not None and asked is not False
+
+
+def in_place_signature(function: Any) -> inspect.Signature | None:
+    """Return the signature of a function of `torch.nn.functional` with a parameter `inplace`; None for any other."""
+    name = getattr(function, "__name__", "")
+    return _in_place_signature(name) if getattr(F, name, None) is function else None
+
+
+@cache
+def _in_place_signature(name: str) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(getattr(F, name))
+    except (TypeError, ValueError):
+        return None
+    return signature if "inplace" in signature.parameters else None
 
 
 def is_random(node: fx.Node) -> bool:

@@ -56,14 +56,21 @@ class Pack:
         members: the operations.
         arguments: positional and keyword arguments with a `Slot` for each tensor operand.
         operands: what fills each slot.
-        rank: number of dimensions of one member's result; None where it is not known.
+        operand_ranks: for each slot what decides its number of dimensions, which may differ from call to call; nothing
+            where it has one at the most (every member has one at the least).
     """
 
     operator: str
     members: tuple[Operation, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     operands: tuple[Operand, ...]
-    rank: int | None
+    operand_ranks: tuple[frozenset[object], ...]
+
+    @property
+    def ranks(self) -> frozenset[object]:
+        """Return what decides the number of dimensions of a member's result."""
+        deciding = self.operand_ranks[:1] if self.operator == "linear" else self.operand_ranks
+        return frozenset[object]().union(*deciding)
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from ..compat import has_hooks
-from ..tracing.captured import capture_of
+from ..tracing.dynamic import user_class
 from .base import Site
 from .operators import canonical_name, operator_of_module
 
@@ -118,5 +118,4 @@ def module(module_type: type[nn.Module], *operands: Pattern, name: str | None = 
 
 
 def _base(module: nn.Module) -> type:
-    capture = capture_of(module)
-    return capture.base if capture is not None else getattr(type(module), "_fxopt_base", type(module))
+    return user_class(type(module))
