@@ -1,4 +1,4 @@
-"""fxopt: a compiler for PyTorch models. `optimize(model, passes=[...])` gives the model back, rewritten, checked and timed.
+"""fxopt: a compiler for PyTorch models: `optimize(model, passes=[...])` gives them back rewritten, checked and timed.
 
 Names are imported when they are first used, so that `import fxopt`, and with it the command line, starts at once.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 
 
@@ -68,7 +68,7 @@ def optimize(
             Without them nothing can be verified or timed, and documented rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
-        measure: time each rewrite made for speed and undo what is not faster; by default yes, or what FXOPT_MEASURE says.
+        measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
         seed: of the random inputs and gradients that verification draws.
@@ -78,7 +78,7 @@ def optimize(
 
     Raises:
         UsageError: a wrong pass, option, order, or argument.
-        InputError: the model cannot be copied, has lazy parameters, or refuses its example inputs (its error is chained).
+        InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
         PassError: a pass raised, hung or returned nonsense; the model is untouched, and a reproducer was written.
         PlanError: the plan does not fit this model.
     """
@@ -113,11 +113,15 @@ def _meant(item: object) -> tuple[Pass, ...]:
         return parse(item)
     if isinstance(item, Pass):
         return (item,)
-    if isinstance(item, type) and issubclass(item, Pass):
+    if _is_pass_class(item):
         return (item(),)
     if callable(item):
         return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
     raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
+
+
+def _is_pass_class(item: object) -> TypeGuard[type[Pass]]:
+    return isinstance(item, type) and issubclass(item, Pass)
 
 
 def _phase(phase: str | Phase | None) -> Phase | None:
@@ -178,7 +182,7 @@ def restore(model: nn.Module) -> nn.Module:
     return restored(model, _record(model))
 
 
-def translate_optimizer(optimizer: O, model: nn.Module) -> O:
+def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     """Move an optimizer of the unoptimized model's parameters to those of the optimized one, state and all, in place.
 
     Learning-rate schedulers stay attached, since the optimizer object stays the same.

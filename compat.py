@@ -1,24 +1,42 @@
-"""Every private or version-dependent torch API that fxopt uses, one small function each, in alphabetical order."""
+"""Every private or version-dependent torch API that fxopt uses, one small function each, in alphabetical order.
+
+What torch leaves untyped and fxopt calls in several places is here, too, with its types.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
-from torch import fx
+from torch import Tensor, nn
+from torch.fx.graph import inplace_methods, magic_methods
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
     "draws_randomly",
+    "has_hooks",
+    "has_lazy_parameters",
+    "has_pre_hooks",
+    "in_place_format",
+    "is_registered_operator",
     "is_view_operator",
+    "modules_by_name",
     "native_functions",
+    "native_torch_functions",
     "operator_format",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
+    "property_access",
+    "storage_id",
     "torch_functions_off",
+    "transient_buffers",
     "untraceable_entries",
     "version_of",
     "written_arguments",
@@ -55,27 +73,102 @@ def _dropout_position(operator: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Say whether calling the module runs hooks that the user registered."""
+    return any(getattr(module, registry) for registry in _HOOKS)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_lazy_parameters(module: nn.Module) -> bool:
+    """Say whether a module has parameters whose shapes its first call is to tell."""
+    return isinstance(module, LazyModuleMixin) and cast("Any", module).has_uninitialized_params()
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Say whether calling the module runs hooks that may change its arguments first."""
+    return bool(cast("Any", module)._forward_pre_hooks)
+
+
+def in_place_format(function: Any) -> str | None:
+    """Return how a function of the `operator` module that changes its argument is written ("{} += {}"), or None."""
+    if getattr(function, "__module__", None) != "_operator":
+        return None
+    return inplace_methods.get(function.__name__)
+
+
+def is_registered_operator(function: Any) -> bool:
+    """Say whether a function is one of `torch.ops`."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
+
+
 @cache
 def is_view_operator(operator: Any) -> bool:
     """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
     return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
 
 
+def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str, nn.Module]:
+    """Return the modules of a tree by qualified name, each once or under every name; torch declares no type for it."""
+    return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=not every_name)))
+
+
 def native_functions() -> Any:
     """Return the module that holds what `F.linear`, `F.gelu` and others really are."""
-    return getattr(torch._C, "_nn")  # noqa: B009  pyright knows no such module
+    return getattr(torch._C, "_nn")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  it is not declared
+
+
+def native_torch_functions() -> list[str]:
+    """Return the names of torch's functions that are operators of its own, written in C++."""
+    native = getattr(torch._C, "_VariableFunctions")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  undeclared
+    return [name for name in dir(native) if getattr(torch, name, None) is getattr(native, name)]
 
 
 def operator_format(function: Any) -> str | None:
     """Return how a function of the `operator` module is written with its symbol ("{} + {}"), or None."""
     if getattr(function, "__module__", None) != "_operator":
         return None
-    return fx.graph.magic_methods.get(function.__name__)
+    return magic_methods.get(function.__name__)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the registry itself of a module's own buffers, in which a name may stand for none."""
+    return module._buffers  # pyright: ignore[reportPrivateUsage]
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the registry itself of a module's children."""
+    return module._modules  # pyright: ignore[reportPrivateUsage]
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the registry itself of a module's own parameters."""
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def property_access() -> type:
+    """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
+    return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others'.
+
+    Raises:
+        NotImplementedError: for a tensor without memory of its own (a sparse one).
+    """
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def torch_functions_off() -> AbstractContextManager[None]:
     """Let torch functions and properties act on tensors directly, past every mode and override."""
-    return torch._C.DisableTorchFunction()
+    return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
 
 
 def untraceable_entries() -> list[tuple[Any, str, str]]:
@@ -87,7 +180,7 @@ def untraceable_entries() -> list[tuple[Any, str, str]]:
     ]
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return how often a tensor has been changed in place."""
     return tensor._version
 

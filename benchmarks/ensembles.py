@@ -2,13 +2,14 @@
 
     python benchmarks/ensembles.py --cells 24 --json benchmarks/results/ensembles.json
 
-Every cell is one model, batch size and phase, drawn from a committed seed; its columns are timed in one run, interleaved,
-on one thread. A floor fails only where the 95% interval of the ratio lies wholly below it.
+Every cell is one model, batch size and phase, drawn from a committed seed; its columns are timed in one run,
+interleaved, on one thread. A floor fails only where the 95% interval of the ratio lies wholly below it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
@@ -65,7 +66,7 @@ class Ensemble(nn.Module):
 def member(cell: Cell) -> nn.Sequential:
     sizes = [cell.inside, *[cell.hidden] * (cell.depth - 1), cell.outside]
     layers: list[nn.Module] = []
-    for inside, outside in zip(sizes, sizes[1:], strict=False):
+    for inside, outside in itertools.pairwise(sizes):
         layers += [nn.Linear(inside, outside), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -90,8 +91,8 @@ def draw(count: int, seed: int = SEED) -> list[Cell]:
     return named[:count]
 
 
-def vmapped(model: Ensemble) -> Callable[[Tensor], Tensor]:
-    """Return the ensemble as a user would write it with `torch.func`."""
+def vmapped(model: Ensemble) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """Return the ensemble as a user would write it with `torch.func`, and its stacked parameters."""
     parameters, buffers = torch.func.stack_module_state(list(model.heads))
     skeleton = model.heads[0]
 
@@ -101,14 +102,17 @@ def vmapped(model: Ensemble) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         return torch.func.vmap(one, (0, 0, None))(parameters, buffers, x).movedim(0, -2).flatten(-2)
 
-    run.parameters = list(parameters.values())  # type: ignore[attr-defined]
-    return run
+    return run, list(parameters.values())
 
 
 def runner(
     function: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, training: bool
 ) -> Callable[[], object]:
-    """Return one step: forward without gradients, or forward and backward to the parameters."""
+    """Return one step: forward without gradients, or forward and backward to the parameters.
+
+    The gradient that comes from above is an ordinary dense tensor, as losses give it; that of `sum()` is one number
+    expanded, which some kernels take a shortcut for.
+    """
     if not training:
 
         def infer() -> object:
@@ -117,8 +121,10 @@ def runner(
 
         return infer
 
+    upstream = torch.randn_like(function(x))
+
     def step() -> object:
-        return torch.autograd.grad(function(x).sum(), parameters)
+        return torch.autograd.grad(function(x), parameters, upstream)
 
     return step
 
@@ -135,8 +141,7 @@ def measure(cell: Cell, *, compiled: bool, seconds: float) -> dict[str, Any]:
     for lowering in LOWERINGS:
         fixed = fxopt.optimize(model, f"fuse_ensembles{{lowering={lowering}}}", example_inputs=(x,), measure=False)
         functions[lowering] = (fixed, list(fixed.parameters()))
-    by_hand = vmapped(model)
-    functions["torch.func.vmap"] = (by_hand, by_hand.parameters)  # type: ignore[attr-defined]
+    functions["torch.func.vmap"] = vmapped(model)
     if compiled:
         functions["torch.compile"] = (torch.compile(model), list(model.parameters()))
     runs = {name: runner(f, parameters, x, cell.training) for name, (f, parameters) in functions.items()}
@@ -171,7 +176,8 @@ def columns(timings: Timings, names: list[str]) -> dict[str, Any]:
 def row(result: dict[str, Any]) -> str:
     speedups = result["speedup"]
     cells = "  ".join(f"{name} {value[1]:6.2f}x" for name, value in speedups.items())
-    return f"{result['name']:34s} {cells}  chose {result['choice']:12s} best {result['best']:12s} {result['optimize_s']:.2f} s"
+    verdict = f"chose {result['choice']:12s} best {result['best']:12s} {result['optimize_s']:.2f} s"
+    return f"{result['name']:34s} {cells}  {verdict}"
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

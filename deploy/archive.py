@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from ..compat import modules_by_name
 from ..errors import ArchiveError, UsageError
 from ..passes.plan import Plan
 from ..passes.record import Record
@@ -59,7 +60,7 @@ def save(
     if factory is not None:
         find_factory(factory)
     stored, aliases = _stored_once(state)
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    modules = modules_by_name(model)
     manifest: dict[str, Any] = {
         "kind": KIND,
         "fxopt": VERSION,
@@ -223,7 +224,7 @@ def _load_weights(where: Path, model: nn.Module, state: Mapping[str, Tensor], fr
 def _set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:
     """Restore the training flag of each module; some may differ from the root's."""
     model.train(training)
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    modules = modules_by_name(model)
     for name in others:
         if name in modules:
             modules[name].training = not training

@@ -42,8 +42,9 @@ import torch
 import fxopt
 
 case = torch.load(HERE / "case.pt", weights_only=False)
+model, passes = case.pop("model"), case.pop("passes")
 try:
-    fxopt.optimize(case["model"], case["passes"], example_inputs=case["example_inputs"], phase=case["phase"], seed={seed})
+    fxopt.optimize(model, passes, **case, seed={seed})
 except fxopt.PassError as error:
     print(error)
     sys.exit(4)
@@ -60,7 +61,7 @@ def write(
     seed: int,
     settings: Settings,
 ) -> str | None:
-    """Write a reproducer and return its script's path; None, with a note on the error, where the case cannot be saved."""
+    """Write a reproducer and return its script's path; None, with a note on the error, if the case cannot be saved."""
     folder = _new_folder(settings.reproducer_dir)
     case = {"model": model, "passes": list(passes), "example_inputs": example_inputs, "phase": phase}
     script = _SCRIPT.format(summary=_one_line(error), path=[p for p in sys.path if p], main=_main_file(), seed=seed)

@@ -76,6 +76,6 @@ def _tensors(path: Path, what: str) -> dict[str, Tensor]:
             f"{path} looks like a pickle, which runs code when it is read; save the {what} with safetensors instead"
         )
     try:
-        return safetensors.torch.load_file(path)  # pyright: ignore[reportUnknownMemberType]
+        return safetensors.torch.load_file(path)
     except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from error

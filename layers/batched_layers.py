@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import FusedMemberError
 from ..passes.operators import resolve
+from .ensemble import align_members
 
 __all__ = [
+    "attend_members",
     "batch_norm_members",
     "convolve_members",
     "embed_members",
@@ -183,6 +185,15 @@ def normalize_member(
         batches.add_(1)
     by_batch = training or running_mean is None
     return F.batch_norm(x, running_mean, running_var, weight, bias, by_batch, momentum, eps)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def attend_members(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attend as `F.scaled_dot_product_attention` does, in each member's own [N, *, length, width]."""
+    given = (query, key, value)
+    return F.scaled_dot_product_attention(*(align_members(x, *given) for x in given), **options)
 
 
 # -- embeddings ----------------------------------------------------------------------------------------------------

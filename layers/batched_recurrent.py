@@ -23,7 +23,7 @@ def recurrent_members(
     """Run `nn.LSTM`, `nn.GRU` or `nn.RNN` number i on input i, from states of zero.
 
     Args:
-        x: [T, B, in] if `shared`, else [N, T, B, in]; [B, T, in] with `batch_first`.
+        x: [T, B, in] if `shared`, else [N, T, B, in]; [B, T, in] with `batch_first`; the batch may be missing.
         weights: by the names that the layer has for them, each [N, ...].
         options: mode, num_layers, bidirectional, batch_first, dropout, hidden_size.
         training: whether dropout between the layers is active.
@@ -34,15 +34,18 @@ def recurrent_members(
     """
     count = weights["weight_ih_l0"].shape[0]
     layer = x.expand(count, *x.shape) if shared else x
-    layer = layer.transpose(1, 2) if options["batch_first"] else layer
+    batched = layer.ndim == 4
+    flip = batched and options["batch_first"]
+    layer = layer.transpose(1, 2) if flip else layer if batched else layer.unsqueeze(2)
     finals: list[State] = []
     for number in range(options["num_layers"]):
         if number and options["dropout"]:
             layer = F.dropout(layer, options["dropout"], training)
         layer, states = _layer(layer, weights, options, number)
         finals.extend(states)
-    output = layer.transpose(1, 2) if options["batch_first"] else layer
+    output = layer.transpose(1, 2) if flip else layer if batched else layer.squeeze(2)
     last = tuple(torch.stack(parts, 1) for parts in zip(*finals, strict=True))
+    last = last if batched else tuple(state.squeeze(2) for state in last)
     return output, last if len(last) > 1 else last[0]
 
 

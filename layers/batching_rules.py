@@ -123,9 +123,8 @@ def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
 
 def _recurrent(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     inputs = len(pack.operands) - len(pack.state)
-    first = pack.members[0].args[:1]
-    if inputs != 1 or len(getattr(getattr(first[0], "value", None), "shape", ())) not in (0, 3):
-        raise Unsuitable("the members' recurrent layers are not called with one batch of sequences each")
+    if inputs != 1:
+        raise Unsuitable("the members' recurrent layers are given states to begin with")
     state = dict(zip(pack.state, values[inputs:], strict=True))
     training = state.pop("training")
     options = {name: pack.options[name] for name in _RECURRENT}
@@ -174,7 +173,7 @@ def _along(*dims: tuple[str, int, int | None]) -> Callable[..., Any]:
             place: Any = (args, position) if len(args) > position else (kwargs, name)
             dim = args[position] if len(args) > position else kwargs.get(name, default)
             moved = _behind_members(dim)
-            if moved is None:
+            if moved is None or (_counts_from_end(moved) and not pack.has_dimensions(0)):
                 return None
             place[0][place[1]] = moved
         return call(pack.function, *_written((tuple(args), kwargs), values), graph)
@@ -194,6 +193,11 @@ def _behind_members(dim: object) -> Any:
     if not isinstance(dim, int) or isinstance(dim, bool):
         return None
     return dim + 1 if dim >= 0 else dim
+
+
+def _counts_from_end(dim: Any) -> bool:
+    """Say whether a dimension is negative: then it is the members' own if a member has none."""
+    return any(d < 0 for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
 def _permute(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
@@ -247,11 +251,10 @@ def _getitem(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
 
 def _attention(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     args, kwargs = pack.arguments
-    ranks = {operand.rank for operand in pack.operands[:3] if isinstance(operand, Pack)}
-    plain = len(args) == 3 and all(_is_own(pack, a) for a in args) and "attn_mask" not in kwargs
-    if not plain or len(ranks) != 1 or len(pack.operands) < 3 or None in ranks:
+    if len(args) != 3 or not all(_is_own(pack, a) for a in args) or "attn_mask" in kwargs:
         return None
-    return call(pack.function, *filled(pack, values), graph)
+    args, kwargs = filled(pack, values)
+    return graph.call_function(batched.attend_members, args, kwargs)
 
 
 _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]

@@ -7,6 +7,7 @@ members and `*` for any number of leading dimensions, none included; an empty ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "concatenate_members",
     "gather_members",
     "grouped_linear",
+    "have_one_shape",
     "select_members",
     "shared_batched_linear",
     "shared_grouped_linear",
@@ -108,8 +110,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Returns:
         [N, *, out].
     """
-    if x.numel() == 0:
-        return batched_linear(x, weight, bias)  # a convolution refuses an empty sequence
+    if x.numel() == 0 or weight.numel() == 0:
+        return batched_linear(x, weight, bias)  # a convolution refuses an empty sequence, and empty channels
     columns = x.flatten(1, -2).mT if x.ndim > 2 else x.unsqueeze(-1)
     # The rows lie along the sequence, not the batch: up to nine times as fast on a CPU from 256 rows on.
     kernel = weight.flatten(0, 1).unsqueeze(-1)
@@ -136,6 +138,11 @@ def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
 # -- operands ------------------------------------------------------------------------------------------------------
 
 
+def have_one_shape(*members: Tensor) -> bool:
+    """Say whether tensors all have one shape."""
+    return all(member.shape == members[0].shape for member in members[1:])
+
+
 def gather_members(*members: Tensor) -> Tensor:
     """Stack N separate tensors of one shape [...] into [N, ...]."""
     return torch.stack(members)
@@ -160,42 +167,49 @@ def select_members(x: Tensor, dim: int, count: int) -> Tensor:
     return x.narrow(dim, 0, count).movedim(dim, 0)
 
 
-def align_members(x: Tensor, widest: Tensor) -> Tensor:
-    """Insert dimensions of size one behind the members', so that members broadcast against those of `widest`.
+def align_members(x: Tensor, *others: Tensor, shared: Sequence[object] = ()) -> Tensor:
+    """Insert dimensions of size one behind the members', so that members broadcast against other operands.
 
     Args:
         x: [N, ...].
-        widest: [N, ...] with at least as many dimensions.
+        others: [N, ...] each, with any number of dimensions.
+        shared: what all members read: [...], or numbers.
 
     Returns:
-        [N, 1, ..., 1, ...], a view of `x` with as many dimensions as `widest`.
+        [N, 1, ..., 1, ...], a view of `x` with as many dimensions as the widest operand has with its members.
     """
-    for _ in range(widest.ndim - x.ndim):
+    ranks = [other.ndim for other in others] + [y.ndim + 1 for y in shared if isinstance(y, Tensor)]
+    rank = max(ranks, default=0)
+    for _ in range(rank - x.ndim):
         x = x.unsqueeze(1)
     return x
 
 
 # -- where members come apart and together -------------------------------------------------------------------------
 #
-# Results are contiguous, as those of the calls they stand for are: somebody may `view` them.
+# Results are contiguous, as those of the calls they stand for are: somebody may `view` them. They are copied only where
+# they are not so yet, unless `copy` asks for memory of their own: somebody may write into them while `x` is still read.
 
 
-def stack_members(x: Tensor, dim: int = 0) -> Tensor:
-    """Return what `torch.stack` of the members along `dim` gives; contiguous, and copied only if it is not so yet.
+def stack_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
+    """Return what `torch.stack` of the members along `dim` gives, contiguous.
 
     Args:
         x: [N, ...].
         dim: where the members go in the result; negative ones count from the result's end.
+        copy: share no memory with `x`.
     """
-    return x.movedim(0, dim).contiguous()
+    moved = x.movedim(0, dim)
+    return moved.clone(memory_format=torch.contiguous_format) if copy else moved.contiguous()
 
 
-def concatenate_members(x: Tensor, dim: int = 0) -> Tensor:
-    """Return what `torch.cat` of the members along `dim` gives; contiguous, and copied only if it is not so yet.
+def concatenate_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
+    """Return what `torch.cat` of the members along `dim` gives, contiguous.
 
     Args:
         x: [N, ...].
         dim: a dimension of one member; negative ones count from a member's end.
+        copy: share no memory with `x`.
 
     Raises:
         IndexError: if a member has no such dimension.
@@ -204,6 +218,8 @@ def concatenate_members(x: Tensor, dim: int = 0) -> Tensor:
     if not -rank <= dim < rank:
         raise IndexError(f"cannot concatenate members with {rank} dimensions along dimension {dim}")
     dim %= rank
+    if copy:
+        return stack_members(x, dim, copy=True).flatten(dim, dim + 1)
     return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from ..errors import Unsuitable
 from ..passes.expansion import Operation, map_structure
+from ..passes.forms import same_shape
 from ..passes.joins import Join, find_joins
 from ..passes.operators import POINTWISE, function_of
 from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
 from ..passes.rebuild import Unit, Writer
+from ..tracing.guards import require
 from . import batched_layers
 from . import ensemble as batched
 from .batching_rules import call, write_layer
@@ -32,12 +35,14 @@ class Lowering:
         choice: `wide`, `bmm`, `grouped_conv` or `vmap`.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
         add_module: registers a module in the home and returns its name (used by `vmap`).
+        may_restart: whether the home may run its own forward after having begun with its graph.
     """
 
     ensemble: Ensemble
     choice: str
     names: Mapping[tuple[str, ...], str]
     add_module: Callable[[nn.Module], str]
+    may_restart: bool
     joins: dict[Pack, list[Join]] = field(default_factory=dict[Pack, list[Join]])
 
     def __post_init__(self) -> None:
@@ -56,12 +61,36 @@ def lower(lowering: Lowering) -> list[Unit]:
     packs = lowering.ensemble.packs
     units = [_vmap_unit(lowering)] if lowering.choice == "vmap" else [_pack_unit(pack, lowering) for pack in packs]
     covered = covered_operations(lowering)
-    shared = {o.operation for pack in packs for o in pack.operands if isinstance(o, Shared)}
+    read = {o for pack in packs for operand in pack.operands for o in _read_singly(operand)}
     for pack in packs:
-        units.extend(_join_unit(pack, join) for join in lowering.joins[pack])
-        if any(member in shared or any(u not in covered for u in member.users) for member in pack.members):
+        single = any(member in read or any(u not in covered for u in member.users) for member in pack.members)
+        copy = pack.operator not in _KEEP_NO_RESULT or single or _readers(pack, lowering) > 1
+        units.extend(_join_unit(pack, join, copy) for join in lowering.joins[pack])
+        if single:
             units.append(_unbind_unit(pack))
     return units
+
+
+_KEEP_NO_RESULT = frozenset("linear add sub mul div".split())
+"""Operators whose backward does not read their result, so that it may be written to."""
+
+
+def _readers(pack: Pack, lowering: Lowering) -> int:
+    """Return how many joins and packs read the members of a pack together."""
+    return len(lowering.joins[pack]) + sum(other.operands.count(pack) for other in lowering.ensemble.packs)
+
+
+def _read_singly(operand: Operand) -> Sequence[Operation]:
+    """Return the operations that an operand reads one by one, members of another pack among them."""
+    match operand:
+        case Shared():
+            return [operand.operation]
+        case Selected():
+            return [operand.source]
+        case Gathered():
+            return operand.operations
+        case _:
+            return []
 
 
 # -- packs ---------------------------------------------------------------------------------------------------------
@@ -71,12 +100,12 @@ def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
     def emit(writer: Writer) -> None:
         if pack.operator == "linear":
             node = _write_linear(pack, lowering, writer)
-        elif pack.operator in POINTWISE and pack.broadcasts:
+        elif pack.operator in POINTWISE:
             node = _write_pointwise(pack, lowering, writer)
         else:
             values = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
             node = _write_layer(pack, values, lowering, writer)
-        node.meta["origin"] = tuple(member.call for member in pack.members)
+        node.meta["origin"] = writer.origin_of(pack.members)
         writer.values[pack] = node
 
     return Unit(_order(pack), [key for o in pack.operands for key in _keys(o)], [pack], emit)
@@ -115,7 +144,17 @@ def _stacked(operand: Operand, count: int, lowering: Lowering, writer: Writer) -
         case Selected():
             return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
         case Gathered():
-            return graph.call_function(batched.gather_members, tuple(writer.values[o] for o in operand.operations))
+            return _gathered(operand.operations, lowering, writer)
+
+
+def _gathered(operations: Sequence[Operation], lowering: Lowering, writer: Writer) -> fx.Node:
+    """Write the stack of separate values; where their shapes may come to differ, that is asked first."""
+    values = tuple(writer.values[operation] for operation in operations)
+    if not all(same_shape(operations[0], other) for other in operations[1:]):
+        alike = writer.graph.call_function(batched.have_one_shape, values)
+        reason = "the members read tensors of one shape when they were fused"
+        writer.graph.call_function(require, (alike, True, reason, lowering.may_restart))
+    return writer.graph.call_function(batched.gather_members, values)
 
 
 def _write_layer(pack: Pack, values: Sequence[fx.Node], lowering: Lowering, writer: Writer) -> fx.Node:
@@ -154,43 +193,53 @@ def _linear_function(pack: Pack, choice: str) -> Callable[..., Any]:
 
 def _write_pointwise(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
     values = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
-    aligned = [_aligned(operand, value, pack, writer) for operand, value in zip(pack.operands, values, strict=True)]
+    aligned = [_aligned(slot, pack, values, writer) for slot in range(len(values))]
     args, kwargs = map_structure(pack.arguments, lambda leaf: aligned[leaf.index] if isinstance(leaf, Slot) else leaf)
-    return writer.graph.call_function(function_of(pack.operator), args, kwargs)
+    return writer.graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
 
 
-def _aligned(operand: Operand, value: fx.Node, pack: Pack, writer: Writer) -> fx.Node:
-    """Give a stacked operand as many dimensions as the widest one, behind the members' dimension."""
-    if not is_stacked(operand) or sum(map(is_stacked, pack.operands)) == 1:
-        return value
-    widest = _widest(pack)
-    if operand is widest or (isinstance(operand, Pack) and operand.rank is not None and operand.rank == pack.rank):
-        return value
-    return writer.graph.call_function(batched.align_members, (value, writer.values[widest]))
+def _aligned(slot: int, pack: Pack, values: Sequence[fx.Node], writer: Writer) -> fx.Node:
+    """Give a stacked operand as many dimensions as the widest operand has, behind the members' dimension."""
+    if not is_stacked(pack.operands[slot]):
+        return values[slot]
+    own = pack.operand_ranks[slot]
+    flat = not own  # as a parameter of one dimension: anything may be wider
+    wider = [i for i, ranks in enumerate(pack.operand_ranks) if i != slot and (flat or not ranks <= own)]
+    if not pack.has_dimensions(slot):
+        wider = [i for i, ranks in enumerate(pack.operand_ranks) if i != slot and (not ranks or not ranks <= own)]
+    stacked = [values[i] for i in wider if is_stacked(pack.operands[i])]
+    # A shared vector is no wider than members with a dimension of their own.
+    vectors = not any(pack.has_dimensions(i) for i, operand in enumerate(pack.operands) if is_stacked(operand))
+    shared = [values[i] for i in wider if _may_be_wider(pack.operands[i], pack.operand_ranks[i], vectors)]
+    if not stacked and not shared:
+        return values[slot]
+    kwargs: dict[str, Argument] = {"shared": tuple(shared)} if shared else {}
+    return writer.graph.call_function(batched.align_members, (values[slot], *stacked), kwargs)
 
 
-def _widest(pack: Pack) -> Pack | None:
-    packs = [operand for operand in pack.operands if isinstance(operand, Pack) and is_stacked(operand)]
-    return max(packs, key=lambda source: source.rank if source.rank is not None else 1 << 30, default=None)
+def _may_be_wider(operand: Operand, ranks: frozenset[object], vectors: bool) -> bool:
+    if not isinstance(operand, Shared):
+        return False
+    is_number = isinstance(operand.operation.example, (int, float))
+    return bool(ranks) or (vectors and not is_number)
 
 
 # -- where members leave -------------------------------------------------------------------------------------------
 
 
-def _join_unit(pack: Pack, join: Join) -> Unit:
+def _join_unit(pack: Pack, join: Join, copy: bool) -> Unit:
     def emit(writer: Writer) -> None:
-        writer.values[join.root] = _write_join(join, writer.values[pack], writer)
+        writer.values[join.root] = _write_join(join, writer.values[pack], writer, copy)
 
     extra = [addend for addend in join.addends if isinstance(addend, Operation)]
     return Unit(join.root.index, [pack, *extra], [join.root], emit)
 
 
-def _write_join(join: Join, value: fx.Node, writer: Writer) -> fx.Node:
+def _write_join(join: Join, value: fx.Node, writer: Writer, copy: bool) -> fx.Node:
     graph = writer.graph
-    if join.kind == "stack":
-        node = graph.call_function(batched.stack_members, (value, join.dim))
-    elif join.kind == "cat":
-        node = graph.call_function(batched.concatenate_members, (value, join.dim))
+    if join.kind != "sum":
+        function = batched.stack_members if join.kind == "stack" else batched.concatenate_members
+        node = graph.call_function(function, (value, join.dim), {"copy": True} if copy else {})
     else:
         node = graph.call_function(batched.sum_members, (value,))
         for addend in join.addends:
@@ -232,7 +281,7 @@ def _vmap_unit(lowering: Lowering) -> Unit:
         name = lowering.add_module(_vectorized(packs, outer, exits))
         values = [_stacked(operand, lowering.ensemble.size, lowering, writer) for operand in outer]
         result = writer.graph.call_module(name, tuple(values))
-        result.meta["origin"] = tuple(member.call for member in packs[0].members)
+        result.meta["origin"] = writer.origin_of(packs[0].members)
         for position, pack in enumerate(exits):
             picked = (
                 result if len(exits) == 1 else writer.graph.call_function(function_of("getitem"), (result, position))
@@ -283,7 +332,7 @@ def _write_member(
     if pack.operator == "linear":
         return graph.call_function(F.linear, args, kwargs)
     if pack.operator in POINTWISE:
-        return graph.call_function(function_of(pack.operator), args, kwargs)
+        return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)
     raise Unsuitable(f"'{pack.operator}' has no batching rule")

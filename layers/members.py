@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat import own_buffers, own_parameters
 from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, uninstall
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
@@ -83,7 +84,7 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
 
 
 def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers  # pyright: ignore[reportPrivateUsage]
+    return own_parameters(module), own_buffers(module)
 
 
 def detach_member(module: nn.Module) -> None:
@@ -131,7 +132,7 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
 def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
     """Set or delete an entry of `__dict__` and give the module the class that goes with it; return how to go back."""
     entry, capture, old_class = module.__dict__.get(key), capture_of(module), _class_under_graphs(module)
-    owner = capture and capture._owner  # pyright: ignore[reportPrivateUsage]
+    owner = capture and capture.owner
     _set(module, key, value)
     _put_class(module, _class_for(module, old_class), capture, owner)
     installed = capture_of(module)
@@ -142,7 +143,7 @@ def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
         if current is installed:
             _put_class(module, old_class, capture, owner)
         else:
-            _put_class(module, old_class, current, current and current._owner)  # pyright: ignore[reportPrivateUsage]
+            _put_class(module, old_class, current, current and current.owner)
 
     return undo
 
@@ -180,4 +181,4 @@ def _put_class(
     installed = capture_of(module)
     if installed is not None:
         # It may be a copy, for the other class: it belongs to whom the first belonged.
-        installed._owner = owner  # pyright: ignore[reportPrivateUsage]
+        installed.owner = owner

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..compat import modules_by_name
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, user_class
@@ -98,20 +99,20 @@ class FusedPart(nn.Module):
             return
         sealed = sealed_names(self)
         if name in sealed and self._modules.get(name) is not value:
-            raise self._fxopt_refusal(f"'{name}' cannot be replaced")
+            raise _refusal(self, f"'{name}' cannot be replaced")
         if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):
-            raise self._fxopt_refusal(f"'{name}' cannot be added")
+            raise _refusal(self, f"'{name}' cannot be added")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in views_of(self) or name in sealed_names(self):
-            raise self._fxopt_refusal(f"'{name}' cannot be deleted")
-        super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
+            raise _refusal(self, f"'{name}' cannot be deleted")
+        super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         sealed = sealed_names(self)
         if name in sealed or (sealed and isinstance(self, _CONTAINERS)):
-            raise self._fxopt_refusal(f"'{name}' cannot be {'replaced' if name in sealed else 'added'}")
+            raise _refusal(self, f"'{name}' cannot be {'replaced' if name in sealed else 'added'}")
         super().add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -119,13 +120,13 @@ class FusedPart(nn.Module):
         if name in views:
             self._fxopt_write(name, views[name], param)
         elif views:
-            raise self._fxopt_refusal(f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
+            raise _refusal(self, f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
         else:
             super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if any(not isinstance(parameter, nn.Parameter) for parameter in self.parameters()):
-            raise self._fxopt_refusal("one member cannot be frozen by itself")
+            raise _refusal(self, "one member cannot be frozen by itself")
         return super().requires_grad_(requires_grad)
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -136,14 +137,8 @@ class FusedPart(nn.Module):
 
     def _fxopt_write(self, name: str, view: View, value: object) -> None:
         if not isinstance(value, Tensor):
-            raise self._fxopt_refusal(f"'{name}' cannot become {value!r}")
+            raise _refusal(self, f"'{name}' cannot become {value!r}")
         view.write(value, f"'{name}' of this {type(self).__name__}")
-
-    def _fxopt_refusal(self, what: str) -> FusedMemberError:
-        return FusedMemberError(
-            f"this {type(self).__name__} is part of a fused ensemble, which computes with stacked parameters: {what}. "
-            f"{ADVICE}"
-        )
 
     # -- asked directly --------------------------------------------------------------------------------------------
 
@@ -195,6 +190,13 @@ class FusedPart(nn.Module):
         return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
 
 
+def _refusal(part: FusedPart, what: str) -> FusedMemberError:
+    return FusedMemberError(
+        f"this {type(part).__name__} is part of a fused ensemble, which computes with stacked parameters: {what}. "
+        f"{ADVICE}"
+    )
+
+
 def views_of(module: nn.Module) -> Mapping[str, View]:
     """Return the parameters of a member that are slices of stacked ones, by name."""
     return module.__dict__.get(VIEWS, {})
@@ -207,11 +209,11 @@ def sealed_names(module: nn.Module) -> frozenset[str]:
 
 def _outside(module: nn.Module) -> dict[str, View]:
     """Return the slices that `module` and its children read from stores that are not among its children."""
-    children = list(cast("Iterator[tuple[str, nn.Module]]", module.named_modules()))
-    inside = {id(child) for _, child in children}
+    children = modules_by_name(module)
+    inside = {id(child) for child in children.values()}
     return {
         f"{path}.{name}" if path else name: view
-        for path, child in children
+        for path, child in children.items()
         for name, view in child.__dict__.get(VIEWS, {}).items()
         if id(view.store) not in inside
     }
@@ -299,7 +301,7 @@ def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     def refuse(self: FusedPart, *args: Any, **kwargs: Any) -> Any:
         if sealed_names(self):
-            raise self._fxopt_refusal(f"{name} cannot change its members")  # pyright: ignore[reportPrivateUsage]
+            raise _refusal(self, f"{name} cannot change its members")
         return method(self, *args, **kwargs)
 
     return types.FunctionType(refuse.__code__, refuse.__globals__, name, None, refuse.__closure__)

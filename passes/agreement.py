@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -11,19 +11,24 @@ from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
 __all__ = [
+    "TooFar",
     "check_attachment",
     "check_bits",
     "check_form",
-    "check_integers",
     "check_presence",
     "check_structure",
-    "gap",
+    "largest_gap",
 ]
 
 _NONE = Tolerance(0.0, 0.0)
 
-_FRAGILE_FACTOR = 4
-"""Integers may differ in 4 times as many places as rounding was seen to change in the original."""
+
+class TooFar(Objection):
+    """Two values differ by more than their tolerance; more knowledge of rounding might allow it."""
+
+    def __init__(self, message: str, error: float) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 def check_structure(before: Run, after: Run) -> None:
@@ -76,23 +81,27 @@ def check_bits(before: Quantities, after: Quantities) -> None:
             raise Objection(f"{label} {problem}")
 
 
-def check_integers(label: str, expected: Any, found: Any, fragile: int, where: str) -> None:
-    """Object to integers that differ in more places than rounding alone explains."""
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        wrong = int((expected != found).sum())
-        if wrong <= _FRAGILE_FACTOR * fragile:
-            return
-    gap(label, expected, found, None, where)
-
-
-def gap(
-    label: str, expected: Any, found: Any, tolerance: Tolerance | None, where: str, *, fewer_infinities: bool = False
+def largest_gap(
+    before: Quantities,
+    after: Quantities,
+    tolerances: Mapping[str, Tolerance],
+    where: str,
+    *,
+    fewer_infinities: bool = False,
 ) -> float:
-    """Return how far two leaves are apart, relative to the scale; object if that is more than `tolerance`."""
-    if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
-        raise Objection(f"{label} {form_problem(expected, found)}")
-    apart = distance(expected, found, tolerance or _NONE, fewer_infinities=fewer_infinities)
-    if apart.problem:
-        stale = " is stale:" if label.startswith("buffer ") else ""
-        raise Objection(f"{label}{stale} {apart.problem} {where}")
-    return apart.error
+    """Return how far two runs are apart, relative to the scale of what differs most.
+
+    Raises:
+        TooFar: if any part of them is apart by more than its tolerance.
+    """
+    largest = 0.0
+    for label, expected in before.items():
+        found = after[label]
+        if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
+            raise Objection(f"{label} {form_problem(expected, found)}")
+        apart = distance(expected, found, tolerances.get(label, _NONE), fewer_infinities=fewer_infinities)
+        if apart.problem:
+            stale = " is stale:" if label.startswith("buffer ") else ""
+            raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
+        largest = max(largest, apart.error)
+    return largest

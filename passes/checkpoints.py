@@ -37,7 +37,7 @@ class LoadsOriginalNames(nn.Module):
         record = self.__dict__.get(RECORD_KEY)
         if record is not None:
             translate_on_load(self, record.state_map, state_dict, prefix, missing_keys, error_msgs)
-        super()._load_from_state_dict(  # pyright: ignore[reportUnknownMemberType]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 

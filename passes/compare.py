@@ -21,11 +21,13 @@ class Tolerance:
 
     Attributes:
         smallest_scale: what errors are reported relative to where a tensor's own scale is smaller.
+        places: in how many places integers and booleans may differ.
     """
 
     relative: float
     absolute: float
     smallest_scale: float = 0.0
+    places: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infiniti
         return _SAME
     old, new = _comparable(expected), _comparable(actual)
     if not old.is_floating_point() and not old.is_complex():
-        return _distance_of_integers(old, new)
+        return _distance_of_integers(old, new, tolerance)
     return _distance_of_floats(old, new, tolerance, fewer_infinities)
 
 
@@ -110,11 +112,12 @@ def _distance_of_values(expected: Any, actual: Any, tolerance: Tolerance) -> Dis
     return _SAME if same else Distance(math.inf, f"changed from {expected!r} to {actual!r}")
 
 
-def _distance_of_integers(expected: Tensor, actual: Tensor) -> Distance:
+def _distance_of_integers(expected: Tensor, actual: Tensor, tolerance: Tolerance) -> Distance:
     wrong = expected != actual
-    if not wrong.any():
+    count = int(wrong.sum())
+    if count <= tolerance.places:
         return _SAME
-    return Distance(math.inf, f"differs at {_first(wrong)}, in {int(wrong.sum())} of {wrong.numel()} elements")
+    return Distance(math.inf, f"differs at {list(_first(wrong))}, in {count} of {wrong.numel()} elements")
 
 
 def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, fewer_infinities: bool) -> Distance:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..compat import own_buffers, own_parameters, transient_buffers
 from ..tracing.captured import Captured, capture_of
 
 __all__ = ["copied_module", "skeleton", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_ATOMS = frozenset((bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device))
-
-
-_CONTAINERS = frozenset((dict, OrderedDict, set, list))
+_ATOMS: frozenset[type] = frozenset(
+    (bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
+)
+_DICTIONARIES: frozenset[type] = frozenset((dict, OrderedDict))
+_CONTAINERS: frozenset[type] = _DICTIONARIES | {set, list}
 
 
 def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
@@ -39,7 +41,7 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
-    kind: type[Any] = type(value)
+    kind = cast("type[Any]", type(value))
     if kind in _ATOMS:
         return value
     if kind in _CONTAINERS and not value:
@@ -49,7 +51,7 @@ def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo) if known is None else known
     if isinstance(value, nn.Module):
         return copied_module(value, memo)
-    if (kind is dict or kind is OrderedDict) and id(value) not in memo:
+    if kind in _DICTIONARIES and id(value) not in memo:
         new: dict[Any, Any] = kind()
         memo[id(value)] = new
         for key, item in value.items():
@@ -90,10 +92,9 @@ def skeleton(module: M) -> M:
     """Return the module's structure, with the tensors that a state dict holds on the meta device."""
     memo: dict[int, Any] = {}
     for submodule in module.modules():
-        transient = submodule._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-        buffers = submodule._buffers.items()  # pyright: ignore[reportPrivateUsage]
-        kept = [tensor for name, tensor in buffers if name not in transient]
-        for tensor in (*submodule._parameters.values(), *kept):  # pyright: ignore[reportPrivateUsage]
+        transient = transient_buffers(submodule)
+        kept = [tensor for name, tensor in own_buffers(submodule).items() if name not in transient]
+        for tensor in (*own_parameters(submodule).values(), *kept):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _outline(tensor)
     return copied_module(module, memo)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from ..errors import CaptureError, UsageError
 from ..tracing.captured import capture_of, install, recompile, with_graph
@@ -147,7 +148,7 @@ class Edit:
         """
         given = fx.GraphModule(self.home, self.graph, type(self.home).__name__)
         returned = function(given)
-        if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(returned, fx.GraphModule):
             raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
         self._adopt_children(returned)
         self.set_graph(returned.graph)
@@ -165,7 +166,7 @@ class Edit:
     # -- the module tree -------------------------------------------------------------------------------------------
 
     def add_module(self, module: nn.Module, *, name: str) -> str:
-        """Register `module` as a child of the home under `name`, or `name_1`, ... where that is taken; return the name."""
+        """Register `module` as a child of the home under `name`, or `name_1`, ... if that is taken; return the name."""
         free = self._free_name(name)
         module.train(self.home.training)
         self._set_child(free, module)
@@ -244,10 +245,10 @@ class Edit:
         self.program.touch()
 
 
-def _behind_operands(graph: fx.Graph, arguments: object) -> fx.Node:
+def _behind_operands(graph: fx.Graph, arguments: Argument) -> fx.Node:
     """Return the node before which a call with these arguments can stand: behind its last operand."""
     operands: set[fx.Node] = set()
-    fx.map_arg(arguments, operands.add)  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
+    fx.map_arg(arguments, operands.add)
     last = None
     for node in graph.nodes:
         if node.op == "placeholder" or node in operands:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ..compat import native_functions
+from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
-from .expansion import has_hooks
+from ..tracing.dynamic import user_class
+from ..tracing.guards import require
 from .operators import is_random, mutates
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ _PURE_MODULES: tuple[type[nn.Module], ...] = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
 _MODE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 )  # fmt: skip
 _EFFECTFUL = frozenset("manual_seed seed set_rng_state set_default_dtype set_grad_enabled _assert save load".split())
 
 
 def has_effects(node: fx.Node, program: Program, home: str) -> bool:
-    """Say whether running a node may do more than give its value: write, draw random numbers, check, call unknown code."""
+    """Say whether running a node may do more than give its value: write, draw randomly, check, call unknown code."""
     match node.op:
         case "placeholder" | "output":
             return True
@@ -68,9 +70,10 @@ def _module_has_effects(module: nn.Module, program: Program) -> bool:
 def _leaf_has_effects(module: nn.Module) -> bool:
     if getattr(module, "inplace", False):
         return True
-    if type(module) in _MODE_MODULES:
+    kind = user_class(type(module))
+    if kind in _MODE_MODULES:
         return module.training
-    return type(module) not in _PURE_MODULES
+    return kind not in _PURE_MODULES
 
 
 def _is_pure_function(function: Any) -> bool:
@@ -101,6 +104,8 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
         return has_effects(node, program, home)
+    if node.target is require:
+        return False
     return node.op in ("call_function", "call_method") and (mutates(node) or has_effects(node, program, home))
 
 

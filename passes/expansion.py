@@ -7,19 +7,20 @@ each record knows the node it came from.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
+from ..compat import own_children
 from ..errors import CaptureError
 from ..tracing.captured import Capture, capture_of
-from ..tracing.leaf_graphs import trace_leaf
 from . import operators
 from .batchable_modules import module_operator
+from .effects import writes
+from .opening import checks_on_the_way, inner_graph, obstacle_to_opening, unmet_guard
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -41,8 +42,8 @@ class Operation:
         call: name of the home graph's node that it is part of.
         index: position in execution order.
         level: length of the longest path from an input.
-        value: metadata of what it gave on the example inputs, or None.
         users: the operations that read it, in order.
+        example: what is known of its value: shape, dtype, device of a tensor; None where nothing is.
     """
 
     name: str
@@ -55,8 +56,8 @@ class Operation:
     call: str
     index: int
     level: int = 0
-    value: Any = None
     users: list[Operation] = field(default_factory=list["Operation"])
+    example: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.operator or self.target}>"
@@ -78,12 +79,16 @@ class Expansion:
     Attributes:
         operations: all of them, inputs and the output included.
         results: name of each home node -> its value: an operation, or a structure of them.
-        closed: name of each module call that could not be opened -> why.
+        closed: name of each module call that must stay one -> why.
+        conditional: name of each module call whose graph does not hold for every call -> under what it does.
+        opened: name of each home node -> the modules that were opened to see what it calls, qualified from the home.
     """
 
     operations: tuple[Operation, ...]
     results: Mapping[str, Any]
     closed: Mapping[str, str]
+    conditional: Mapping[str, str]
+    opened: Mapping[str, Sequence[str]]
 
     def __getitem__(self, name: str) -> Operation:
         for operation in self.operations:
@@ -118,21 +123,22 @@ def expand(program: Program, home: str, variant: int = 0) -> Expansion:
 
 
 def _expanded(program: Program, home: str, variant: int) -> Expansion:
-    builder = _Builder(program.module(home))
-    builder.run(program.graph(home, variant), prefix="", path="", inputs=None, call=None)
-    return Expansion(tuple(builder.operations), builder.results, builder.closed)
-
-
-_LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
-"""What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
+    graph = program.graph(home, variant)
+    may_restart = not any(writes(node, program, home) for node in graph.nodes)
+    builder = _Builder(program.module(home), may_restart)
+    builder.run(graph, prefix="", path="", inputs=None, call=None)
+    return Expansion(tuple(builder.operations), builder.results, builder.closed, builder.conditional, builder.opened)
 
 
 class _Builder:
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, may_restart: bool) -> None:
         self.root = root
+        self.may_restart = may_restart
         self.modules: dict[str, nn.Module] = {}
         self.operations: list[Operation] = []
         self.closed: dict[str, str] = {}
+        self.conditional: dict[str, str] = {}
+        self.opened: dict[str, list[str]] = {}
         self.results: dict[str, Any] = {}
 
     def run(
@@ -153,6 +159,8 @@ class _Builder:
 
     def visit(self, node: fx.Node, values: dict[fx.Node, Any], prefix: str, path: str, call: str) -> Any:
         args, kwargs = _substitute(node.args, values), _substitute(node.kwargs, values)
+        if node.target is operator.getitem and _is_item(*args):
+            return args[0][args[1]]
         if node.op == "call_module":
             opened = self.open(node, args, kwargs, prefix, path, call)
             if opened is not None:
@@ -165,39 +173,43 @@ class _Builder:
         module = self.child(path, str(node.target))
         # What is inside of an opened module was looked at when that was opened.
         obstacle = None if prefix else obstacle_to_opening(module)
-        graph = None if obstacle else self.graph_of(module)
+        if obstacle is not None:
+            self.closed[prefix + node.name] = obstacle
+            return None
+        graph = inner_graph(module)
         if graph is None:
-            if obstacle:
-                self.closed[prefix + node.name] = obstacle
+            if capture_of(module) is not None:
+                self.conditional[prefix + node.name] = "its graph differs by mode or kind of call"
             return None
-        bound = bind_placeholders(capture_of(module), graph, args, kwargs)
-        if bound is None:
+        given = _given(capture_of(module), graph, args, kwargs)
+        bound = None if given is None else _bound(module, graph, given)
+        if given is None or bound is None:
             return None
+        condition = self.condition(module, graph, given)
+        if condition is not None:
+            self.conditional[prefix + node.name] = condition
+            return None
+        self.opened.setdefault(call, []).append(target)
         result = self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call)
-        if isinstance(result, Operation) and result.value is None:
-            result.value = node.meta.get("val")
+        if isinstance(result, Operation) and result.example is None:
+            result.example = node.meta.get("val")  # leaves are traced without example values
         return (result,)
+
+    def condition(self, module: nn.Module, graph: fx.Graph, given: Mapping[str, Any]) -> str | None:
+        """Return what a module's graph holds under, if one call does not always meet it."""
+        if checks_on_the_way(graph) and not self.may_restart:
+            return "it checks values on its way, and what calls it cannot start over once it has written something"
+        capture = capture_of(module)
+        guard = None if capture is None else unmet_guard(module, capture, given)
+        return None if guard is None else f"its graph holds only where {guard.expression} ({guard.reason})"
 
     def child(self, path: str, name: str) -> nn.Module:
         if path not in self.modules:
             self.modules[path] = self.root.get_submodule(path)
         module = self.modules[path]
         for part in name.split("."):
-            module = module._modules[part] or module  # pyright: ignore[reportPrivateUsage]
+            module = own_children(module)[part] or module
         return module
-
-    def graph_of(self, module: nn.Module) -> fx.Graph | None:
-        capture = capture_of(module)
-        if capture is not None:
-            return capture.variants[0].graph if len(capture.variants) == 1 and _single_output(capture) else None
-        if type(module).__module__.split(".")[:2] != ["torch", "nn"] or any(module.children()):
-            return None
-        if module_operator(module) is not None:
-            return None
-        key = leaf_key(module)
-        if key not in _LEAF_GRAPHS:
-            _LEAF_GRAPHS[key] = _leaf_graph(module)
-        return _LEAF_GRAPHS[key]
 
     def append(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, path: str, call: str) -> Operation:
         target = node.target
@@ -205,7 +217,7 @@ class _Builder:
             target = _join(path, str(target))
         operation = Operation(
             prefix + node.name, node.op, target, args, kwargs,
-            operators.canonical_name(node), node, call, len(self.operations), value=node.meta.get("val"),
+            operators.canonical_name(node), node, call, len(self.operations), example=node.meta.get("val"),
         )  # fmt: skip
         if node.op == "call_module" and operation.name not in self.closed:
             operation.operator = module_operator(self.child(path, str(node.target)))
@@ -229,72 +241,29 @@ def is_chain(graph: fx.Graph) -> bool:
     return True
 
 
-def obstacle_to_opening(module: nn.Module) -> str | None:
-    """Return why a module must stay one call (hooks, parametrizations), or None."""
-    for submodule in module.modules():
-        if has_hooks(submodule):
-            return "it has hooks"
-        if parametrize.is_parametrized(submodule):
-            return "it has parametrizations"
-    return None
+def _is_item(container: Any, index: Any) -> bool:
+    """Say whether an item is picked from a structure that an opened module returned."""
+    return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Say whether calling the module runs hooks that the user registered."""
-    return bool(
-        module._forward_hooks  # pyright: ignore[reportPrivateUsage]
-        or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        or module._backward_hooks  # pyright: ignore[reportPrivateUsage]
-        or module._backward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    )
-
-
-def leaf_key(module: nn.Module) -> object:
-    """Return a key that is equal for leaves whose forwards are the same but for their tensors."""
-    attributes: dict[str, Any] = vars(module)
-    own = {name: value for name, value in attributes.items() if name not in _OF_EVERY_MODULE}
-    plain: tuple[Any, ...] = tuple((name, type(v), _comparable(v)) for name, v in own.items())
-    tensors = tuple((name, p is None) for key in ("_parameters", "_buffers") for name, p in attributes[key].items())
-    return type(module), plain, tensors
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-
-
-def _comparable(value: object) -> object:
-    """Return a hashable stand-in that is equal for equal values; what is neither plain nor a function counts for nothing."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple((type(item), _comparable(item)) for item in cast("list[object]", value))
-    return value if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)) else None
-
-
-def _leaf_graph(module: nn.Module) -> fx.Graph | None:
-    try:
-        graph = trace_leaf(module)
-    except CaptureError:
-        return None
-    return graph if isinstance(graph.output_node().args[0], fx.Node) else None
-
-
-def _single_output(capture: Capture) -> bool:
-    return isinstance(capture.variants[0].graph.output_node().args[0], fx.Node)
-
-
-def bind_placeholders(
+def _given(
     capture: Capture | None, graph: fx.Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return what each placeholder of a child's graph receives from a call, or None where that is not plain."""
-    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+) -> Mapping[str, Any] | None:
+    """Return what a call passes by argument, or None where that is not plain."""
     if capture is None:
+        names = [node.name for node in graph.nodes if node.op == "placeholder"]
         return dict(zip(names, args, strict=True)) if not kwargs and len(args) == len(names) else None
     try:
-        given = capture.parameters.bind(args, dict(kwargs))
+        return capture.parameters.bind(args, dict(kwargs))
     except TypeError:
         return None
-    arguments = capture.variants[0].arguments
+
+
+def _bound(module: nn.Module, graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
+    capture = capture_of(module)
+    arguments: Mapping[str, str] = {} if capture is None else capture.variants[0].arguments
+    names: list[str] = [node.name for node in graph.nodes if node.op == "placeholder"]
     bound = {name: given.get(arguments.get(name, name)) for name in names}
     return bound if all(isinstance(value, Operation) for value in bound.values()) else None
 
@@ -311,14 +280,15 @@ def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
     """Apply `function` to the leaves of an fx argument: tuples, lists, dicts and slices are kept."""
     if isinstance(argument, tuple):
         items = [map_structure(item, function) for item in cast("tuple[Any, ...]", argument)]
-        return cast("Any", type(argument))(*items) if hasattr(argument, "_fields") else tuple(items)
+        kind: Any = type(cast("object", argument))
+        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
     if isinstance(argument, list):
         return [map_structure(item, function) for item in cast("list[Any]", argument)]
     if isinstance(argument, dict):
         return {key: map_structure(item, function) for key, item in cast("dict[Any, Any]", argument).items()}
     if isinstance(argument, slice):
-        parts: tuple[Any, ...] = (argument.start, argument.stop, argument.step)
-        return slice(*(map_structure(part, function) for part in parts))
+        parts = cast("slice[Any, Any, Any]", argument)
+        return slice(*(map_structure(part, function) for part in (parts.start, parts.stop, parts.step)))
     return function(argument)
 
 

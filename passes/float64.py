@@ -15,11 +15,6 @@ __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
-_DISCRETE = frozenset(
-    "argmax argmin topk sort argsort max.dim min.dim median mode kthvalue round floor ceil trunc sign heaviside "
-    "bucketize searchsorted floor_divide remainder fmod gt ge lt le eq ne nonzero histc multinomial".split()
-)
-
 
 def narrow(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> bool:
     """Say whether `dtype` is a float or complex type that the oracle replaces; 8-bit floats are left alone."""
@@ -54,17 +49,15 @@ class Float64Mode(DispatchMode):
     Attributes:
         promoted: whether anything had to be promoted; if not, the same code runs alike without this mode.
         random: whether a random operator ran.
-        discrete: whether floats decided something (argmax, topk, comparisons, rounding).
     """
 
     def __init__(self, wide: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.wide = wide
-        self.promoted = self.random = self.discrete = False
+        self.promoted = self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random = self.random or draws_randomly(func, args, kwargs or {})
-        self.discrete = self.discrete or _decides(func, args, kwargs)
         if is_view_operator(func):
             return func(*args, **(kwargs or {}))
         written = written_arguments(func)
@@ -87,13 +80,3 @@ class Float64Mode(DispatchMode):
     def _promote(self, tensor: Tensor) -> Tensor:
         self.promoted = True
         return tensor.to(widened(tensor.dtype, self.wide))
-
-
-def _decides(operator: Any, args: Any, kwargs: Any) -> bool:
-    if not any(isinstance(item, Tensor) and item.is_floating_point() for item in args):
-        return False
-    _, packet, overload = str(operator).rsplit(".", 2)
-    if packet == "_to_copy":
-        dtype: torch.dtype | None = (kwargs or {"dtype": None}).get("dtype")
-        return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
-    return packet in _DISCRETE or f"{packet}.{overload}" in _DISCRETE

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
-from typing import Any
+from collections.abc import Collection
+from typing import Any, cast
 
 from .expansion import Operation, map_structure
-from .operators import POINTWISE, VECTORIZABLE, function_of, function_path
+from .operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
 from .packs import Slot
 
-__all__ = ["normal_form", "packable", "writes_to_fresh_value"]
+__all__ = ["may_share_memory", "normal_form", "packable", "same_shape", "same_type", "writes_to_fresh_value"]
 
-
-def packable(operation: Operation) -> bool:
-    """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
-    if operation.kind == "call_module":
-        return operation.operator is not None
-    if operation.operator not in _COMPUTABLE or not _plain(operation):
-        return False
-    if not operation.mutates and not _asks_in_place(operation):
-        return True
-    return writes_to_fresh_value(operation)
-
-
-def writes_to_fresh_value(operation: Operation) -> bool:
-    """Say whether an in-place operator overwrites a new value that nothing else reads: then it acts like its functional form."""
-    target = next(operation.inputs, None)
-    if target is None or len(target.users) != 1 or target.mutates:
-        return False
-    return target.operator in _FRESH or (target.operator in POINTWISE and target.kind != "get_attr")
-
-
+_LINEAR = inspect.Signature(
+    [
+        inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("weight", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("bias", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+    ]
+)
+_TYPE_KEEPING = POINTWISE - frozenset(
+    "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit".split()
+)
 _COMPUTABLE = POINTWISE | VECTORIZABLE | {"linear"}
 _FRESH = frozenset(
     "linear matmul bmm batch_norm layer_norm group_norm rms_norm embedding conv1d conv2d conv3d conv_transpose1d "
@@ -40,17 +30,62 @@ _FRESH = frozenset(
 """Operators whose results share no memory with what they read."""
 
 
+def packable(operation: Operation) -> bool:
+    """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
+    if operation.kind == "call_module":
+        return operation.operator is not None
+    if operation.operator not in _COMPUTABLE or not _plain(operation):
+        return False
+    if operation.operator == "where" and len(operation.args) + len(operation.kwargs) != 3:
+        return False  # `torch.where(condition)` gives places, not values
+    return not operation.mutates or (writes_to_fresh_value(operation) and _keeps_type(operation))
+
+
 def _plain(operation: Operation) -> bool:
     """Say whether a call keeps to values: it writes into nothing, and its gradients are dense."""
     if operation.operator in POINTWISE or operation.operator == "linear":
         return True
     if operation.operator == "getitem" and isinstance(operation.args[1], Operation):
         return False
-    if operation.kwargs.get("max_norm") is not None or operation.kwargs.get("sparse"):
-        return False
-    if operation.kwargs.get("return_indices") or operation.kwargs.get("out") is not None:
+    if operation.kwargs.get("out") is not None or any(_passed(operation, *named) for named in _UNPLAIN):
         return False
     return function_path(operation.node) is not None
+
+
+_UNPLAIN = (("embedding", "max_norm", 3), ("embedding", "sparse", 6), ("max_pool", "return_indices", 6))
+
+
+def _passed(operation: Operation, operator: str, name: str, position: int) -> bool:
+    """Say whether a call of an operator sets one of its options."""
+    if operator not in (operation.operator or ""):
+        return False
+    value = operation.args[position] if len(operation.args) > position else operation.kwargs.get(name)
+    return value is not None and value is not False
+
+
+def writes_to_fresh_value(operation: Operation) -> bool:
+    """Say whether an in-place operator overwrites a new value that nothing else reads, as its functional form would."""
+    while True:
+        target = next(operation.inputs, None)
+        if "out" in operation.kwargs or target is None or len(target.users) != 1:
+            return False
+        if not target.mutates:
+            return target.operator in _FRESH or target.operator in POINTWISE
+        operation = target
+
+
+def _keeps_type(operation: Operation) -> bool:
+    """Say whether the functional form of an in-place operator gives the type that the in-place one is bound to."""
+    if operation.operator == "dropout":
+        return in_place_signature(operation.target) is not None
+    _, *others = operation.inputs
+    return operation.operator in _TYPE_KEEPING and all(same_type(other, operation) for other in others)
+
+
+def same_type(one: Operation, other: Operation) -> bool:
+    """Say whether two tensors are known to have one dtype."""
+    dtypes = [getattr(operation.example, "dtype", None) for operation in (one, other)]
+    return dtypes[0] is not None and dtypes[0] == dtypes[1]
 
 
 def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Operation]]:
@@ -69,36 +104,58 @@ def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, 
 
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments in one spelling: operands of a linear layer positional, `inplace` left out."""
-    signature = _signature(operation.operator or "")
-    if signature is None:
-        return operation.args, {k: v for k, v in operation.kwargs.items() if k != "inplace"}
-    bound = signature.bind(*operation.args, **operation.kwargs)
-    if operation.operator != "linear":
-        bound.apply_defaults()
-    bound.arguments.pop("inplace", None)
     if operation.operator == "linear":
-        return tuple(bound.arguments.get(name) for name in ("input", "weight", "bias")), {}
+        bound = _LINEAR.bind(*operation.args, **operation.kwargs)
+        return tuple(bound.arguments.get(name) for name in _LINEAR.parameters), {}
+    signature = in_place_signature(operation.target)
+    if signature is None:
+        return operation.args, {name: value for name, value in operation.kwargs.items() if name != "inplace"}
+    bound = signature.bind(*operation.args, **operation.kwargs)
+    bound.apply_defaults()
+    del bound.arguments["inplace"]
     first, *rest = bound.arguments.items()
     return (first[1],), dict(rest)
 
 
-@cache
-def _signature(operator: str) -> inspect.Signature | None:
-    if operator == "linear":
-        names = ("input", "weight", "bias")
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return inspect.Signature(
-            [inspect.Parameter(n, kind, default=None if n == "bias" else inspect.Parameter.empty) for n in names]
-        )
-    try:
-        signature = inspect.signature(function_of(operator))
-    except (ValueError, KeyError):
-        return None
-    return signature if "inplace" in signature.parameters else None
+def may_share_memory(operation: Operation, sources: Collection[Operation]) -> bool:
+    """Say whether a value may be, or be a view of, one of `sources`."""
+    pending, seen = [operation], {operation}
+    while pending:
+        current = pending.pop()
+        if current in sources:
+            return True
+        read = list(current.inputs)
+        if current.operator in _NEW:
+            read = read[:1] if current.mutates else []
+        pending.extend(source for source in read if source not in seen)
+        seen.update(read)
+    return False
 
 
-def _asks_in_place(operation: Operation) -> bool:
-    signature = _signature(operation.operator or "")
-    if signature is None or "inplace" not in signature.parameters:
+_NEW = POINTWISE | _FRESH | frozenset("cat stack sum mean".split())
+
+
+def same_shape(one: Operation, other: Operation, depth: int = 64) -> bool:
+    """Say whether two values of one shape at capture have one at every call: computed alike from the same things."""
+    if one is other:
+        return True
+    alike = one.kind == "get_attr" or (one.kind != "placeholder" and one.target == other.target)
+    if one.kind != other.kind or not alike or depth == 0 or one.kind == "call_module":
         return False
-    return bool(signature.bind(*operation.args, **operation.kwargs).arguments.get("inplace"))
+    sources = list(zip(one.inputs, other.inputs, strict=False))
+    if repr(normal_form(one)[0]) != repr(normal_form(other)[0]) and not _pick_alike(one, other):
+        return False
+    return all(same_shape(*pair, depth - 1) for pair in sources)
+
+
+def _pick_alike(one: Operation, other: Operation) -> bool:
+    """Say whether both take single places of tensors, whichever: then what is left has one shape."""
+    if one.operator != "getitem" or other.operator != "getitem":
+        return False
+    places = [[type(part) if type(part) is int else part for part in _parts(item.args[1])] for item in (one, other)]
+    source = one.args[0]
+    return repr(places[0]) == repr(places[1]) and (hasattr(source.example, "dtype") or source.operator == "unbind")
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)

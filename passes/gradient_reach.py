@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .expansion import Expansion, Operation
 
-__all__ = ["differentiable_outputs"]
+if TYPE_CHECKING:
+    from ..tracing.program import Program
+
+__all__ = ["differentiable_outputs", "reached_outputs", "used_by"]
 
 _STOPS = frozenset(
     "detach detach_ argmax argmin argsort bitwise_and bitwise_or bitwise_xor bitwise_not eq ne lt le gt ge isnan isinf "
@@ -28,6 +32,42 @@ def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
                 mask |= reach.get(user, 0)
         reach[operation] = mask
     return reach
+
+
+def reached_outputs(expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
+    """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
+    group_of = {name: number for number, names in enumerate(groups) for name in names}
+    reach = differentiable_outputs(expansion)
+    masks = [0] * len(groups)
+    for operation in expansion.operations:
+        target = str(operation.target)
+        if operation.kind == "get_attr" and target in group_of:
+            masks[group_of[target]] |= reach[operation]
+        elif operation.kind == "call_module":
+            for number in {number for name, number in group_of.items() if name.startswith(f"{target}.")}:
+                masks[number] |= reach[operation]
+    return masks
+
+
+def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
+    """Return which module outside of `home` calls a part of it, or reads a tensor, that concerns these parameters.
+
+    Args:
+        program: the model.
+        home: the qualified name of a module.
+        names: of parameters, qualified from `home`.
+    """
+    inside = f"{home}."
+    concerned = [inside + name for name in names]
+    for place, graph in program.graphs.items() if home else ():
+        other = place.partition("#")[0]
+        if other == home or other.startswith(inside):
+            continue
+        for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
+            target = f"{other}.{node.target}" if other else str(node.target)
+            if target.startswith(inside) and any(f"{name}.".startswith(f"{target}.") for name in concerned):
+                return f"module '{other or '(root)'}'"
+    return None
 
 
 def _output_leaves(expansion: Expansion) -> dict[Operation, int]:

@@ -1,39 +1,35 @@
 """Find independent, isomorphic computations: the packs of operations that one batched operation could replace.
 
 The search is superword-level parallelism (Larsen and Amarasinghe, PLDI 2000) on whole tensors: operations get a colour
-from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow along
-the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend on one
-another.
+from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow
+along the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend
+on one another.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
+from ..compat import own_children
 from .batchable_modules import module_signature, state_names
 from .expansion import Expansion, Operation, expand
 from .forms import normal_form, packable
 from .operators import POINTWISE, function_path
-from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
+from .ranks import dimensional_slots, operand_ranks
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-_SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
-_KEEPS_RANK = frozenset(
-    "linear contiguous float half double bfloat16 to dropout softmax log_softmax layer_norm group_norm rms_norm "
-    "batch_norm normalize clone detach masked_fill conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
-    "adaptive_avg_pool2d adaptive_avg_pool3d cumsum pad".split()
-)
+__all__ = ["Ensembles", "find_ensembles"]
 
-__all__ = ["Ensembles", "attribute", "find_ensembles", "value_rank"]
+_SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
 
 
 class Ensembles:
@@ -114,7 +110,7 @@ class _Search:
 
     def number(self, operation: Operation, template: Any, operands: Sequence[Operation]) -> None:
         """Let equal calculations with sizes, which each member does for itself, count as one value."""
-        if _is_size(operation.value):
+        if _is_size(operation.example):
             key = (operation.operator, repr(template), *(id(self.same.get(o, o)) for o in operands))
             self.same[operation] = self.sizes.setdefault(key, operation)
 
@@ -142,10 +138,10 @@ class _Search:
             return "select", selection[0].name, selection[1]
         if len(operand.users) > 1:
             return "shared", operand.name
-        return "own", operand.level, repr(operand.value)
+        return "own", operand.level, repr(operand.example)
 
     def describe_attribute(self, name: str) -> object:
-        place = re.sub(r"\d+", "*", name) if self.by_place else ""
+        place = _place(self.home, name) if self.by_place else ""
         tensor = attribute(self.home, name)
         if _is_flag(self.home, name):
             return "flag", place
@@ -166,7 +162,7 @@ class _Search:
         """Split one colour into groups ordered like the packs that they read; linears on outer inputs are one group."""
         sources = [self.sources(member) for member in members]
         if not any(sources):
-            return [list(members)]
+            return self.by_use(members)
         groups: dict[tuple[int, int], dict[int, Operation]] = defaultdict(dict)
         ranks: dict[tuple[int, int], int] = defaultdict(int)
         for member, source in zip(members, sources, strict=True):
@@ -185,6 +181,19 @@ class _Search:
         # Members that are alike up to here and differ later: those still alike go on together.
         grouped = {member for group in full for member in group}
         return [*full, [member for member in members if member not in grouped]]
+
+    def by_use(self, members: Sequence[Operation]) -> list[list[Operation]]:
+        """Split operations into the first uses of their last operand (mostly a parameter), second uses and so on."""
+        uses: Counter[object] = Counter()
+        groups: list[list[Operation]] = []
+        for member in members:
+            read = self.forms[member][1][-1]
+            key = read.target if read.kind == "get_attr" else read
+            if uses[key] == len(groups):
+                groups.append([])
+            groups[uses[key]].append(member)
+            uses[key] += 1
+        return groups if len(groups[0]) > 1 else [list(members)]
 
     def sources(self, member: Operation) -> list[tuple[Pack, int]]:
         return [self.located[operand] for operand in self.forms[member][1] if operand in self.located]
@@ -208,11 +217,11 @@ class _Search:
             *template, _, inputs = template
             module = self.home.get_submodule(str(first.target))
             state = tuple(str(o.target).removeprefix(f"{first.target}.") for o in operations[inputs:])
-        rank = self.rank(first, found)
         path = "" if first.kind == "call_module" else function_path(first.node) or ""
+        ranks = tuple(operand_ranks(operand, self.home) for operand in found)
         return Pack(
-            first.operator or "", tuple(group), tuple(template), found, rank,
-            path, result_kind(first, found), _broadcasts(found, rank, self), state, module,
+            first.operator or "", tuple(group), tuple(template), found, ranks, dimensional_slots(found, self.home),
+            path, result_kind(first, found), state, module,
         )  # fmt: skip
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
@@ -241,36 +250,15 @@ class _Search:
             return None
         return pack
 
-    def rank(self, first: Operation, operands: Sequence[Operand]) -> int | None:
-        known = value_rank(first, self.home)
-        if known is not None:
-            return known
-        if first.operator in POINTWISE:
-            ranks = [self.rank_of(operand) for operand in operands]
-            return None if any(rank is None for rank in ranks) else max(rank for rank in ranks if rank is not None)
-        return self.rank_of(operands[0]) if first.operator in _KEEPS_RANK else None
-
-    def rank_of(self, operand: Operand) -> int | None:
-        match operand:
-            case Pack():
-                return operand.rank
-            case Flags():
-                return 0
-            case Shared():
-                return value_rank(operand.operation, self.home)
-            case Parameters():
-                tensor = attribute(self.home, operand.names[0])
-                return tensor.dim() if isinstance(tensor, torch.Tensor) else None
-            case Selected():
-                rank = value_rank(operand.source, self.home)
-                return None if rank is None else rank - 1
-            case Gathered():
-                return value_rank(operand.operations[0], self.home)
-
     def ensembles(self) -> list[Ensemble]:
         owner: dict[Pack, Ensemble] = {}
+        first: dict[Parameters, Pack] = {}
         for pack in sorted(self.packs, key=lambda pack: max(member.index for member in pack.members)):
-            joined = {owner[source] for source in pack.operands if isinstance(source, Pack)}
+            stacks = [first.setdefault(source, pack) for source in pack.operands if isinstance(source, Parameters)]
+            sources = [
+                source for source in (*pack.operands, *stacks) if isinstance(source, Pack) and source is not pack
+            ]
+            joined = dict.fromkeys(owner[source] for source in sources)
             ensemble = Ensemble([p for part in joined for p in part.packs] + [pack])
             owner.update(dict.fromkeys(ensemble.packs, ensemble))
         unique = dict.fromkeys(owner.values())
@@ -301,11 +289,11 @@ def _keeps_everything(parts: Sequence[object]) -> bool:
 
 
 def _is_tensor(operation: Operation) -> bool:
-    return operation.kind == "get_attr" or hasattr(operation.value, "dtype")
+    return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
 
 
 def _is_or_may_be_tensor(operation: Operation) -> bool:
-    return operation.value is None or hasattr(operation.value, "dtype")
+    return operation.example is None or hasattr(operation.example, "dtype")
 
 
 def _is_flag(home: nn.Module, name: str) -> bool:
@@ -344,7 +332,7 @@ def result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["s
         return "common"
     if operation.operator in ("chunk", "split", "tensor_split", "unbind", "recurrent"):
         return "several"
-    return "several" if isinstance(operation.value, tuple) else "stacked"
+    return "several" if isinstance(operation.example, tuple) else "stacked"
 
 
 def _same_value(one: Operation, other: Operation) -> bool:
@@ -366,38 +354,10 @@ def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
     return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)
 
 
-def _broadcasts(operands: Sequence[Operand], rank: int | None, search: _Search) -> bool:
-    """Say whether shared operands line up with a stacked result: none may have more dimensions than one member has."""
-    stacked = [search.rank_of(operand) for operand in operands if is_stacked(operand)]
-    if None in stacked and len(stacked) > 1:
-        return False
-    for operand in operands:
-        if is_stacked(operand):
-            continue
-        own = search.rank_of(operand)
-        if own == 0:
-            continue
-        if own is None or any(other is None for other in stacked) or own > max(r for r in stacked if r is not None):
-            return False
-    return True
-
-
-def value_rank(operation: Operation, home: nn.Module) -> int | None:
-    """Return the number of dimensions of what `operation` gives, where it is known; 0 for a Python number."""
-    if operation.kind == "get_attr":
-        tensor = attribute(home, str(operation.target))
-        return tensor.dim() if isinstance(tensor, torch.Tensor) else None
-    value = operation.value
-    if isinstance(value, (int, float)):
-        return 0
-    shape = getattr(value, "shape", None)
-    return None if shape is None else len(shape)
-
-
-def attribute(home: nn.Module, name: str) -> object:
-    """Return the attribute that a dotted name means, or None."""
-    path, _, last = name.rpartition(".")
-    try:
-        return getattr(home.get_submodule(path), last, None)
-    except AttributeError:
-        return None
+def _place(home: nn.Module, name: str) -> str:
+    """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
+    module, parts = home, list[str]()
+    for part in name.split("."):
+        parts.append("*" if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else re.sub(r"\d+", "*", part))
+        module = None if module is None else own_children(module).get(part)
+    return ".".join(parts)

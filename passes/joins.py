@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .expansion import Operation
-from .forms import writes_to_fresh_value
+from .forms import same_type, writes_to_fresh_value
 from .packs import Pack
 
 __all__ = ["Join", "find_joins"]
@@ -34,6 +34,8 @@ class Join:
 
 def find_joins(pack: Pack) -> Iterator[Join]:
     """Yield the joins of a pack's members."""
+    if pack.result != "stacked":
+        return
     for user in pack.members[0].users:
         join = _list_join(user, pack) if user.operator in ("stack", "cat") else None
         if join is not None:
@@ -48,52 +50,41 @@ def _list_join(user: Operation, pack: Pack) -> Join | None:
     dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
     if not isinstance(tensors, (list, tuple)) or not isinstance(dim, int) or "out" in user.kwargs:
         return None
-    if len(tensors) != pack.size or any(t is not m for t, m in zip(tensors, pack.members, strict=True)):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    listed = cast("Sequence[object]", tensors)
+    if len(listed) != pack.size or any(t is not m for t, m in zip(listed, pack.members, strict=True)):
         return None
     return Join("stack" if user.operator == "stack" else "cat", user, (user,), dim)
 
 
 def _sum_chain(pack: Pack) -> Join | None:
-    """Return the sum whose addends include each member once, found by climbing the additions from the first member."""
-    root = _top_addition(pack.members[0])
-    if root is None:
-        return None
-    inner: list[Operation] = []
-    addends: list[Any] = []
-    _flatten_sum(root, inner, addends)
+    """Return the sum whose addends include each member once, found by climbing the additions from the members.
+
+    Only additions on the way from a member to the sum are taken apart: others may mean something else, as those of
+    booleans do.
+    """
+    inner: dict[Operation, None] = {}
+    for member in pack.members:
+        added = [user for user in member.users if _is_addition(user)]
+        if len(added) != 1:
+            return None
+        inner.update(dict.fromkeys(_climbed(added[0], inner)))
     members = set(pack.members)
-    found = [addend for addend in addends if isinstance(addend, Operation) and addend in members]
-    if len(found) != pack.size or len(set(found)) != pack.size:
-        return None
+    roots = [addition for addition in inner if not any(user in inner for user in addition.users)]
+    addends = [arg for addition in inner for arg in addition.args if not (isinstance(arg, Operation) and arg in inner)]
     rest = tuple(addend for addend in addends if not (isinstance(addend, Operation) and addend in members))
-    return Join("sum", root, tuple(inner), addends=rest)
+    if len(roots) != 1 or len(addends) - len(rest) != pack.size:
+        return None
+    return Join("sum", roots[0], tuple(inner), addends=rest)
 
 
-def _top_addition(member: Operation) -> Operation | None:
-    current = next((user for user in member.users if _is_addition(user)), None)
-    while current is not None:
-        above = current.users[0] if len(current.users) == 1 else None
-        if above is None or not _is_addition(above) or not _links(current):
-            return current
-        current = above
-    return None
-
-
-def _flatten_sum(addition: Operation, inner: list[Operation], addends: list[Any]) -> None:
-    """Collect the additions below `addition` and what they add; a loop, since chains are as long as ensembles."""
-    pending: list[Any] = [addition]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Operation) and (item is addition or (_is_addition(item) and _links(item))):
-            inner.append(item)
-            pending.extend(reversed(item.args[:2]))
-        else:
-            addends.append(item)
-
-
-def _links(addition: Operation) -> bool:
-    """Say whether an addition is only a step of a longer one."""
-    return len(addition.users) == 1 and _is_addition(addition.users[0])
+def _climbed(addition: Operation, known: Collection[Operation]) -> Iterator[Operation]:
+    """Yield `addition` and the longer ones that it is only a step of, up to what is known."""
+    # Not a recursion: chains are long.
+    while addition not in known:
+        yield addition
+        if len(addition.users) != 1 or not _is_addition(addition.users[0]):
+            return
+        addition = addition.users[0]
 
 
 def _is_addition(operation: Operation) -> bool:
@@ -103,14 +94,19 @@ def _is_addition(operation: Operation) -> bool:
 
 
 def _adds_onto_fresh_value(operation: Operation) -> bool:
-    """Say whether `total += x` overwrites a total that nothing else reads: a number, a new tensor or the step before."""
-    left = operation.args[0]
-    if not isinstance(left, Operation):
-        return True
-    if len(left.users) != 1:
-        return False
-    # An addition below gives either a new tensor or the same running total, which is judged where the chain starts.
-    return left.operator == "add" or writes_to_fresh_value(operation) or _is_new_tensor(left)
+    """Say whether `total += x` overwrites a total that nothing else reads: a number, a new tensor or a step before."""
+    while operation.mutates:
+        left = operation.args[0]
+        if not isinstance(left, Operation):
+            return True
+        if len(left.users) != 1 or not (left.operator == "add" or _is_fresh(left, operation)):
+            return False
+        operation = left
+    return True
+
+
+def _is_fresh(total: Operation, addition: Operation) -> bool:
+    return writes_to_fresh_value(addition) or (_is_new_tensor(total) and same_type(total, addition.args[1]))
 
 
 def _is_new_tensor(operation: Operation) -> bool:

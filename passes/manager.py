@@ -141,7 +141,7 @@ class Manager:
         """Return the pass's sites and refusals, checked for being that."""
         found = self._supervised(pass_, "find", lambda: list(pass_.find(self.program)))
         for item in found:
-            if not isinstance(item, (Site, Refusal)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(item, (Site, Refusal)):
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..tracing.captured import capture_of
+from ..tracing.dynamic import user_class
 from .base import Phase
 
 __all__ = ["depends_on_mode", "is_mixed", "modes_to_check"]
@@ -29,7 +30,7 @@ def _reads_mode(module: nn.Module) -> bool:
         return len(graphs) > 1 or any(
             node.op == "get_attr" and str(node.target).endswith("training") for graph in graphs for node in graph.nodes
         )
-    base = getattr(type(module), "_fxopt_base", type(module))
+    base = user_class(type(module))
     if base in (nn.MultiheadAttention, nn.RReLU):
         return True
     return base not in _STEADY and base.__module__ != "torch.nn.modules.activation"

@@ -6,10 +6,11 @@ Modules need no table: the forward of a `torch.nn` leaf is traced, and what it c
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,18 @@ from torch import fx, nn
 from ..compat import native_functions
 
 __all__ = [
-    "POINTWISE", "VECTORIZABLE", "canonical_name", "function_of", "function_path", "is_random", "mutates",
-    "operator_of_module", "resolve",
-]  # fmt: skip
+    "KEEP_RANK",
+    "POINTWISE",
+    "VECTORIZABLE",
+    "canonical_name",
+    "function_of",
+    "function_path",
+    "in_place_signature",
+    "is_random",
+    "mutates",
+    "operator_of_module",
+    "resolve",
+]
 
 _UNARY = (
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
@@ -58,25 +68,36 @@ _ATTRIBUTES = ("shape", "size", "dim", "numel", "len")
 VECTORIZABLE = frozenset((*_DIMENSIONAL, *_LAYERS, *_SHAPES, *_ATTRIBUTES))
 """Further operators without side effects that `torch.func.vmap` computes for N members at once."""
 
-_PYTHON: Mapping[str, tuple[Callable[..., Any], ...]] = {
-    "add": (operator.add, operator.iadd),
-    "sub": (operator.sub, operator.isub),
-    "mul": (operator.mul, operator.imul),
-    "div": (operator.truediv, operator.itruediv),
-    "floor_divide": (operator.floordiv, operator.ifloordiv),
-    "remainder": (operator.mod, operator.imod),
-    "pow": (operator.pow, operator.ipow),
-    "neg": (operator.neg,),
-    "positive": (operator.pos,),
-    "matmul": (operator.matmul,),
-    "getitem": (operator.getitem,),
-    "eq": (operator.eq,),
-    "ne": (operator.ne,),
-    "lt": (operator.lt,),
-    "le": (operator.le,),
-    "gt": (operator.gt,),
-    "ge": (operator.ge,),
-}
+KEEP_RANK = frozenset(
+    "linear contiguous float half double bfloat16 to dropout softmax log_softmax layer_norm group_norm rms_norm "
+    "batch_norm normalize clone detach conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d cumsum transpose permute".split()
+)
+"""Operators whose result has as many dimensions as their first operand."""
+
+_PYTHON = cast(
+    "Mapping[str, tuple[Callable[..., Any], ...]]",
+    {
+        "add": (operator.add, operator.iadd),
+        "sub": (operator.sub, operator.isub),
+        "mul": (operator.mul, operator.imul),
+        "div": (operator.truediv, operator.itruediv),
+        "floor_divide": (operator.floordiv, operator.ifloordiv),
+        "remainder": (operator.mod, operator.imod),
+        "pow": (operator.pow, operator.ipow),
+        "neg": (operator.neg,),
+        "positive": (operator.pos,),
+        "matmul": (operator.matmul,),
+        "getitem": (operator.getitem,),
+        "eq": (operator.eq,),
+        "ne": (operator.ne,),
+        "lt": (operator.lt,),
+        "le": (operator.le,),
+        "gt": (operator.gt,),
+        "ge": (operator.ge,),
+    },
+)
 _IN_PLACE_PYTHON = frozenset(forms[1] for forms in _PYTHON.values() if len(forms) == 2)
 
 _SYNONYMS = {
@@ -121,8 +142,10 @@ def _functions() -> dict[Any, str]:
 
 @cache
 def _methods() -> dict[str, str]:
+    """Return method name -> operator; `x.where(condition, y)` takes its operands in another order and is left out."""
     table = {spelling: name for name, spellings in _SYNONYMS.items() for spelling in spellings}
-    table.update({name: name for name in (*POINTWISE, *VECTORIZABLE, *_RANDOM) if name not in table})
+    names = (*POINTWISE, *VECTORIZABLE, *_RANDOM)
+    table.update({name: name for name in names if name not in table and name != "where"})
     table.update({f"{spelling}_": name for spelling, name in table.items() if not spelling.startswith("__")})
     return table
 
@@ -144,13 +167,17 @@ def canonical_name(node: fx.Node) -> str | None:
 
 
 @cache
-def function_of(name: str) -> Callable[..., Any]:
+def function_of(name: str, *, keywords: bool = False) -> Callable[..., Any]:
     """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
+
+    Args:
+        name: canonical.
+        keywords: whether it will be given keyword arguments, which Python's operators do not take.
 
     Raises:
         KeyError: if `name` is not an operator of this table.
     """
-    if name in _PYTHON:
+    if name in _PYTHON and not keywords:
         return _PYTHON[name][0]
     for namespace in _NAMESPACES:
         function = getattr(namespace, name, None)
@@ -193,11 +220,9 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def operator_of_module(module_type: type[nn.Module]) -> str | None:
-    """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` is `gelu`."""
-    if (
-        not module_type.__module__.startswith("torch.nn.modules")
-        or getattr(nn, module_type.__name__, None) is not module_type
-    ):
+    """Return the operator that a `torch.nn` leaf class computes, or None: `nn.Linear` is `linear`, `nn.GELU` `gelu`."""
+    is_leaf = module_type.__module__.startswith("torch.nn.modules")
+    if not is_leaf or getattr(nn, module_type.__name__, None) is not module_type:
         return None
     name = module_type.__name__.lower()
     known = {"leakyrelu": "leaky_relu"}.get(name, name)
@@ -213,12 +238,35 @@ def mutates(node: fx.Node) -> bool:
         return False
     if node.target in (operator.setitem, operator.delitem) or node.target in _IN_PLACE_PYTHON:
         return True
-    if node.kwargs.get("inplace") is not None and node.kwargs["inplace"] is not False:
-        return True
-    if "out" in node.kwargs:
+    if "out" in node.kwargs or _asks_in_place(node):
         return True
     name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
+
+
+def _asks_in_place(node: fx.Node) -> bool:
+    """Say whether a call passes `inplace=True`, by keyword or by position."""
+    asked: Any = node.kwargs.get("inplace", False)
+    signature = in_place_signature(node.target)
+    if signature is not None:
+        place = list(signature.parameters).index("inplace")
+        asked = node.args[place] if place < len(node.args) else asked
+    return asked is not None and asked is not False
+
+
+def in_place_signature(function: Any) -> inspect.Signature | None:
+    """Return the signature of a function of `torch.nn.functional` with a parameter `inplace`; None for any other."""
+    name = getattr(function, "__name__", "")
+    return _in_place_signature(name) if getattr(F, name, None) is function else None
+
+
+@cache
+def _in_place_signature(name: str) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(getattr(F, name))
+    except (TypeError, ValueError):
+        return None
+    return signature if "inplace" in signature.parameters else None
 
 
 def is_random(node: fx.Node) -> bool:

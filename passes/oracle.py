@@ -46,17 +46,20 @@ class Oracle:
     of_inputs: bool = True
     census: Float64Mode | None = None
 
-    def exact(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
-        """Run in `wide`; a run that turns out to be random is run again from the tape."""
+    def exact(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
+        """Run in `wide`; a run that turns out to be random is run again from the tape.
+
+        A captured module runs the graph that a call with `like` would (by default, one with `arguments`).
+        """
         if self.wide is None:
             return self.native(arguments, state)
         first = self.census is None
         mode = self.census or Float64Mode(self.wide)
-        run = self._trial(self.wide, mode if first or mode.promoted else None).run(arguments, state)
+        run = self._trial(self.wide, mode if first or mode.promoted else None).run(arguments, state, like)
         self.census = mode
         if mode.random and not self.random:
             self.random = True
-            return self.exact(arguments, state)
+            return self.exact(arguments, state, like)
         return run
 
     def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:

@@ -9,8 +9,21 @@ from typing import Any, Literal
 from torch import nn
 
 from .expansion import Operation
+from .operators import KEEP_RANK, POINTWISE
 
-__all__ = ["Ensemble", "Flags", "Gathered", "Operand", "Pack", "Parameters", "Selected", "Shared", "Slot", "is_stacked"]
+__all__ = [
+    "Ensemble",
+    "Flags",
+    "Gathered",
+    "Operand",
+    "Pack",
+    "Parameters",
+    "Selected",
+    "Shared",
+    "Slot",
+    "attribute",
+    "is_stacked",
+]
 
 
 @dataclass(frozen=True)
@@ -65,10 +78,11 @@ class Pack:
         members: the operations.
         arguments: positional and keyword arguments with a `Slot` for each tensor operand.
         operands: what fills each slot.
-        rank: number of dimensions of one member's result; None where it is not known.
+        operand_ranks: for each slot what decides its number of dimensions, which may differ from call to call; nothing
+            where it has one at the most.
+        dimensional: the slots of which each member is known to have one dimension at the least.
         function: what computes it, as `operators.resolve` finds it; of a module call "".
         result: whether a batched call gives one stacked tensor, several of them, or one value common to all members.
-        broadcasts: whether stacked and shared operands line up behind the members' dimension.
         state: of a module call, the names of the tensors and flags that the last operands stand for.
         module: of a module call, the first member's module, to read its options from.
     """
@@ -77,10 +91,10 @@ class Pack:
     members: tuple[Operation, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     operands: tuple[Operand, ...]
-    rank: int | None
+    operand_ranks: tuple[frozenset[object], ...]
+    dimensional: frozenset[int]
     function: str = ""
     result: Literal["stacked", "several", "common"] = "stacked"
-    broadcasts: bool = True
     state: tuple[str, ...] = ()
     module: nn.Module | None = None
 
@@ -88,6 +102,17 @@ class Pack:
     def options(self) -> Mapping[str, Any]:
         """Return the plain attributes of the module that is called."""
         return {} if self.module is None else vars(self.module)
+
+    @property
+    def ranks(self) -> frozenset[object]:
+        """Return what decides the number of dimensions of a member's result."""
+        if self.operator in POINTWISE:
+            return frozenset[object]().union(*self.operand_ranks)
+        return self.operand_ranks[0] if self.operator in KEEP_RANK else frozenset[object]((self,))
+
+    def has_dimensions(self, slot: int) -> bool:
+        """Say whether a member's value of an operand is known to have one dimension at the least."""
+        return slot in self.dimensional
 
     @property
     def size(self) -> int:
@@ -130,3 +155,12 @@ class Ensemble:
 
     def members_of(self, index: int) -> list[Operation]:
         return [pack.members[index] for pack in self.packs]
+
+
+def attribute(home: nn.Module, name: str) -> object:
+    """Return the attribute that a dotted name means, or None."""
+    path, _, last = name.rpartition(".")
+    try:
+        return getattr(home.get_submodule(path), last, None)
+    except AttributeError:
+        return None

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from ..tracing.captured import capture_of
+from ..compat import has_hooks
+from ..tracing.dynamic import user_class
 from .base import Site
-from .expansion import has_hooks
 from .operators import canonical_name, operator_of_module
 
 if TYPE_CHECKING:
@@ -118,5 +118,4 @@ def module(module_type: type[nn.Module], *operands: Pattern, name: str | None = 
 
 
 def _base(module: nn.Module) -> type:
-    capture = capture_of(module)
-    return capture.base if capture is not None else getattr(type(module), "_fxopt_base", type(module))
+    return user_class(type(module))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
 from ..errors import Unsuitable
 from .expansion import Expansion, Operation, map_structure
+from .forms import writes_to_fresh_value
 
 __all__ = ["Unit", "Writer", "rebuild"]
 
@@ -36,10 +38,22 @@ class Unit:
 
 @dataclass
 class Writer:
-    """The new graph and the values written so far."""
+    """The new graph and the values written so far.
+
+    Attributes:
+        graph: the new one.
+        values: key -> node.
+        origins: node of the old graph -> the calls that it stood for at first; itself, if nothing was rewritten yet.
+    """
 
     graph: fx.Graph
     values: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    origins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def origin_of(self, members: Iterable[Operation]) -> tuple[str, ...]:
+        """Return the calls that the members of a pack were parts of at first."""
+        found = ((member.call, self.origins.get(member.call)) for member in members)
+        return tuple(origin if isinstance(origin, str) else call for call, origin in found)
 
     def substitute(self, argument: Any) -> Any:
         return map_structure(argument, lambda leaf: self.values[leaf] if isinstance(leaf, Operation) else leaf)
@@ -60,7 +74,7 @@ def rebuild(
     needed = {key for unit in replacements for key in unit.needs}
     units = [*replacements, *_kept(graph, expansion, covered, opened, needed)]
     new = fx.Graph()
-    writer = Writer(new)
+    writer = Writer(new, origins=_origins(graph))
     for unit in _scheduled(units):
         unit.emit(writer)
     return new
@@ -69,49 +83,69 @@ def rebuild(
 def _kept(
     graph: fx.Graph, expansion: Expansion, covered: set[Operation], opened: set[str], needed: set[Hashable]
 ) -> Iterable[Unit]:
+    origins = _origins(graph)
     for operation in expansion.operations:
         idle = operation not in needed and _is_idle(operation, covered)
         if operation.call in opened and operation not in covered and not idle:
-            yield _operation_unit(operation)
+            yield _operation_unit(operation, origins[operation.call])
     last = {operation.call: operation.index for operation in expansion.operations}
+    writing = {op.call for op in expansion.operations if op.mutates and not writes_to_fresh_value(op)}
     for node in graph.nodes:
         if node.name not in opened:
-            yield _node_unit(node, expansion, last.get(node.name, 0))
+            yield _node_unit(node, expansion, last.get(node.name, 0), node.name in writing)
+
+
+def _origins(graph: fx.Graph) -> dict[str, Any]:
+    return {node.name: node.meta.get("origin", node.name) for node in graph.nodes}
 
 
 def _is_idle(operation: Operation, covered: set[Operation]) -> bool:
     return operation.kind == "get_attr" and all(user in covered for user in operation.users)
 
 
-def _operation_unit(operation: Operation) -> Unit:
+def _operation_unit(operation: Operation, origin: Any) -> Unit:
     def emit(writer: Writer) -> None:
         node = writer.graph.create_node(
             operation.kind, operation.target,
             writer.substitute(operation.args), writer.substitute(operation.kwargs),
             name=operation.name.replace("/", "_"),
         )  # fmt: skip
-        node.meta = {**operation.node.meta, "val": operation.value, "origin": operation.call}
+        # Verification's random draws are named after the call that this was a part of.
+        node.meta = {**operation.node.meta, "val": operation.example, "origin": origin}
         writer.values[operation] = node
 
     return Unit(operation.index, list(operation.inputs), [operation], emit, operation.mutates)
 
 
-def _node_unit(node: fx.Node, expansion: Expansion, order: int) -> Unit:
-    needs: list[Operation] = []
-    map_structure(
-        [expansion.results[source.name] for source in node.all_input_nodes],
-        lambda leaf: needs.append(leaf) if isinstance(leaf, Operation) else None,
-    )
+def _node_unit(node: fx.Node, expansion: Expansion, order: int, mutating: bool) -> Unit:
+    needs = [leaf for source in node.all_input_nodes for leaf in _operations(expansion.results[source.name])]
     result = expansion.results[node.name]
+    gives = [leaf for leaf in _operations(result) if leaf not in needs]
 
     def emit(writer: Writer) -> None:
+        if node.target is operator.getitem and not gives:
+            return  # an item of a structure whose items are known
         copy = writer.graph.node_copy(node, lambda source: writer.substitute(expansion.results[source.name]))
-        if isinstance(result, Operation):
-            writer.values.setdefault(result, copy)
+        _give(result, copy, writer)
 
-    mutating = isinstance(result, Operation) and result.mutates and result.node is node
-    gives = [result] if isinstance(result, Operation) and result not in needs else []
     return Unit(order if node.op != "output" else order + 1, needs, gives, emit, mutating)
+
+
+def _give(result: Any, node: fx.Node, writer: Writer) -> None:
+    """Store what `node` gives, item by item where it is a structure."""
+    if isinstance(result, Operation):
+        writer.values.setdefault(result, node)
+    elif isinstance(result, (tuple, list, dict)):
+        items: Any = cast("Any", result)
+        for key in items if isinstance(result, dict) else range(len(items)):
+            if any(True for _ in _operations(items[key])):
+                _give(items[key], writer.graph.call_function(operator.getitem, (node, key)), writer)
+
+
+def _operations(structure: Any) -> Iterator[Operation]:
+    found: list[Operation] = []
+    map_structure(structure, lambda leaf: found.append(leaf) if isinstance(leaf, Operation) else None)
+    return iter(found)
 
 
 def _scheduled(units: Sequence[Unit]) -> Iterable[Unit]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing.captured import capture_of
-from .oracle import Oracle, coarsest_epsilon, epsilon_of
-from .perturb import jittered, perturbed_inputs, perturbed_state
+from .oracle import Oracle, coarsest_epsilon
+from .perturb import perturbed_inputs, perturbed_state
 from .stage import Stage
 from .trial import Arguments, Run
 
@@ -22,9 +22,6 @@ __all__ = ["Data", "RecordedCall", "Reference", "Sample", "reference"]
 
 _CALLS = 3
 """Of a module called often, this many calls are run."""
-
-_PROBES = 4
-"""Float decisions (argmax, routing) flip under rounding: this many runs show how much."""
 
 
 class RecordedCall(Protocol):
@@ -54,8 +51,6 @@ class Sample:
         state: parameters and buffers by their old names, in the module's own types.
         exact: the run in the widest type that works.
         native: the run in the module's own types; None where the sample is about meaning only.
-        echo: the exact run with the last bits of inputs and state changed, where `native` is no coarser than `exact`.
-        probes: exact runs with rounding-sized noise, where floats decide something.
     """
 
     data: Data
@@ -63,8 +58,6 @@ class Sample:
     state: Mapping[str, Tensor]
     exact: Run
     native: Run | None = None
-    echo: Run | None = None
-    probes: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,25 +185,7 @@ class _Maker:
         raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
-        native = self.oracle.native(arguments, state)
-        fine = epsilon_of(self.oracle.wide)
-        needs_echo = fine is None or self.epsilon <= fine
-        decides = self.oracle.census is not None and self.oracle.census.discrete
-        return Sample(
-            data=data,
-            arguments=arguments,
-            state=state,
-            exact=exact,
-            native=native,
-            echo=self._jittered(arguments, state, fine or self.epsilon, 0) if needs_echo else None,
-            probes=tuple(
-                self._jittered(arguments, state, 4 * self.epsilon, probe) for probe in range(_PROBES if decides else 0)
-            ),
-        )
-
-    def _jittered(self, arguments: Arguments, state: Mapping[str, Tensor], step: float, number: int) -> Run:
-        call, values = jittered((arguments, dict(state)), step, self.oracle.wide, self.oracle.seed + number)
-        return self.oracle.exact(call, values)
+        return Sample(data, arguments, state, exact, self.oracle.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
         """Run the first call again with noise; where the module does not take it, with less of it, or not at all."""

@@ -1,7 +1,7 @@
 """Cut a part of a graph out into a child module, and put a child's graph back into its caller's.
 
-A region is how autocast, checkpointing, sharding, pipeline stages and compiled blocks mark a part of a model: nodes that
-run together, behind one module call.
+A region is how autocast, checkpointing, sharding, pipeline stages and compiled blocks mark a part of a model: nodes
+that run together, behind one module call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Region(nn.Module):
         """Write nothing: the home's own names cover the children."""
         return {} if destination is None else destination
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # The children are loaded under the home's names; here they get what they have.
         for name, child in self.named_children():
             state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))

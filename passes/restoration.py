@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..compat import modules_by_name, own_buffers, transient_buffers
 from .expansion import map_structure
 from .record import Record
 
@@ -22,8 +23,8 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
         if name in state and id(outline) not in memo:
             memo[id(outline)] = _real(outline, state[name], trainable.get(name, outline.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
-    now: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    for name, module in original.named_modules(remove_duplicate=False):
+    now = modules_by_name(model, every_name=True)
+    for name, module in modules_by_name(original, every_name=True).items():
         if name in now:
             _carry_over(now[name], module)
     return original
@@ -37,10 +38,10 @@ def _real(outline: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
 def _carry_over(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the mode, the transient buffers and the plain attributes that `source` has now."""
     target.training = source.training
-    for name in target._non_persistent_buffers_set:  # pyright: ignore[reportPrivateUsage]
-        buffer = source._buffers.get(name)  # pyright: ignore[reportPrivateUsage]
+    for name in transient_buffers(target):
+        buffer = own_buffers(source).get(name)
         if buffer is not None:
-            target._buffers[name] = buffer.detach().clone()  # pyright: ignore[reportPrivateUsage]
+            own_buffers(target)[name] = buffer.detach().clone()
     for name, value in vars(source).items():
         if name in vars(target) and not name.startswith("_") and isinstance(value, (bool, int, float, str, type(None))):
             vars(target)[name] = value
@@ -48,11 +49,10 @@ def _carry_over(source: nn.Module, target: nn.Module) -> None:
 
 def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
     """Turn `model` into `fast`: modules that survive keep their identity, and so do tensors that no rewrite touched."""
-    originals = dict(model.named_modules(remove_duplicate=False))
+    originals = modules_by_name(model, every_name=True)
     tensors = _named_tensors(model)
-    same: dict[int, object] = {
-        id(module): originals[name] for name, module in fast.named_modules(remove_duplicate=False) if name in originals
-    }
+    rewritten = modules_by_name(fast, every_name=True)
+    same: dict[int, object] = {id(module): originals[name] for name, module in rewritten.items() if name in originals}
     same |= {id(tensor): tensors[name] for name, tensor in _named_tensors(fast).items() if name in tensors}
     for module in list(fast.modules()):
         target = cast("nn.Module", same.get(id(module), module))

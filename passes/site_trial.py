@@ -132,9 +132,11 @@ class SiteTrial:
 
     def timings(self, attempts: Mapping[str | None, Attempt]) -> measure.Timings:
         training = self.program.training and self.phase.covers_training
+        # What comes before a module in the middle of a network needs its gradients too.
+        inner = True if self.site.home else None
         modules = {"before": self.before, **{_label(choice): attempt.module for choice, attempt in attempts.items()}}
         runs = {
-            name: measure.runner(module, self.calls, training=training)
+            name: measure.runner(module, self.calls, training=training, input_gradients=inner)
             for name, module in modules.items()
             if module is not None
         }
@@ -159,6 +161,7 @@ class SiteTrial:
 
 
 def timing_figures(timings: measure.Timings, before: str, after: str) -> dict[str, float]:
+    """Return the timings of two candidates as figures for a plan, their ratio with its interval."""
     speed = timings.ratio(before, after)
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,

@@ -24,8 +24,8 @@ class _Overdue(BaseException):
 def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
     """Return `action()`, or raise PassError saying `what` failed and how.
 
-    A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no timer that
-    interrupts, an action that hangs is not stopped.
+    A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no
+    timer that interrupts, an action that hangs is not stopped.
 
     Raises:
         PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
@@ -48,8 +48,8 @@ def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
 def collection_paused() -> Generator[None]:
     """Keep Python's cyclic garbage collector from running for a while.
 
-    Copying and tracing a model allocates many objects that live on, so that the collector walks all of torch's again and
-    again and finds nothing: half of the time of a small model's capture.
+    Copying and tracing a model allocates many objects that live on, so that the collector walks all of torch's again
+    and again and finds nothing: half of the time of a small model's capture.
     """
     was_enabled = gc.isenabled()
     gc.disable()

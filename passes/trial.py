@@ -73,8 +73,11 @@ class Trial:
     tape: Tape | None = None
     by_node: bool = False
 
-    def run(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
-        """Run once; `state` gives every parameter and buffer by name, and stays unchanged."""
+    def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
+        """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
+
+        The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
+        """
         stand_ins = self._stand_ins(state)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -83,7 +86,7 @@ class Trial:
             stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
             stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
             if self.by_node:
-                self._interpret(arguments)
+                self._interpret(like or arguments)
             return self._run(arguments, stand_ins)
 
     def _interpret(self, arguments: Arguments) -> None:

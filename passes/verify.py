@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from .agreement import check_attachment, check_bits, check_form, check_integers, check_presence, check_structure, gap
+from .agreement import (
+    TooFar,
+    check_attachment,
+    check_bits,
+    check_form,
+    check_presence,
+    check_structure,
+    largest_gap,
+)
 from .base import Numerics
 from .oracle import Oracle
+from .perturb import jittered
 from .reference import Data, RecordedCall, Reference, Sample, reference
 from .stage import Stage
 from .translation import MapState, Objection, Quantities, Translation, quantities
@@ -18,6 +27,10 @@ from .trial import Run
 from .yardstick import Measured, Yardstick
 
 __all__ = ["MapState", "RecordedCall", "Reference", "Verdict", "reference", "verify"]
+
+_ECHOES = 4
+_PROBES = 8
+"""How often a module that seems to be wrong is run again, to learn what rounding does to it."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +141,11 @@ class _Check:
 
     def _sample(self, sample: Sample, before: Measured, translation: Translation, yardstick: Yardstick) -> None:
         state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
-        if self.keeps_meaning:
-            self._meaning(sample, before, self._exact(sample, state), yardstick)
+        exact = self._exact(sample, state) if self.keeps_meaning else None
+        if exact is not None:
+            self._meaning(sample, before, exact, yardstick, state)
         if before.native is not None:
-            self._precision(sample, before, self._attempt("native", sample, state), yardstick)
+            self._precision(sample, before, exact, yardstick, state)
 
     def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         """Run exactly; where only the rewritten code lacks float64, in the next narrower type."""
@@ -149,34 +163,71 @@ class _Check:
         except Exception as error:
             raise Objection(f"the rewritten module raises {type(error).__name__}: {error}") from error
 
-    def _meaning(self, sample: Sample, before: Measured, exact: Run, yardstick: Yardstick) -> None:
-        where = f"({self.checked_in}, {sample.data.value})"
+    def _meaning(
+        self, sample: Sample, before: Measured, exact: Run, yardstick: Yardstick, state: Mapping[str, Tensor]
+    ) -> None:
         check_structure(sample.exact, exact)
         check_attachment(sample.exact, exact)
         found = _quantities(exact)
         check_presence(before.exact, found)
-        tolerances = yardstick.for_meaning(before, self.oracle.wide)
-        for label, expected in before.exact.items():
-            error = gap(label, expected, found[label], tolerances.get(label), where)
-            self.meaning_error = max(self.meaning_error, error)
 
-    def _precision(self, sample: Sample, before: Measured, native: Run, yardstick: Yardstick) -> None:
-        check_structure(sample.exact, native)
-        found = _quantities(native)
+        def judge() -> float:
+            tolerances = yardstick.for_meaning(before, self.oracle.wide)
+            return largest_gap(before.exact, found, tolerances, f"({self.checked_in}, {sample.data.value})")
+
+        def learn() -> None:
+            for run in self._jittered(sample, state, yardstick.wide_epsilon, _ECHOES):
+                yardstick.learn_exact(found, _quantities(run))
+
+        error, objection = _judged_twice(judge, learn)
+        self.meaning_error = max(self.meaning_error, error)
+        if objection is not None:
+            raise objection
+
+    def _precision(
+        self,
+        sample: Sample,
+        before: Measured,
+        exact: Run | None,
+        yardstick: Yardstick,
+        state: Mapping[str, Tensor],
+    ) -> None:
+        native, found = before.native or {}, _quantities(self._native(sample, state))
         check_presence(before.exact, found)
         if self.keeps_meaning:
-            check_form(before.native or {}, found)
+            check_form(native, found)
         if self.numerics is Numerics.EXACT and not self.reference.random:
-            check_bits(before.native or {}, found)
-        where = f"(in its own types, {sample.data.value})"
-        tolerances = yardstick.for_precision(before, None if self.keeps_meaning else self.budget)
-        for label, expected in before.exact.items():
-            if label in tolerances:
-                judge = _overflowing_alike((before.native or {})[label], expected)
-                error = gap(label, judge, found[label], tolerances[label], where, fewer_infinities=True)
-                self.precision_error = max(self.precision_error, error)
-            elif self.keeps_meaning and isinstance(expected, Tensor):
-                check_integers(label, expected, found[label], yardstick.fragile(before, label), where)
+            check_bits(native, found)
+        tensors = {label: value for label, value in before.exact.items() if isinstance(value, Tensor)}
+        expected = {label: _overflowing_alike(native[label], value) for label, value in tensors.items()}
+        budget = None if self.keeps_meaning else self.budget
+
+        def judge() -> float:
+            tolerances = yardstick.for_precision(before, budget)
+            where = f"(in its own types, {sample.data.value})"
+            return largest_gap(expected, found, tolerances, where, fewer_infinities=True)
+
+        def learn() -> None:
+            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
+                yardstick.learn_native(_quantities(exact or run), _quantities(run))
+
+        if not yardstick.native_is_coarser and budget is None:
+            return
+        error, objection = _judged_twice(judge, learn)
+        self.precision_error = max(self.precision_error, error)
+        if objection is not None:
+            raise objection
+
+    def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        native = self._attempt("native", sample, state)
+        check_structure(sample.exact, native)
+        return native
+
+    def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:
+        """Run the rewritten module on inputs and state that are off by `step`; what it means is what they mean."""
+        for number in range(count):
+            arguments, values = jittered((sample.arguments, dict(state)), step, self.oracle.wide, number)
+            yield self.oracle.exact(arguments, values, like=sample.arguments)
 
     def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""
@@ -186,16 +237,21 @@ class _Check:
             raise Objection("the random stream is not advanced as before")
 
 
-def _measured(sample: Sample, translation: Translation) -> Measured:
-    def optional(run: Run | None) -> Quantities | None:
-        return None if run is None else translation.quantities(run)
+def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
+    try:
+        return judge(), None
+    except TooFar:
+        learn()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection
 
-    return Measured(
-        exact=translation.quantities(sample.exact),
-        native=optional(sample.native),
-        echo=optional(sample.echo),
-        probes=[translation.quantities(probe) for probe in sample.probes],
-    )
+
+def _measured(sample: Sample, translation: Translation) -> Measured:
+    native = None if sample.native is None else translation.quantities(sample.native)
+    return Measured(translation.quantities(sample.exact), native)
 
 
 def _quantities(run: Run) -> Quantities:
@@ -204,6 +260,8 @@ def _quantities(run: Run) -> Quantities:
 
 def _overflowing_alike(native: object, exact: Tensor) -> Tensor:
     """Return the exact values, except that what overflowed in the original may overflow again."""
-    if not isinstance(native, Tensor) or native.shape != exact.shape or exact.layout is not torch.strided:
+    if not isinstance(native, Tensor) or native.shape != exact.shape:
+        return exact
+    if not exact.is_floating_point() or exact.layout is not torch.strided:
         return exact
     return torch.where(torch.isfinite(native), exact, native.to(exact.dtype))

@@ -1,69 +1,131 @@
-"""Check captured modules against the model's own forward, and give up those that differ."""
+"""Check a captured model against its own forward, and find the modules that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .captured import Capture, install, uninstall
+from .capture import Capture
+from .captured import install, uninstall
 from .inputs import Inputs
-from .preserve import ModelState, restoring
+from .leaves import is_leaf
+from .preserve import ModelState, in_phase, restoring
 from .record import Recording, copy_inputs
-from .structure import tensors_in
+from .structure import copied, tensors_in
 
-__all__ = ["disagreeing"]
+__all__ = ["Expectation", "disagreeing", "expectations"]
 
 
-def disagreeing(
+@dataclass(frozen=True)
+class Expectation:
+    """What the model's own forward gives on one of its inputs, in one mode."""
+
+    inputs: Inputs
+    training: bool
+    output: Any
+
+
+def expectations(
     model: nn.Module,
-    captured: dict[str, Capture],
+    captured: Mapping[str, Capture],
     inputs: Sequence[Inputs],
     recording: Recording,
     state: ModelState,
+) -> list[Expectation]:
+    """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode.
+
+    Args:
+        model: the model, its captures not yet installed.
+        captured: name -> capture.
+        inputs: the example inputs.
+        recording: of the model on them.
+        state: put back after each run.
+    """
+    pairs = zip(inputs, recording.outputs, strict=True)
+    expected = [Expectation(given, model.training, output) for given, output in pairs]
+    if any(_depends_on_mode(model.get_submodule(name), capture) for name, capture in captured.items()):
+        with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
+            for given in inputs:
+                try:
+                    output = _run(model, given, recording.grad)
+                except Exception:
+                    break
+                expected.append(Expectation(given, model.training, copied(output)))
+    return expected
+
+
+def disagreeing(
+    model: nn.Module, captured: Mapping[str, Capture], expected: Sequence[Expectation], state: ModelState, *, grad: bool
 ) -> list[str]:
-    """Return the names of the captured modules without which the model gives what its own forward gave.
+    """Return the names of the captured modules without which the model gives what its own forward gives.
 
     Args:
         model: the model, its captures installed.
         captured: name -> capture, outermost first.
-        inputs: the example inputs.
-        recording: what the model's own forward gave on them.
+        expected: what its own forward gives.
         state: put back after each run.
+        grad: whether to run with gradients.
     """
-    if _agrees(model, inputs, recording, state):
+    if _agrees(model, expected, state, grad):
         return []
     modules = {name: model.get_submodule(name) for name in captured}
     for name, module in modules.items():
         uninstall(module)
-        if _agrees(model, inputs, recording, state):
+        if _agrees(model, expected, state, grad):
             return [name]
         install(module, captured[name])
     return list(captured)
 
 
-def _agrees(model: nn.Module, inputs: Sequence[Inputs], recording: Recording, state: ModelState) -> bool:
-    with restoring(state), torch.set_grad_enabled(recording.grad):
-        for call, recorded in zip(inputs, recording.calls[model], strict=True):
-            copy = copy_inputs(call, grad=recording.grad)
+def _depends_on_mode(module: nn.Module, capture: Capture) -> bool:
+    """Tell whether a graph has other code for the other mode, or takes apart what a child of the user's gave."""
+    if len(capture.variants) > 1:
+        return True
+    for node in capture.variants[0].graph.find_nodes(op="call_module"):
+        takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
+        if takes_apart and not is_leaf(module.get_submodule(str(node.target))):
+            return True
+    return False
+
+
+def _is_item(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("getitem", "require")
+
+
+def _agrees(model: nn.Module, expected: Sequence[Expectation], state: ModelState, grad: bool) -> bool:
+    modes = {expectation.training for expectation in expected}
+    return all(_agrees_in(model, [e for e in expected if e.training is mode], mode, state, grad) for mode in modes)
+
+
+def _agrees_in(
+    model: nn.Module, expected: Sequence[Expectation], training: bool, state: ModelState, grad: bool
+) -> bool:
+    with restoring(state), in_phase(model, training), torch.set_grad_enabled(grad):
+        for expectation in expected:
             try:
-                given = model(*copy.args, **copy.kwargs)
-            except Exception:  # noqa: BLE001  the model's own forward ran on these inputs, so the graph is at fault
+                given = _run(model, expectation.inputs, grad)
+            except Exception:
                 return False
-            if not same_outputs(given, recorded.output):
+            if not same_outputs(given, expectation.output):
                 return False
     return True
+
+
+def _run(model: nn.Module, inputs: Inputs, grad: bool) -> Any:
+    copy = copy_inputs(inputs, grad=grad)
+    return model(*copy.args, **copy.kwargs)
 
 
 def same_outputs(given: Any, expected: Any) -> bool:
     """Tell whether two outputs hold the same tensors up to the last bits, in the same structure."""
     if type(given) is not type(expected):
         return False
-    pairs = list(zip(tensors_in(given), tensors_in(expected), strict=False))
-    counted = sum(1 for _ in tensors_in(given)), sum(1 for _ in tensors_in(expected))
-    return counted[0] == counted[1] and all(_same(a, b) for a, b in pairs)
+    a, b = list(tensors_in(given)), list(tensors_in(expected))
+    return len(a) == len(b) and all(map(_same, a, b))
 
 
 def _same(given: Tensor, expected: Tensor) -> bool:

@@ -6,7 +6,7 @@ import enum
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .structure import is_namedtuple
 __all__ = ["Arguments"]
 
 _LITERALS = (int, float, str, bytes)
+_CONTAINERS: tuple[Any, ...] = (tuple, list, dict, torch.Size)
 _BOUND = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -34,7 +35,9 @@ class Arguments:
         guards: conditions under which another call has the same structure and the same bound values.
     """
 
-    def __init__(self, signature: Signature, placeholder: Callable[[str, Any], Any], expressions: dict[str, str]) -> None:
+    def __init__(
+        self, signature: Signature, placeholder: Callable[[str, Any], Any], expressions: dict[str, str]
+    ) -> None:
         self.guards: list[Guard] = []
         self._expressions = expressions
         self._signature = signature
@@ -101,22 +104,25 @@ class Arguments:
         return proxy
 
     def _container(self, expression: str, name: str, value: Any) -> Any:
-        kind = type(value)
-        if kind not in (tuple, list, dict, torch.Size) and not is_namedtuple(value):
+        kind = cast("Any", type(value))
+        if kind not in _CONTAINERS and not is_namedtuple(value):
             raise Untraceable(f"its argument {expression} is a {kind.__name__}")
         named = f"type({expression}) is {kind.__name__}"
-        if kind not in (tuple, list, dict):
+        if kind not in _CONTAINERS[:3]:
             named = f"type({expression}).__name__ == {kind.__name__!r}"
-        self._guard(f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}")
-        if kind is dict:
-            return {key: self._item(expression, name, key, item) for key, item in value.items()}
+        self._guard(
+            f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}"
+        )
+        if isinstance(value, dict):
+            pairs = cast("dict[Any, Any]", value).items()
+            return {key: self._item(expression, name, key, item, named=True) for key, item in pairs}
         items = [self._item(expression, name, index, item) for index, item in enumerate(value)]
         return kind(*items) if is_namedtuple(value) else kind(items)
 
-    def _item(self, expression: str, name: str, key: Any, value: Any) -> Any:
+    def _item(self, expression: str, name: str, key: Any, value: Any, *, named: bool = False) -> Any:
         if not isinstance(key, (str, int)):
             raise Untraceable(f"its argument {expression} has a key of type {type(key).__name__}")
-        if isinstance(key, str):
+        if named:
             self._guard(f"{key!r} in {expression}", f"{expression} has the key {key!r}")
         return self._walk(f"{expression}[{key!r}]", f"{name}_{key}", value)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .captured import Capture, Variant, capture_of
+from ..compat import own_buffers
+from .capture import Capture, Variant, capture_of
+from .fingerprint import fingerprint
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
 from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable, tracing_session
-from .sharing import share_equal
 from .signature import Signature, signature_of
 from .tracer import ModuleTracer
 
@@ -71,7 +73,6 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                     result.captured[name] = found
                 elif found is not None:
                     result.opaque[name] = found
-    share_equal(result.captured, names.modules)
     return result
 
 
@@ -83,6 +84,8 @@ class _Capturer:
         self._sequentials = SequentialCaptures()
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
+        self._alike: dict[Hashable, Capture] = {}
+        self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
     def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
         """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
@@ -99,7 +102,15 @@ class _Capturer:
                 return None if runs_as_sequential(module) else Opaque(name, "", "the example inputs never call it")
         if runs_as_sequential(module):
             return self._sequentials.capture(module, calls[0])
-        return self._traced(name, module, calls)
+        if self._kinds[type(module)] == 1:
+            return self._traced(name, module, calls)
+        alike = fingerprint(module, calls)
+        if alike is None or alike not in self._alike:
+            found = self._traced(name, module, calls)
+            if alike is None or isinstance(found, Opaque):
+                return found
+            self._alike[alike] = found
+        return self._alike[alike]
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
@@ -107,21 +118,21 @@ class _Capturer:
             variants = list(self._variants(name, signature, calls[0]))
         except Untraceable as error:
             return Opaque(name, error.location or _defined_at(module), error.reason)
-        except Exception as error:  # noqa: BLE001  what a forward raises when it meets a proxy can be anything
+        except Exception as error:
             reason = f"tracing it raised {type(error).__name__}: {error}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
         for call in calls[1:]:
             if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
                 variants += self._more(name, signature, call, variants)
         usual = self._signatures[type(module).forward][0]
-        return Capture(type(module), variants, None if signature is usual else signature)
+        return Capture(type(module), variants, None if signature is usual else signature, _parameters=signature)
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
         expressions = {frozenset(guard.expression for guard in variant.guards) for variant in known}
         try:
             found = list(self._variants(name, signature, call))
-        except Exception:  # noqa: BLE001  as in _traced; the first call was captured, and guards keep this one out
+        except Exception:
             return []
         return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
 
@@ -145,7 +156,7 @@ class _Capturer:
                     pending.append(flipped)
 
     def _signature(self, module: nn.Module, calls: Sequence[Call | None]) -> Signature:
-        """Return the signature that the recorded calls fit: that of the function under a decorator, or the decorator's."""
+        """Return the signature that the recorded calls fit: the function's under a decorator, or the decorator's."""
         forward = type(module).forward
         if forward not in self._signatures:
             follow = signature_of(forward)
@@ -160,7 +171,7 @@ class _Capturer:
         if known is None:
             changed = set[nn.Module]() if self._recording is None else self._recording.changed
             known = self._stateful[module] = any(
-                inner in changed or getattr(inner, "inplace", False) or (inner._buffers and is_leaf(inner))
+                inner in changed or getattr(inner, "inplace", False) or (bool(own_buffers(inner)) and is_leaf(inner))
                 for inner in module.modules()
             )
         return known

@@ -47,12 +47,9 @@ def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool]) -> list[fx.
     Args:
         lasting: tells whether running a node changes what outlives the call (an argument, a buffer).
     """
-    checks: list[fx.Node] = []
-    changed = False
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is require:
-            if changed:
-                checks.append(node)
-        else:
-            changed = changed or lasting(node)
-    return checks
+    checks = graph.find_nodes(op="call_function", target=require)
+    if not checks:
+        return []
+    nodes = list(graph.nodes)
+    first_change = next((index for index, node in enumerate(nodes) if lasting(node)), len(nodes))
+    return [node for node in nodes[first_change:] if node in checks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -58,7 +58,10 @@ class DataFlow:
     def _is_made(self, node: fx.Node) -> bool:
         if node.op not in ("call_function", "call_method") or _draws(node):
             return False
-        return all(used in self._made or (used not in self._tensors and not self.decides(used)) for used in node.all_input_nodes)
+        return all(
+            used in self._made or (used not in self._tensors and not self.decides(used))
+            for used in node.all_input_nodes
+        )
 
     def decides(self, node: fx.Node) -> bool:
         """Tell whether a value that is no tensor was computed from the data in one (`.item()`, say)."""
@@ -89,7 +92,7 @@ class DataFlow:
         return node.target is operator.getitem and self._picks_by_mask(node.args[1])
 
     def _picks_by_mask(self, index: Any) -> bool:
-        parts = index if isinstance(index, tuple) else (index,)
+        parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         values = [self._examples.get(part) for part in parts if isinstance(part, fx.Node)]
         return any(isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
 

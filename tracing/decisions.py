@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from ..compat import torch_functions_off
-from .expressions import expression_of, literal
+from .expressions import SWITCHES, expression_of, literal
 from .guards import Guard, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
@@ -48,11 +48,12 @@ class Decisions:
         self.structural: set[fx.Node] = set()
         self._tracer = tracer
         self._pending: list[_Pending] = []
+        self._lengths: dict[fx.Node, fx.Node] = {}
 
     def truth(self, proxy: ValueProxy) -> bool:
         """Answer `bool(proxy)`."""
         value = self._value(proxy)
-        with torch_functions_off():
+        with self._tracer.session.aside():
             answer = bool(value)
         self._assume(proxy.node, answer, truth=True)
         return answer
@@ -91,7 +92,7 @@ class Decisions:
         """Answer `len(proxy)`."""
         if proxy.fxopt_value is UNKNOWN:
             self._tracer.fail("it needs the length of a value that only example inputs can give")
-        with torch_functions_off():
+        with self._tracer.session.aside():
             count = len(proxy.fxopt_value)
         self._assume_length(proxy, count)
         return count
@@ -104,14 +105,14 @@ class Decisions:
             if count is None:
                 self._tracer.fail("it iterates over a value that only example inputs can give")
             self._assume_length(proxy, count)
-            return iter([proxy[i] for i in range(count)])
+            return iter([proxy.fxopt_item(i) for i in range(count)])
         if isinstance(value, Mapping):
             return iter(self.keys(proxy))
         if isinstance(value, str):
             return iter(self.plain(proxy))
         if not isinstance(value, (Tensor, Sequence)):
             self._tracer.fail(f"it iterates over a {type(value).__name__}")
-        return iter([proxy[i] for i in range(self.length(proxy))])
+        return iter([proxy.fxopt_item(i) for i in range(self.length(proxy))])
 
     def keys(self, proxy: ValueProxy) -> list[Any]:
         """Answer which keys a mapping has."""
@@ -137,20 +138,26 @@ class Decisions:
     def _assume_length(self, proxy: ValueProxy, count: int) -> None:
         if self._tracer.data.is_fixed(proxy.node):
             return
-        if self._tracer.data.decides(self._tracer.length_node(proxy)):
+        if self._tracer.data.decides(self._length(proxy)):
             self._tracer.fail("it decides by the data in a tensor")
-        self._assume(self._tracer.length_node(proxy), count, structural=True)
+        self._assume(self._length(proxy), count, structural=True)
+
+    def _length(self, proxy: ValueProxy) -> fx.Node:
+        node = self._lengths.get(proxy.node)
+        if node is None:
+            node = self._lengths[proxy.node] = self._tracer.create_proxy("call_function", len, (proxy,), {}).node
+        return node
 
     def _assume(
         self, node: fx.Node, value: Any, *, truth: bool = False, structural: bool = False, source: str | None = None
     ) -> None:
         place = source_of() if source is None else source
-        expression = expression_of(node, self._tracer.expressions)
+        expression = expression_of(node, self._tracer.expressions) if self._tracer.liftable else None
         condition = None if expression is None else _condition(expression, value, truth=truth)
         if expression is None or condition is None:
             self._require(node, value, place, structural=structural)
             return
-        if self._tracer.is_switch(expression):
+        if _is_switch(expression):
             self.flags[expression] = bool(value)
         self.guards.setdefault(condition, Guard(condition, f"decided at {place}" if place else "decided in forward"))
 
@@ -164,6 +171,11 @@ class Decisions:
         check.meta.update(val=None, source=place)
         if structural:
             self.structural.add(check)
+
+
+def _is_switch(expression: str) -> bool:
+    """Tell whether an expression asks for a mode that may differ from call to call."""
+    return expression in SWITCHES.values() or re.fullmatch(r"self\.(.*\.)?training", expression) is not None
 
 
 def _condition(expression: str, value: Any, *, truth: bool) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -76,7 +76,8 @@ def _part(argument: Any, arguments: Mapping[str, str]) -> str | None:
     if isinstance(argument, fx.Node):
         return expression_of(argument, arguments)
     if isinstance(argument, slice):
-        bounds = [_part(bound, arguments) for bound in (argument.start, argument.stop, argument.step)]
+        limits = cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step))
+        bounds = [_part(bound, arguments) for bound in limits]
         return None if None in bounds else f"slice({', '.join(map(str, bounds))})"
     return literal(argument)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import networkx
+import networkx as nx
 from torch import fx
+from torch.fx.node import map_arg
 
-from .captured import Capture, Variant, capture_of
+from .capture import Capture, Variant, capture_of
 
 if TYPE_CHECKING:
     from .program import Program
@@ -39,7 +40,7 @@ class FlatView:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        graph: networkx.DiGraph[FlatNode] = networkx.DiGraph()
+        graph: nx.DiGraph[FlatNode] = nx.DiGraph()
         self.graph = graph
         if "" in program.captures:
             self._add((), "")
@@ -108,7 +109,5 @@ def _nodes_at(expression: str, bound: Mapping[str, Any], call: fx.Node) -> list[
     except (NameError, LookupError, TypeError):
         return call.all_input_nodes
     found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
+    map_arg(value, found.append)
     return found
-
-

@@ -61,7 +61,7 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<guard>", "eval")
 
 
-class GuardMiss(Exception):  # noqa: N818
+class GuardMiss(Exception):
     """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
 
 

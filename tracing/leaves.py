@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import fx, nn
 
-from .guards import Guard, require
+from ..compat import own_children
+from .guards import Guard
 from .source import module_expression
 
 __all__ = ["CONTAINERS", "container_lengths", "is_container", "is_leaf", "is_library", "runs_as_sequential"]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
+
+_WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
+"""Attributes through which a forward may loop over all of its children."""
 
 _LEAF_BASES = (
     "torch_geometric.nn.conv.message_passing.MessagePassing",
@@ -25,13 +31,13 @@ def is_library(cls: type) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """Tell whether a module only holds others."""
-    return isinstance(module, CONTAINERS) or type(module).forward is nn.Module.forward
+    return type(module).forward is nn.Module.forward
 
 
 def runs_as_sequential(module: nn.Module) -> bool:
     """Tell whether a module's forward is that of `nn.Sequential`, over its children in order."""
     cls = type(module)
-    return cls.forward is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__
+    return cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -47,16 +53,31 @@ def is_leaf(module: nn.Module) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in _LEAF_BASES for base in cls.__mro__)
 
 
-def container_lengths(module: nn.Module, graph: fx.Graph) -> list[Guard]:
-    """Return guards on the number of items in each container that children are called from: loops are unrolled."""
+def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:
+    """Return guards on the number of items in each container that a forward went through: loops are unrolled.
+
+    Args:
+        module: the traced module.
+        graph: what came out.
+        read: names of the module's attributes that were read.
+    """
     guards: dict[str, Guard] = {}
-    for node in graph.find_nodes(op="call_module"):
+    if not _WHOLE.isdisjoint(read):
+        guards[""] = _length_guard("it", "self._modules", len(own_children(module)))
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
         parts = str(node.target).split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
             container = module.get_submodule(path)
             if path not in guards and isinstance(container, (*CONTAINERS, nn.Sequential)):
-                count = len(container._modules)
-                expression = f"len({module_expression(parts[:depth])}._modules) == {count}"
-                guards[path] = Guard(expression, f"{path} has {count} items")
+                items = module_expression(parts[:depth])
+                if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
+                    items += "._modules"
+                guards[path] = _length_guard(path, items, len(container))
     return list(guards.values())
+
+
+def _length_guard(name: str, items: str, count: int) -> Guard:
+    return Guard(f"len({items}) == {count}", f"{name} has {count} items")

@@ -27,7 +27,7 @@ def _starts_trace(code: CodeType) -> bool:
 
 def user_frame() -> FrameType | None:
     """Return the innermost running frame of the traced forward that belongs neither to torch nor to the tracer."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  inspect is slower
     while frame is not None and not _is_users(frame.f_code):
         if _starts_trace(frame.f_code):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class Lowering:
 
     def __init__(self, tracer: ModuleTracer) -> None:
         self._tracer = tracer
-        self._tensors: dict[int, str] | None = None
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a node."""
@@ -38,7 +37,7 @@ class Lowering:
         Raises:
             Untraceable: if it is, or holds, something that a graph cannot.
         """
-        kind = type(value)
+        kind = cast("type[object]", type(value))
         if issubclass(kind, ValueProxy):
             return self._node(value)
         if kind in _PLAIN or isinstance(value, _CONSTANTS):
@@ -46,8 +45,8 @@ class Lowering:
         if kind is slice:
             return slice(self.value(value.start), self.value(value.stop), self.value(value.step))
         if isinstance(value, Tensor):
-            return self.proxy_of(value).node
-        if isinstance(value, (tuple, list, dict)) and not dataclasses.is_dataclass(value):
+            return self._tracer.attributes.of_tensor(value).node
+        if issubclass(kind, (tuple, list, dict)) and not dataclasses.is_dataclass(value):
             return self._container(value)
         return self._object(value)
 
@@ -58,9 +57,10 @@ class Lowering:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            if type(value) is not dict:
-                return self._tracer.fail(f"it passes on a {type(value).__name__}")
-            return {key: self.value(item) for key, item in value.items()}
+            pairs = cast("dict[Any, Any]", value)
+            if type(pairs) is not dict:
+                return self._tracer.fail(f"it passes on a {type(pairs).__name__}")
+            return {key: self.value(item) for key, item in pairs.items()}
         items = [self.value(item) for item in value]
         if is_namedtuple(value):
             return type(value)(*items)
@@ -80,13 +80,4 @@ class Lowering:
             self._tracer.fail(f"it builds a {type(value).__name__}, whose fields cannot all be given")
         kwargs = {field.name: self.value(getattr(value, field.name)) for field in fields}
         present = {name: item for name, item in kwargs.items() if item is not None}
-        return self._tracer.graph.call_function(type(value), (), present)
-
-    def proxy_of(self, tensor: Tensor) -> ValueProxy:
-        """Return the proxy of a tensor that the module, or one inside it, holds."""
-        if self._tensors is None:
-            self._tensors = self._tracer.names.tensors(self._tracer.home)
-        name = self._tensors.get(id(tensor))
-        if name is None:
-            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
-        return self._tracer.attribute(str(name), tensor)
+        return self._tracer.graph.call_function(cast("type[Any]", type(value)), (), present)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, Union, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
-Meta: TypeAlias = (
-    "TensorMeta | tuple[Meta, ...] | list[Meta] | dict[Any, Meta] | "
-    "int | float | complex | bool | str | bytes | torch.dtype | torch.device | type | None"
-)
+Meta: TypeAlias = Union[
+    TensorMeta, "tuple[Meta, ...]", "list[Meta]", "dict[Any, Meta]", int, float, complex, bool, str, bytes,
+    torch.dtype, torch.device, type, None,
+]  # fmt: skip
 """A description: tensors as `TensorMeta`, containers nested, plain values as they are, other objects by their type."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat import own_buffers, own_children, own_parameters
+
 __all__ = ["ModelNames", "all_modules"]
 
 
@@ -14,7 +16,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     found = {model: None}
     pending = [model]
     while pending:
-        for child in pending.pop()._modules.values():
+        for child in own_children(pending.pop()).values():
             if child is not None and child not in found:
                 found[child] = None
                 pending.append(child)
@@ -33,7 +35,7 @@ class ModelNames:
             self.modules[name] = module
             self._names.setdefault(module, []).append(name)
             prefix = f"{name}." if name else ""
-            children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
+            children = [(prefix + key, child) for key, child in own_children(module).items() if child is not None]
             pending.extend(reversed(children))
 
     def __contains__(self, module: object) -> bool:
@@ -54,7 +56,7 @@ class ModelNames:
         return None
 
     def tensors(self, home: str) -> dict[int, str]:
-        """Return id of a tensor -> its name as seen from `home`: parameters, buffers and tensors in plain attributes."""
+        """Return id of a tensor -> its name as seen from `home`: also those in plain attributes."""
         prefix = f"{home}." if home else ""
         found: dict[int, str] = {}
         for name, module in self.modules.items():
@@ -66,5 +68,5 @@ class ModelNames:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    attributes: dict[str, Any] = {**module._parameters, **module._buffers, **module.__dict__}
+    attributes: dict[str, Any] = {**own_parameters(module), **own_buffers(module), **module.__dict__}
     return {name: value for name, value in attributes.items() if isinstance(value, Tensor)}

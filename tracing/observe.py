@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Observers"]
+__all__ = ["Observers", "Seen"]
 
 _INTERNAL = frozenset(nn.Module().__dict__) | frozenset(vars(nn.Module))
 
@@ -22,6 +22,14 @@ class _Quiet:
         pass
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Hold the names of all attributes read, and of those among them that are plain values."""
+
+    names: set[str]
+    plain: set[str]
+
+
 class Observers:
     """Make, once per class, a class that notes every attribute read, and lend it to a module."""
 
@@ -30,16 +38,16 @@ class Observers:
         self._seen: set[str] = set()
 
     @contextmanager
-    def observed(self, module: nn.Module) -> Iterator[set[str]]:
-        """Collect, into the set given, the plain attributes of `module` that are read inside."""
-        cls, previous, found = type(module), self._seen, set[str]()
-        self._seen = set()
+    def observed(self, module: nn.Module) -> Generator[Seen]:
+        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
+        cls, previous, found = type(module), self._seen, Seen(set(), set())
+        self._seen = found.names
         module.__class__ = self._class(cls)
         try:
             yield found
         finally:
             module.__class__ = cls
-            found.update(name for name in self._seen if _is_plain(module, name))
+            found.plain.update(name for name in found.names if _is_plain(module, name))
             self._seen = previous
 
     def _class(self, cls: type) -> Any:
@@ -51,7 +59,7 @@ class Observers:
         return known
 
     def _namespace(self, cls: type) -> dict[str, Any]:
-        read = cls.__getattribute__
+        read: Any = cls.__getattribute__
 
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
             self._seen.add(name)
@@ -66,5 +74,8 @@ def _is_plain(module: nn.Module, name: str) -> bool:
         return False
     if name in module.__dict__:
         return not isinstance(module.__dict__[name], Tensor)
-    value = inspect.getattr_static(type(module), name, None)
-    return value is not None and not callable(value) and not hasattr(type(value), "__get__")
+    for cls in type(module).__mro__:
+        if name in cls.__dict__:
+            value: object = cls.__dict__[name]
+            return not callable(value) and not hasattr(type(value), "__get__")
+    return False

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import fx
+from torch.fx.node import map_aggregate, map_arg
+
+from ..compat import is_registered_operator
 
 __all__ = ["PortableGraph", "copy_graph"]
 
@@ -57,8 +59,8 @@ class PortableGraph:
             _Node(
                 node.op,
                 _named(node.target),
-                cast("tuple[Any, ...]", fx.node.map_arg(node.args, refer)),
-                cast("dict[str, Any]", fx.node.map_arg(node.kwargs, refer)),
+                cast("tuple[Any, ...]", map_arg(node.args, refer)),
+                cast("dict[str, Any]", map_arg(node.kwargs, refer)),
                 node.name,
                 dict(node.meta),
             )
@@ -75,7 +77,7 @@ class PortableGraph:
 
         for node in self._nodes:
             target = node.target.find() if isinstance(node.target, _Function) else node.target
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), resolve)
+            args, kwargs = cast("tuple[Any, Any]", map_aggregate((node.args, node.kwargs), resolve))
             made.append(new.create_node(node.op, target, args, kwargs, node.name))
             made[-1].meta = node.meta
         return new
@@ -93,7 +95,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 def _named(target: Any) -> Any:
     """Return a name for an operator of `torch.ops`, or for a function that torch made inside another."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if is_registered_operator(target):
         return _Function("torch", f"ops.{target}")
     if "<locals>" not in getattr(target, "__qualname__", ""):
         return target

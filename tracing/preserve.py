@@ -6,14 +6,14 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import version_of
+from ..compat import own_buffers, own_parameters, version_of
 from ..errors import InputError
 from .names import all_modules
 
@@ -59,13 +59,13 @@ class RandomState:
         python, numpy = self.host
         random.setstate(python)
         if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
+            sys.modules["numpy.random"].set_state(numpy)
 
 
 def host_random_state() -> tuple[Any, Any]:
     """Return the state of Python's generator and, where it is loaded, of numpy's."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    numpy_random = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy_random is None else numpy_random.get_state()
 
 
 class AttributeState:
@@ -90,7 +90,8 @@ class AttributeState:
     def _keep(self, name: str, container: Any, depth: int) -> None:
         self._kept.append((name, container, container.copy()))
         if depth > 1 and not isinstance(container, set):
-            for item in list(container.values() if isinstance(container, dict) else container):
+            items = cast("Iterable[Any]", container.values() if isinstance(container, dict) else container)
+            for item in list(items):
                 if isinstance(item, _CONTAINERS):
                     self._keep(name, item, depth - 1)
 
@@ -121,9 +122,10 @@ def _same(container: Any, copy: Any) -> bool:
         return False
     if not copy:
         return True
-    if isinstance(container, dict):
+    kind = cast("type[object]", type(container))
+    if issubclass(kind, dict):
         return all(map(operator.is_, container.values(), copy.values())) and all(map(operator.is_, container, copy))
-    if isinstance(container, set):
+    if issubclass(kind, set):
         return set(map(id, container)) == set(map(id, copy))
     return all(map(operator.is_, container, copy))
 
@@ -138,8 +140,8 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
-        self._parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-        held = [b for module in modules for b in module._buffers.values() if b is not None]
+        self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
+        held = [b for module in modules for b in own_buffers(module).values() if b is not None]
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
@@ -175,7 +177,7 @@ class ModelState:
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Generator[None]:
     """Put back, on leaving, what running `model` changes (see `ModelState`), also when it raises.
 
     Raises:
@@ -188,7 +190,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restoring(state: ModelState) -> Iterator[None]:
+def restoring(state: ModelState) -> Generator[None]:
     """Put `state` back on leaving."""
     try:
         yield
@@ -197,7 +199,7 @@ def restoring(state: ModelState) -> Iterator[None]:
 
 
 @contextmanager
-def in_phase(model: nn.Module, training: bool) -> Iterator[None]:
+def in_phase(model: nn.Module, training: bool) -> Generator[None]:
     """Put the whole model in training or evaluation mode, and every flag back afterwards; none if it is in it."""
     if model.training == training:
         yield

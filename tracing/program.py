@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-import torch
 from torch import fx, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..errors import CaptureError, InputError
-from .agreement import disagreeing
-from .captured import Capture, capture_of, install, uninstall
-from .capturing import Captures, Opaque, capture_modules
+from .captured import Capture, capture_of
+from .capturing import Opaque
 from .coverage import Coverage
-from .flat import FlatView
-from .inputs import Inputs, normalize_inputs
-from .names import ModelNames, all_modules
-from .preserve import ModelState, in_phase, restoring
+from .inputs import Inputs
+from .model_capture import capture_model, inputs_for
+from .names import ModelNames
+from .preserve import in_phase
 from .record import Recording, record
-from .structure import map_tensors
+
+if TYPE_CHECKING:
+    from .flat import FlatView
 
 __all__ = ["Fact", "Facts", "Opaque", "Program", "capture_program"]
 
@@ -185,6 +183,8 @@ class Program:
 
     def flat(self) -> FlatView:
         """Return a read-only view of the whole dataflow, across module boundaries."""
+        from .flat import FlatView
+
         return FlatView(self)
 
     def coverage(self) -> Coverage:
@@ -227,62 +227,7 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
         InputError: if the model refuses the example inputs, or has lazy parameters that were never initialised.
         UsageError: if `example_inputs` is none of the forms it may have.
     """
-    _check_initialised(model)
-    inputs = _on_device_of(model, normalize_inputs(example_inputs))
+    inputs = inputs_for(model, example_inputs)
     phase = model.training if training is None else training
-    names = ModelNames(model)
-    with in_phase(model, phase):
-        state = ModelState(model)
-        recording = record(model, inputs, state=state) if inputs else None
-        with restoring(state):
-            found = capture_modules(names, recording)
-        with _undone_on_error(names, found):
-            for name, capture in found.captured.items():
-                install(names.modules[name], capture)
-            if recording is not None:
-                _give_up_disagreeing(model, found, inputs, recording, state)
+    found = capture_model(model, inputs, phase)
     return Program(model, inputs, found.opaque, found.leaves, training=phase)
-
-
-@contextmanager
-def _undone_on_error(names: ModelNames, found: Captures) -> Iterator[None]:
-    before = {name for name in found.captured if capture_of(names.modules[name]) is not None}
-    try:
-        yield
-    except BaseException:
-        for name in found.captured.keys() - before:
-            uninstall(names.modules[name])
-        raise
-
-
-def _give_up_disagreeing(
-    model: nn.Module, found: Captures, inputs: tuple[Inputs, ...], recording: Recording, state: ModelState
-) -> None:
-    for name in disagreeing(model, found.captured, inputs, recording, state):
-        uninstall(model.get_submodule(name))
-        del found.captured[name]
-        found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
-    for capture in found.captured.values():
-        capture.misses.clear()
-
-
-def _check_initialised(model: nn.Module) -> None:
-    for module in all_modules(model):
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-            name = next(name for name, other in model.named_modules() if other is module)
-            raise InputError(
-                f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
-                "run the model once on real inputs first"
-            )
-
-
-def _on_device_of(model: nn.Module, inputs: tuple[Inputs, ...]) -> tuple[Inputs, ...]:
-    """Move the inputs of a model on the meta device there, for its parameters have no data to compute with."""
-    parameters = list(model.parameters())
-    if not parameters or not all(parameter.is_meta for parameter in parameters):
-        return inputs
-
-    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta")
-
-    return tuple(Inputs(*map_tensors(to_meta, i.args), **map_tensors(to_meta, i.kwargs)) for i in inputs)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, fx
 
@@ -72,7 +73,7 @@ class ValueProxy(fx.Proxy):
         return complex(self.tracer.decisions.plain(self))
 
     def __index__(self) -> int:
-        return self.tracer.decisions.index(self, sys._getframe(1))
+        return self.tracer.decisions.index(self, _caller())
 
     def __len__(self) -> int:
         return self.tracer.decisions.length(self)
@@ -84,13 +85,13 @@ class ValueProxy(fx.Proxy):
         return self.tracer.decisions.contains(self, item)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.tracer.decisions.iterate(self, sys._getframe(1))
+        return self.tracer.decisions.iterate(self, _caller())
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.fail("turns a tensor into a numpy array")
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  it may be a field, too
         return self.tracer.attribute_of(self, "keys")
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -99,6 +100,10 @@ class ValueProxy(fx.Proxy):
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
+
+    def fxopt_item(self, key: Any) -> Any:
+        """Return the item at `key`."""
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
 
     # Changes
 
@@ -120,15 +125,20 @@ class ValueProxy(fx.Proxy):
         return proxy.tracer.torch_function(orig_method, args or (), kwargs or {})
 
 
+def _caller() -> FrameType:
+    """Return the frame that asked: the one outside this class."""
+    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  inspect is slower
+
+
 def proxies_in(value: Any) -> Iterator[ValueProxy]:
     """Yield the proxies in an argument, in order."""
     if issubclass(type(value), ValueProxy):
         yield value
     elif isinstance(value, (tuple, list)):
-        for item in value:
+        for item in cast("Iterable[Any]", value):
             yield from proxies_in(item)
     elif isinstance(value, dict):
-        for item in value.values():
+        for item in cast("dict[Any, Any]", value).values():
             yield from proxies_in(item)
     elif isinstance(value, slice):
         yield from proxies_in((value.start, value.stop, value.step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import has_pre_hooks, modules_by_name, own_buffers
 from ..errors import InputError
+from .ambient import Ambient, ambient_now
 from .inputs import Inputs
 from .names import all_modules
 from .preserve import ModelState, change_count, restoring
-from .structure import map_tensors, tensors_in
+from .structure import copied, map_tensors, tensors_in
 
 __all__ = ["Call", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -27,6 +29,7 @@ class Call:
     Attributes:
         args, kwargs, output: as the caller saw them, hooks included.
         received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
+        ambient: the autocast that it ran under, if any.
         children: the modules that it called directly, in order.
     """
 
@@ -34,7 +37,8 @@ class Call:
     kwargs: dict[str, Any]
     output: Any
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])
+    ambient: Ambient | None = None
+    children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
 
     @property
     def forward_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -48,11 +52,13 @@ class Recording:
     Attributes:
         calls: module -> its calls, in order.
         changed: the modules whose own buffers were changed in place by a call.
-        grad: whether the model was run with gradients.
+        outputs: what the model gave for each of the inputs.
+        grad: whether it was run with gradients.
     """
 
-    calls: dict[nn.Module, list[Call]] = field(default_factory=lambda: {})
-    changed: set[nn.Module] = field(default_factory=lambda: set())
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
+    changed: set[nn.Module] = field(default_factory=set[nn.Module])
+    outputs: list[Any] = field(default_factory=list[Any])
     grad: bool = False
 
 
@@ -121,9 +127,9 @@ class _Recorder:
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)
-        buffers = [(m, b, change_count(b)) for m in modules for b in m._buffers.values() if b is not None]
+        buffers = [(m, b, change_count(b)) for m in modules for b in own_buffers(m).values() if b is not None]
         for module in modules:
-            if module._forward_pre_hooks:
+            if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
         with calls_intercepted(self._call), torch.set_grad_enabled(grad):
             for call in inputs:
@@ -133,7 +139,7 @@ class _Recorder:
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
-            model(*call.args, **call.kwargs)
+            self.recording.outputs.append(self._kept(model(*call.args, **call.kwargs)))
         except Exception as error:
             culprit = self.culprit if error is self.error and self.culprit is not None else model
             raise InputError(_failure(model, culprit, error)) from error
@@ -141,7 +147,7 @@ class _Recorder:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
-        call = Call(self._kept(args), self._kept(kwargs), None)
+        call = Call(self._kept(args), self._kept(kwargs), None, None, ambient_now())
         if self.only is None or module in self.only:
             self.recording.calls.setdefault(module, []).append(call)
         if self._stack:
@@ -169,7 +175,7 @@ class _Recorder:
 
     def _kept(self, value: Any) -> Any:
         if self.copying:
-            return map_tensors(_copy, value)
+            return copied(value)
         self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
         return value
 
@@ -179,11 +185,11 @@ class _Recorder:
 
 
 @contextmanager
-def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Iterator[None]:
+def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Generator[None]:
     """Send every module call through `handler(original, module, args, kwargs)`."""
     original = nn.Module.__call__
 
-    def intercepted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def intercepted(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return handler(original, module, args, kwargs)
 
     nn.Module.__call__ = intercepted
@@ -199,17 +205,13 @@ def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
 
     def copy_once(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = _copy(tensor).requires_grad_(grad and tensor.requires_grad)
+            copies[id(tensor)] = copied(tensor).requires_grad_(grad and tensor.requires_grad)
         return copies[id(tensor)]
 
     return Inputs(*map_tensors(copy_once, call.args), **map_tensors(copy_once, call.kwargs))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _failure(model: nn.Module, culprit: nn.Module, error: Exception) -> str:
-    name = next((name for name, module in model.named_modules() if module is culprit), "")
+    name = next((name for name, module in modules_by_name(model).items() if module is culprit), "")
     where = f"module {name!r} ({type(culprit).__name__})" if name else f"the model ({type(model).__name__})"
     return f"{where} raised {type(error).__name__} on the example inputs: {error}"

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from .captured import Capture, Variant
+from ..compat import own_children
+from .capture import Capture, Variant
+from .fingerprint import hashable
 from .guards import Guard
 from .meta import Meta, meta_of
 from .record import Call
-from .sharing import hashable
 
 __all__ = ["SequentialCaptures"]
 
@@ -26,12 +27,12 @@ class SequentialCaptures:
 
     def capture(self, module: nn.Module, call: Call | None) -> Capture:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
-        metas = None if call is None else _metas(call, len(module._modules))
-        children = tuple((key, type(child)) for key, child in module._modules.items())
+        metas = None if call is None else _metas(call, len(own_children(module)))
+        children = tuple((key, type(child)) for key, child in own_children(module).items())
         key = (type(module), children, None if metas is None else hashable(tuple(metas)))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Capture(type(module), [_variant(list(module._modules), metas)])
+            known = self._known[key] = Capture(type(module), [_variant(list(own_children(module)), metas)])
         return known
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import math
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import untraceable_entries
+from ..compat import torch_functions_off, untraceable_entries
 from .observe import Observers
 from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
@@ -31,9 +34,10 @@ _FACTORIES = (
 ).split()
 _QUESTIONS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
 _MISSING = object()
+_isinstance = builtins.isinstance
 
 
-class Untraceable(Exception):  # noqa: N818
+class Untraceable(Exception):
     """A forward does something that a graph cannot say.
 
     Attributes:
@@ -47,6 +51,29 @@ class Untraceable(Exception):  # noqa: N818
         self.location = location
 
 
+class _Suspension:
+    """Interrupt a trace."""
+
+    __slots__ = ("_functions", "_session", "_tracer")
+
+    def __init__(self, session: Session, functions: AbstractContextManager[None] | None) -> None:
+        self._session = session
+        self._functions = functions
+
+    def __enter__(self) -> None:
+        self._tracer, self._session.tracer = self._session.tracer, None
+        builtins.isinstance = _isinstance
+        if self._functions is not None:
+            self._functions.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._functions is not None:
+            self._functions.__exit__(None, None, None)
+        self._session.tracer = self._tracer
+        if self._tracer is not None:
+            builtins.isinstance = _isinstance_of_proxies
+
+
 class Session:
     """Know which tracer, if any, the code that runs now belongs to."""
 
@@ -55,33 +82,32 @@ class Session:
         self.observers = Observers()
         self._patched_globals: set[int] = set()
         self._wrappers: dict[int, Any] = {}
+        self._uses_numpy: dict[int, bool] = {}
         self._undo = ExitStack()
 
     @contextmanager
-    def tracing(self, tracer: ModuleTracer) -> Iterator[None]:
+    def tracing(self, tracer: ModuleTracer) -> Generator[None]:
         """Send what happens inside to `tracer`."""
-        previous, self.tracer = self.tracer, tracer
-        is_instance = builtins.isinstance
+        self.tracer = tracer
         builtins.isinstance = _isinstance_of_proxies
         try:
             with _Mode(self):
                 yield
         finally:
-            builtins.isinstance = is_instance
-            self.tracer = previous
+            builtins.isinstance = _isinstance
+            self.tracer = None
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let what happens inside happen for real."""
-        previous, self.tracer = self.tracer, None
-        try:
-            yield
-        finally:
-            self.tracer = previous
+    def suspended(self) -> _Suspension:
+        """Let what happens inside happen for real: the operations themselves, children whose results are not known."""
+        return _Suspension(self, None)
+
+    def aside(self) -> _Suspension:
+        """Let the tracer look at values without seeing itself do so."""
+        return _Suspension(self, torch_functions_off())
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until the session ends."""
-        before = vars(owner).get(name, _MISSING)
+        before = cast("Any", vars(owner).get(name, _MISSING))
         setattr(owner, name, value)
         self._undo.callback(_unset, owner, name, before)
 
@@ -112,19 +138,26 @@ class Session:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)
 
+    def host_draws(self, function: Callable[..., Any]) -> Any:
+        """Return the state of the generators outside torch that `function` may draw from: Python's, perhaps numpy's."""
+        numpy = sys.modules.get("numpy")
+        namespace = getattr(inspect.unwrap(function), "__globals__", {})
+        known = self._uses_numpy.get(id(namespace))
+        if known is None:
+            known = self._uses_numpy[id(namespace)] = numpy is not None and any(v is numpy for v in namespace.values())
+        return random.getstate(), numpy.random.get_state()[2:] if known and numpy is not None else None
+
     def close(self) -> None:
         """Put everything back."""
         self._undo.close()
 
 
-def _isinstance_of_proxies(
-    value: Any, kinds: Any, is_instance: Callable[[Any, Any], bool] = builtins.isinstance
-) -> bool:
+def _isinstance_of_proxies(value: Any, kinds: Any) -> bool:
     """Answer `isinstance` for proxies from what they stand for.
 
     Their `__class__` must not say so: torch's C++ asks it too, and would take a proxy for a tensor's memory.
     """
-    return value.tracer.is_instance(value, kinds) if type(value) is ValueProxy else is_instance(value, kinds)
+    return value.tracer.is_instance(value, kinds) if type(value) is ValueProxy else _isinstance(value, kinds)
 
 
 def _unset(owner: Any, name: str, before: Any) -> None:
@@ -135,7 +168,7 @@ def _unset(owner: Any, name: str, before: Any) -> None:
 
 
 @contextmanager
-def tracing_session() -> Iterator[Session]:
+def tracing_session() -> Generator[Session]:
     """Intercept, while inside, what traced forwards do; code that is not traced runs as always."""
     session = Session()
     try:
@@ -165,7 +198,7 @@ def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: An
 
 
 def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.question(original, args, kwargs)
+    return tracer.attributes.ask(original, args, kwargs)
 
 
 def _patch_refused(session: Session) -> None:
@@ -183,7 +216,7 @@ def _patch_refused(session: Session) -> None:
 
 
 def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
-    original = vars(owner)[name]
+    original = cast("Callable[..., Any]", vars(owner)[name])
 
     @functools.wraps(original)
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -199,21 +232,22 @@ def _call_handler(session: Session) -> Callable[..., Any]:
         tracer = session.tracer
         if tracer is None:
             return original(module, *args, **kwargs)
-        return tracer.call_module(original, module, args, kwargs)
+        return tracer.children.call(original, module, args, kwargs)
 
     return call
 
 
 def _patch_modules(session: Session) -> None:
     """Send reads of tensors and of `training`, and assignments, on modules to the tracer."""
-    read, write, delete = nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__
+    read, write = nn.Module.__getattr__, nn.Module.__setattr__
+    delete = cast("Callable[[nn.Module, str], None]", nn.Module.__delattr__)
 
     def read_attribute(module: nn.Module, name: str) -> Any:
         value = read(module, name)
-        return value if session.tracer is None else session.tracer.read(module, name, value)
+        return value if session.tracer is None else session.tracer.attributes.read(module, name, value)
 
     def write_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if session.tracer is None or not session.tracer.refuses_write(module, name, value):
+        if session.tracer is None or session.tracer.attributes.accepts(module, name, value):
             write(module, name, value)
 
     def delete_attribute(module: nn.Module, name: str) -> None:
@@ -223,9 +257,11 @@ def _patch_modules(session: Session) -> None:
 
     def training(module: nn.Module) -> Any:
         value = module.__dict__["training"]
-        return value if session.tracer is None else session.tracer.read_training(module, value)
+        return value if session.tracer is None else session.tracer.attributes.read_training(module, value)
 
     def set_training(module: nn.Module, value: Any) -> None:
+        if session.tracer is not None:
+            session.tracer.attributes.made(module)
         module.__dict__["training"] = value
 
     session.patch(nn.Module, "__getattr__", read_attribute)
@@ -248,5 +284,3 @@ class _Mode(TorchFunctionMode):
         if tracer is None:
             return func(*args, **(kwargs or {}))
         return tracer.torch_function(func, args, kwargs or {})
-
-

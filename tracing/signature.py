@@ -44,7 +44,9 @@ class Signature:
     def header(self) -> str:
         """Return the parameter list as source text; each default is written None, and set on the function later."""
         first = self.parameters[:1]
-        kind = _Kind.POSITIONAL_ONLY if first and first[0].kind is _Kind.POSITIONAL_ONLY else _Kind.POSITIONAL_OR_KEYWORD
+        kind = (
+            _Kind.POSITIONAL_ONLY if first and first[0].kind is _Kind.POSITIONAL_ONLY else _Kind.POSITIONAL_OR_KEYWORD
+        )
         bare = [
             p.replace(annotation=_Kind.empty, default=p.default if p.default is _Kind.empty else None)
             for p in self.parameters
@@ -63,7 +65,9 @@ class Signature:
     @property
     def defaults(self) -> tuple[Any, ...]:
         """Return the defaults of the positional parameters."""
-        return tuple(self._default(p) for p in self.parameters if p.kind in _POSITIONAL and p.default is not _Kind.empty)
+        return tuple(
+            self._default(p) for p in self.parameters if p.kind in _POSITIONAL and p.default is not _Kind.empty
+        )
 
     @property
     def keyword_defaults(self) -> dict[str, Any]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 
-from ..compat import operator_format
+from ..compat import in_place_format, operator_format
 from .guards import GUARD_NAMES, GuardMiss, require
 from .signature import Signature, given
 from .structure import is_namedtuple
 
 if TYPE_CHECKING:
-    from .captured import Variant
+    from .capture import Variant
 
 __all__ = ["Source", "generate", "module_expression"]
 
@@ -60,7 +60,7 @@ class _Names:
 
     objects: dict[str, Any]
     _used: set[str]
-    _of: dict[int, str] = field(default_factory=lambda: {})
+    _of: dict[int, str]
 
     def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
         self.objects = dict(GUARD_NAMES)
@@ -140,6 +140,10 @@ class _Body:
             return None if expression == node.name else f"{node.name} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
+        change = in_place_format(node.target) if node.op == "call_function" and not node.kwargs else None
+        if change is not None and isinstance(node.args[0], fx.Node):
+            statement = change.format(*(self._format(argument) for argument in node.args))
+            return f"{statement};  {node.name} = {node.args[0].name}" if node.users else statement
         expression = self._expression(node)
         return f"{node.name} = {expression}" if node.users else expression
 
@@ -185,8 +189,8 @@ class _Body:
     def _format_container(self, value: Any) -> str:
         if is_namedtuple(value):
             return f"{self._names.name(type(value))}({self._arguments(value, {})})"
-        if type(value) in (tuple, torch.Size) or isinstance(value, tuple):
-            items = [self._format(item) for item in value]
+        if isinstance(value, tuple):
+            items = [self._format(item) for item in cast("tuple[Any, ...]", value)]
             return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
         if isinstance(value, list):
             return f"[{self._arguments(cast('list[Any]', value), {})}]"
@@ -194,7 +198,8 @@ class _Body:
             pairs = cast("dict[Any, Any]", value).items()
             return "{" + ", ".join(f"{self._format(key)}: {self._format(item)}" for key, item in pairs) + "}"
         if isinstance(value, slice):
-            return f"slice({self._arguments((value.start, value.stop, value.step), {})})"
+            limits = cast("tuple[Any, ...]", (value.start, value.stop, value.step))
+            return f"slice({self._arguments(limits, {})})"
         if isinstance(value, torch.device):
             return f"torch.{value!r}"
         return self._names.name(value)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
-__all__ = ["is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = ["copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
 
 
 def is_namedtuple(value: object) -> bool:
     """Tell whether `value` is a tuple with named fields that its class takes one by one."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, tuple) and hasattr(cast("object", value), "_fields")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -22,10 +22,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for item in value:
+        for item in cast("Sequence[Any]", value):
             yield from tensors_in(item)
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for item in cast("Mapping[Any, Any]", value).values():
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -41,21 +41,36 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
+_SEQUENCES: tuple[Any, ...] = (tuple, list)
+
+
+def copied(value: Any) -> Any:
+    """Return `value` with copies of its tensors, free of any autograd graph."""
+    return map_tensors(_copy, value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
     """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`."""
-    kind = type(value)
+    kind = cast("Any", type(value))
     if leaf is not None and issubclass(kind, leaf):
         return function(value)
-    if kind is list or kind is tuple:
+    if kind in _SEQUENCES:
         return kind(map_leaves(function, item, leaf) for item in value)
     if kind is dict:
         return {key: map_leaves(function, item, leaf) for key, item in value.items()}
     if isinstance(value, tuple):
+        value = cast("tuple[Any, ...]", value)
         return _rebuild_tuple(value, [map_leaves(function, item, leaf) for item in value])
     if kind is slice:
         return slice(*(map_leaves(function, part, leaf) for part in (value.start, value.stop, value.step)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuild_dataclass(value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf)
+        return _rebuild_dataclass(
+            value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf
+        )
     if isinstance(value, MutableMapping):
         return _rebuild_mapping(value, function, leaf)
     return function(value)
@@ -70,12 +85,12 @@ def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def _rebuild_dataclass(value: Any, fields: dict[str, Any], function: Callable[[Any], Any], leaf: type | None) -> Any:
-    new = copy.copy(value)
+    new: Any = copy.copy(value)
     for name, item in fields.items():
         mapped = map_leaves(function, item, leaf)
         if mapped is not item:
             object.__setattr__(new, name, mapped)
-            if isinstance(new, dict) and name in new:
+            if isinstance(value, dict) and name in value:
                 dict.__setitem__(new, name, mapped)
     return new
 

@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import torch_functions_off
+from ..compat import property_access, storage_id
+from .ambient import Ambient
 from .arguments import Arguments
-from .captured import Variant
+from .attributes import Attributes
+from .capture import Variant
+from .children import Children
 from .cleanup import drop_unused, late_checks
 from .dataflow import DataFlow
 from .decisions import Decisions
-from .expressions import SWITCHES
-from .guards import Guard
-from .leaves import container_lengths, is_leaf, is_library
+from .leaves import container_lengths
 from .locate import source_of
 from .lowering import Lowering
 from .meta import meta_of
 from .names import ModelNames
-from .preserve import AttributeState, change_count, host_random_state
+from .preserve import AttributeState, change_count
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
 from .session import Session, Untraceable
 from .signature import Signature
-from .structure import map_leaves, map_tensors, tensors_in
+from .structure import copied, map_leaves, tensors_in
 
 __all__ = ["ModuleTracer"]
 
 _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_memory_ numpy set_ resize_ cuda".split())
+"""Methods that no graph may hold: they reach outside the forward, or make a tensor another one."""
+_RESHAPING = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _OPTIONAL = (getattr, operator.getitem)
-_GETTER = type(Tensor.shape.__get__)
+_ACCESSOR = property_access()
 
 
 class ModuleTracer:
@@ -65,19 +68,16 @@ class ModuleTracer:
         self.module = names.modules[home]
         self.graph = fx.Graph()
         self.expressions: dict[str, str] = {}
+        self.liftable = True
         self.failure: Untraceable | None = None
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
         self.decisions = Decisions(self)
+        self.attributes = Attributes(self, dict(answers or {}))
+        self.children = Children(self, call)
         self._lowering = Lowering(self)
-        self._answers = dict(answers or {})
         self._stateful = stateful
         self._call = call
-        self._results: dict[nn.Module, deque[Call]] = {}
-        for child, child_call in [] if call is None else call.children:
-            self._results.setdefault(child, deque()).append(child_call)
-        self._attributes: dict[str, ValueProxy] = {}
-        self._lengths: dict[fx.Node, fx.Node] = {}
         self._lasting: set[fx.Node] = set()
         self._protected: set[int] = set()
 
@@ -89,20 +89,21 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.expressions)
-        state, host = AttributeState(self.module), host_random_state()
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
+        state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
-            args, kwargs = self._arguments_for(signature, arguments)
-            with self.session.observers.observed(self.module) as reads, self.session.tracing(self):
+            args, kwargs = self._example_arguments(signature, arguments)
+            with self._ambient(), self.session.observers.observed(self.module) as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
-                self._check(state, host)
+                self._check(state, forward, draws)
         finally:
             state.restore()
         self._finish()
-        lengths = container_lengths(self.module, self.graph)
-        return Variant((*arguments.guards, *lengths, *self.decisions.guards.values()), self.graph, self.expressions, frozenset(reads))
+        lengths = container_lengths(self.module, self.graph, seen.names)
+        guards = (*arguments.guards, *lengths, *self.decisions.guards.values())
+        return Variant(guards, self.graph, self.expressions, frozenset(seen.plain))
 
     def fail(self, reason: str) -> NoReturn:
         """Give the module up.
@@ -113,7 +114,12 @@ class ModuleTracer:
         self.failure = Untraceable(reason, source_of())
         raise self.failure
 
-    def _arguments_for(self, signature: Signature, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    def _ambient(self) -> AbstractContextManager[None]:
+        """Return the autocast that the call was recorded under."""
+        ambient: Ambient | None = None if self._call is None else self._call.ambient
+        return nullcontext() if ambient is None else ambient.entered()
+
+    def _example_arguments(self, signature: Signature, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
         if self._call is None:
             return arguments.without_values()
         args, kwargs = self._call.forward_arguments
@@ -121,17 +127,16 @@ class ModuleTracer:
 
     def _placeholder(self, name: str, value: Tensor | None) -> ValueProxy:
         identifier = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-        node = self.graph.create_node("placeholder", identifier)
-        return self._proxy(node, UNKNOWN if value is None else self._protect(_copy(value)))
+        return self.source_node("placeholder", identifier, UNKNOWN if value is None else copied(value))
 
-    def _check(self, state: AttributeState, host: Any) -> None:
+    def _check(self, state: AttributeState, forward: Callable[..., Any], draws: Any) -> None:
         if self.failure is not None:
             raise self.failure
         changed = state.changed()
         if changed is not None:
             self.fail(f"it changes self.{changed}")
-        if host_random_state()[0] != host[0]:
-            self.fail("it draws from Python's random numbers")
+        if self.session.host_draws(forward) != draws:
+            self.fail("it draws from random numbers that are not torch's")
 
     def _finish(self) -> None:
         self.decisions.settle()
@@ -141,19 +146,101 @@ class ModuleTracer:
                 reason = "it decides by an intermediate value after a change that cannot be taken back"
                 raise Untraceable(reason, check.meta["source"])
             check.args = (*check.args[:3], False)
+        self.examples.clear()
 
     def _lasts(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return self._stateful(self.module.get_submodule(str(node.target)))
         return node in self._lasting
 
-    # What the session sends here
+    # Nodes
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation, and do it on the example values."""
+        with self.session.aside():
+            values = self.values((args, kwargs))
+            counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
+        value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
+        with self.session.aside():
+            changed = (tensor for tensor, count in counts if change_count(tensor) != count)
+            lasting = value is UNKNOWN or any(_storage(tensor) in self._protected for tensor in changed)
+        if kind == "call_method" and target in _RESHAPING:
+            self.liftable = False
+        return self.add(kind, target, args, kwargs, value, optional=target in _OPTIONAL, lasting=lasting)
+
+    def add(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: Any,
+        *,
+        optional: bool = False,
+        fixed: bool = False,
+        lasting: bool = False,
+    ) -> Any:
+        """Add a node, and return what the traced code sees of its value.
+
+        Args:
+            kind, target, args, kwargs: of the node, its arguments still proxies.
+            value: its example value.
+            optional: the value may be None in one call and a tensor in another.
+            fixed: the structure of the value never changes.
+            lasting: the node changes something that outlives the call.
+        """
+        with self.session.aside():
+            node = self.graph.create_node(kind, target, *self._lowering.arguments(args, kwargs))
+            if lasting:
+                self._lasting.add(node)
+            proxy = self._proxy(node, value)
+            self.data.note(node, fixed=fixed)
+        if value is not None:
+            return proxy
+        if optional and not self.data.is_fixed(node):
+            self.decisions.absent(node)
+        return None  # itself: `is None` asks no proxy
+
+    def source_node(self, kind: str, target: Any, value: Any, args: Any = (), kwargs: Any = None) -> ValueProxy:
+        """Add a node whose value comes from outside: an argument, an attribute, a mode; a tensor is not to change."""
+        with self.session.aside():
+            proxy = self._proxy(self.graph.create_node(kind, target, args, kwargs), value)
+            self.data.note(proxy.node)
+            if isinstance(value, Tensor):
+                self._protected.add(_storage(value))
+            return proxy
+
+    def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
+        if value is not UNKNOWN:
+            node.meta["val"] = meta_of(value)
+        node.meta["source"] = source_of()
+        self.examples[node] = value
+        return ValueProxy(node, self, value)
+
+    def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.session.suspended():
+            if kind == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
+
+    def values(self, arguments: Any) -> Any:
+        """Return `arguments` with example values in place of proxies, or UNKNOWN where one has none."""
+        with self.session.aside():
+            if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(arguments)):
+                return UNKNOWN
+            return map_leaves(_value, arguments, ValueProxy)
+
+    def constant(self, value: Any) -> Any:
+        """Return a plain value as a node argument."""
+        return self._lowering.value(value)
+
+    # Questions
 
     def torch_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a torch function, method or property access."""
         self.decisions.forget_index((args, kwargs))
         name = getattr(function, "__name__", "")
-        if isinstance(function, _GETTER):
+        if isinstance(function, _ACCESSOR):
             return self._property(name, function, args)
         if name in ("_set_grad_enabled", "set_grad_enabled"):
             self.fail("the grad mode is switched inside the forward")
@@ -167,131 +254,10 @@ class ModuleTracer:
         return self.create_proxy("call_function", getattr, (args[0], function.__self__.__name__), {})
 
     def _method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner = args[0] if issubclass(type(args[0]), ValueProxy) else self._lowering.proxy_of(args[0])
+        owner = args[0] if issubclass(type(args[0]), ValueProxy) else self.attributes.of_tensor(args[0])
         if name.startswith("__"):
             return getattr(ValueProxy, name)(owner, *args[1:], **kwargs)
         return self.attribute_of(owner, name)(*args[1:], **kwargs)
-
-    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Record the call of a child; what is no child of this module is traced through."""
-        path = self.names.relative(self.home, module)
-        if path is None:
-            return self._call_stranger(original, module, args, kwargs)
-        if not path:
-            self.fail("it calls itself")
-        with torch_functions_off():
-            lowered = self._lowering.arguments(args, kwargs)
-        value = self._child_value(original, module, args, kwargs)
-        with torch_functions_off():
-            node = self.graph.create_node("call_module", path, *lowered)
-            return self._wrap(node, value, optional=True, fixed=is_library(type(module)) and is_leaf(module))
-
-    def _call_stranger(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
-            self.fail(f"it calls a {type(module).__name__} that is not registered as its child")
-        return original(module, *args, **kwargs)
-
-    def _child_value(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        calls = self._results.get(module)
-        with torch_functions_off():
-            if calls:
-                return map_tensors(_copy, calls.popleft().output)
-            values = self._values((args, kwargs))
-        if values is UNKNOWN:
-            return UNKNOWN
-        with self.session.suspended():
-            return original(module, *values[0], **values[1])
-
-    def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Answer a read of a parameter, buffer or child."""
-        path = self.names.relative(self.home, module) if isinstance(value, Tensor) else None
-        if path is None:
-            return value
-        return self.attribute(f"{path}.{name}" if path else name, value)
-
-    def read_training(self, module: nn.Module, value: bool) -> Any:
-        """Answer a read of a training flag: the graph looks it up whenever it runs."""
-        path = self.names.relative(self.home, module)
-        if path is None:
-            return value
-        target = f"{path}.training" if path else "training"
-        return self.attribute(target, self._answers.get(f"self.{target}", value))
-
-    def question(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a question about a mode of torch: the graph asks it whenever it runs."""
-        value = function(*args, **kwargs)
-        if not args and not kwargs:
-            value = self._answers.get(SWITCHES[function], function is torch.is_grad_enabled or value)
-        return self._wrap(self.graph.create_node("call_function", function, args, kwargs), value)
-
-    def refuses_write(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Tell whether an assignment is to be skipped, having been recorded already (`self.count += 1`)."""
-        path = self.names.relative(self.home, module)
-        if path is None:
-            return False
-        target = f"{path}.{name}" if path else name
-        if not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
-            self.fail(f"it assigns self.{target}")
-        return True
-
-    def attribute(self, target: str, value: Any) -> ValueProxy:
-        """Return the proxy for a tensor or flag of this module or one inside it."""
-        proxy = self._attributes.get(target)
-        if proxy is None:
-            with torch_functions_off():
-                proxy = self._proxy(self.graph.create_node("get_attr", target), self._protect(value))
-            self._attributes[target] = proxy
-        return proxy
-
-    # What proxies send here
-
-    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operation, and do it on the example values."""
-        with torch_functions_off():
-            lowered = self._lowering.arguments(args, kwargs)
-            values = self._values((args, kwargs))
-            counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
-        value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
-        with torch_functions_off():
-            node = self.graph.create_node(kind, target, *lowered)
-            changed = (tensor for tensor, count in counts if change_count(tensor) != count)
-            if value is UNKNOWN or any(_storage(tensor) in self._protected for tensor in changed):
-                self._lasting.add(node)
-            return self._wrap(node, value, optional=target in _OPTIONAL)
-
-    def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.session.suspended():
-            if kind == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs)
-
-    def _values(self, arguments: Any) -> Any:
-        """Return `arguments` with example values in place of proxies, or UNKNOWN where one has none."""
-        if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(arguments)):
-            return UNKNOWN
-        return map_leaves(_value, arguments, ValueProxy)
-
-    def _wrap(self, node: fx.Node, value: Any, *, optional: bool = False, fixed: bool = False) -> Any:
-        """Return what the traced code sees of a node's value; None stays None, for `is None` asks no proxy."""
-        proxy = self._proxy(node, value)
-        self.data.note(node, fixed=fixed)
-        if value is not None:
-            return proxy
-        if optional and not self.data.is_fixed(node):
-            self.decisions.absent(node)
-        return None
-
-    def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
-        if value is not UNKNOWN:
-            node.meta["val"] = meta_of(value)
-        node.meta["source"] = source_of()
-        self.examples[node] = value
-        return ValueProxy(node, self, value)
-
-    def _protect(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._protected.add(_storage(value))
-        return value
 
     def attribute_of(self, proxy: ValueProxy, name: str) -> Any:
         """Answer a read of an attribute: a method to call later, or the value as a node."""
@@ -301,7 +267,7 @@ class ModuleTracer:
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
         with self.session.suspended():
-            member = getattr(Tensor, name, None) if value is UNKNOWN else getattr(value, name)
+            member: Any = getattr(Tensor, name, None) if value is UNKNOWN else getattr(cast("Any", value), name)
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)
         return self.create_proxy("call_function", getattr, (proxy, name), {})
@@ -310,7 +276,7 @@ class ModuleTracer:
         keys = self.decisions.keys(proxy)
         if name == "keys":
             return keys
-        return [proxy[key] if name == "values" else (key, proxy[key]) for key in keys]
+        return [proxy.fxopt_item(key) if name == "values" else (key, proxy.fxopt_item(key)) for key in keys]
 
     def is_instance(self, proxy: ValueProxy, kinds: Any) -> bool:
         """Answer `isinstance` from the example; without one, whatever was put in or called is a tensor."""
@@ -326,45 +292,14 @@ class ModuleTracer:
             return id(proxy)
         return hash(self.decisions.plain(proxy))
 
-    # What decisions ask
-
-    def length_node(self, proxy: ValueProxy) -> fx.Node:
-        """Return the node for the number of items in a value."""
-        node = self._lengths.get(proxy.node)
-        if node is None:
-            node = self._lengths[proxy.node] = self.create_proxy("call_function", len, (proxy,), {}).node
-        return node
-
-    def constant(self, value: Any) -> Any:
-        """Return a plain value as a node argument."""
-        return self._lowering.value(value)
-
-    def is_switch(self, expression: str) -> bool:
-        """Tell whether an expression asks for a mode that may differ from call to call."""
-        return expression in SWITCHES.values() or (expression.startswith("self.") and expression.endswith(".training")) or expression == "self.training"
-
-
-def _changes(node: fx.Node, target: str) -> bool:
-    """Tell whether a node changed the attribute `target` in place and returned it."""
-    while node.op != "get_attr":
-        in_place = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("i")
-        in_place = in_place or (node.op == "call_method" and str(node.target).endswith("_"))
-        if not in_place or not node.args or not isinstance(node.args[0], fx.Node):
-            return False
-        node = node.args[0]
-    return node.target == target
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
 
 def _value(leaf: Any) -> Any:
     return leaf.fxopt_value if issubclass(type(leaf), ValueProxy) else leaf
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor)
     except NotImplementedError:
         return id(tensor)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -103,9 +103,9 @@ def evaluate(node: fx.Node) -> Any:
             args = fx.map_arg(step.args, values.__getitem__)
             kwargs = fx.map_arg(step.kwargs, values.__getitem__)
             if step.op == "call_method":
-                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)  # pyright: ignore
+                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
             else:
-                values[step] = step.target(*args, **kwargs)  # pyright: ignore
+                values[step] = cast("Callable[..., Any]", step.target)(*args, **kwargs)
     return values[node]
 
 

@@ -16,12 +16,14 @@ from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
 from ..layers.members import FusedMembers, attach_member, seal
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ..passes.effects import writes
 from ..passes.expansion import Expansion, Operation, expand, is_chain
 from ..passes.facts import TensorOwners
-from ..passes.gradient_reach import differentiable_outputs
-from ..passes.isomorphism import attribute, find_ensembles
+from ..passes.forms import may_share_memory
+from ..passes.gradient_reach import reached_outputs, used_by
+from ..passes.isomorphism import find_ensembles
 from ..passes.joins import find_joins
-from ..passes.packs import Ensemble
+from ..passes.packs import Ensemble, attribute
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 
@@ -121,6 +123,7 @@ class FuseEnsembles(Pass):
         lowering = Lowered(
             ensemble, site.choice or site.choices[0], names,
             lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
+            not any(writes(node, site.program, site.home) for node in site.graph.nodes),
         )  # fmt: skip
         edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered_operations(lowering)))
         _leave_views(places, store, edit)
@@ -133,13 +136,16 @@ def _closed_families(expansion: Expansion) -> dict[str, str]:
     """Return container -> why the calls of its children cannot be fused, where one of several cannot be opened."""
     families: dict[str, list[Operation]] = {}
     for operation in expansion.operations:
-        if operation.name in expansion.closed:
+        if operation.name in expansion.closed or operation.name in expansion.conditional:
             families.setdefault(str(operation.target).rpartition(".")[0], []).append(operation)
     closed: dict[str, str] = {}
     for path, calls in families.items():
-        name = str(calls[0].target).rpartition(".")[2]
-        if path:
-            closed[path] = f"member {name} cannot be fused: {expansion.closed[calls[0].name]}"
+        first = next((call for call in calls if call.name in expansion.closed), None)
+        independent = len({call.level for call in calls}) < len(calls)
+        call = first or (calls[0] if independent else None)
+        if path and call is not None:
+            reason = expansion.closed.get(call.name) or expansion.conditional[call.name]
+            closed[path] = f"member {str(call.target).rpartition('.')[2]} cannot be fused: {reason}"
     return closed
 
 
@@ -159,11 +165,14 @@ def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: 
 def _order_obstacle(ensemble: Ensemble, expansion: Expansion) -> str | None:
     inside = {member for pack in ensemble.packs for member in pack.members}
     inside |= {removed for pack in ensemble.packs for join in find_joins(pack) for removed in join.removed}
-    writes = [operation.index for operation in expansion.operations if operation.mutates and operation not in inside]
+    writing = [operation for operation in expansion.operations if operation.mutates and operation not in inside]
     for pack in ensemble.packs:
         first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
-        if any(first < write < last for write in writes):
+        if any(first < write.index < last for write in writing):
             return "a tensor is written in place between the members"
+    members = {member for pack in ensemble.packs for member in pack.members}
+    if any(may_share_memory(target, members) for write in writing for target in itertools.islice(write.inputs, 1)):
+        return "a member's result is written in place"
     return None
 
 
@@ -177,18 +186,13 @@ def _phase(ensemble: Ensemble, expansion: Expansion, program: Program, home: str
             return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
     if not any(_parameter(module, name).requires_grad for operand in ensemble.parameters for name in operand.names):
         return None, None
-    reach = differentiable_outputs(expansion)
-    reached = [_union(reach[member] for member in ensemble.members_of(i)) for i in range(ensemble.size)]
-    if len(set(reached)) > 1:
+    members = [[operand.names[i] for operand in ensemble.parameters] for i in range(ensemble.size)]
+    other = used_by(program, home, [name for names in members for name in names])
+    if other is not None:
+        return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
+    if len(set(reached_outputs(expansion, members))) > 1:
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None
-
-
-def _union(masks: Iterator[int]) -> int:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
 
 
 def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
@@ -200,13 +204,17 @@ def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
 
 
 def _located(site: Site) -> Ensemble:
-    """Find the site's ensemble again in the graph as it is now."""
-    # What an earlier rewrite of the same home wrote out by itself has the same name but for the slashes.
-    wanted = {name.replace("/", "_") for name in site.nodes.values()}
+    """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
+    wanted = {_written_out(name) for name in site.nodes.values()}
     for ensemble in find_ensembles(site.program, site.home):
-        if {member.name.replace("/", "_") for pack in ensemble.packs for member in pack.members} == wanted:
+        if {_written_out(member.name) for pack in ensemble.packs for member in pack.members} == wanted:
             return ensemble
     raise Unsuitable("an earlier rewrite took some of its members")
+
+
+def _written_out(name: str) -> str:
+    """Return the name that an operation inside an opened call gets as a node of the home."""
+    return name.replace("/", "_")
 
 
 def _stack_parameters(

@@ -144,6 +144,32 @@ def test_the_right_one_is_found_in_noise(clock: Clock, seed: int) -> None:
     assert found.ratio("loop", "bmm").low > 1.0
 
 
+def test_doubt_about_the_first_candidate_buys_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be a gain is timed for longer; what is no gain anyway is not."""
+    candidates = {"before": clock.candidate(1e-3, 1.0), "after": clock.candidate(1e-3, 1.0)}
+    for seems, least, most in ((Interval(0.9, 1.05, 1.2), 0.4, 0.45), (Interval(0.8, 0.95, 1.2), 0.1, 0.15)):
+        monkeypatch.setattr(Timings, "ratio", lambda self, before, after, seems=seems: seems)
+        start = clock.now
+        found = time_candidates(candidates, seconds=0.1)
+        assert least < clock.now - start < most, found
+
+
+def test_interrupted_samples_are_taken_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    interruptions = 0
+
+    def stalling() -> None:
+        nonlocal interruptions
+        interrupted = clock.random.random() < 0.4
+        interruptions += interrupted
+        clock.now += 1.0 if interrupted else 1e-3
+
+    monkeypatch.setattr(measure, "_interruptions", lambda: interruptions)
+    monkeypatch.setattr(measure, "_WARM_UP_SECONDS", 10.0)
+    found = time_candidates({"a": stalling}, seconds=1e-9, least_rounds=200)
+    stalled = sum(sample["a"] > 0.1 for sample in found.rounds)
+    assert 0 < stalled < 40  # 0.4 ** 3 of 200 are expected, where 80 would be without a second try
+
+
 def test_short_calls_are_repeated_until_the_clock_can_tell(clock: Clock) -> None:
     calls = []
     candidate = clock.candidate(1e-6)

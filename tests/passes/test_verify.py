@@ -300,6 +300,17 @@ def test_integer_buffers_count() -> None:
 # -- what is rounded, decided or overflows -----------------------------------------------------------------------------
 
 
+def test_errors_are_told_of_good_and_bad_rewrites() -> None:
+    before = Lambda(lambda m, x: x.tanh() @ m.w, w=nn.Parameter(normal(32, 32)))
+    x = normal(8, 32)
+    good = judge(before, rewritten(before, lambda m, x: (m.w.T @ x.tanh().T).T), x)
+    bad = judge(before, rewritten(before, lambda m, x: x.tanh() @ m.w * 1.001), x)
+    assert 0 < good.meaning_error < 1e-14
+    assert 0 < good.precision_error < 1e-5
+    assert bad.meaning_error == pytest.approx(1e-3, rel=1e-6)
+    assert bad.checked_in == "float64"
+
+
 def test_needless_loss_of_precision_is_found() -> None:
     """In float64 both are the same; natively one of them goes through 8 bits."""
     before = Lambda(lambda m, x: (x @ m.w).tanh(), w=nn.Parameter(normal(32, 32)))
@@ -341,6 +352,36 @@ def test_routing_may_flip_where_rounding_flips_it(seed: int) -> None:
     assert verdict.ok, verdict.reason
     wrong = rewritten(before, lambda m, x: route(x @ m.gate + 0.001 * x[:, :16], m, x))
     assert not judge(before, wrong, x).ok
+
+
+class LinearByHand(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.in_features // 2
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(
+    ("activation", "depth", "gain"), [(nn.ReLU, 2, 1.0), (nn.ReLU, 10, 1.5), (nn.Tanh, 30, 3.0), (nn.GELU, 30, 2.0)]
+)
+def test_kinks_and_chaos_are_no_mistakes(
+    activation: type[nn.Module], depth: int, gain: float, dtype: torch.dtype, seed: int
+) -> None:
+    """Rounding puts a ReLU on its other side, and a deep network with large weights anywhere."""
+    torch.manual_seed(seed)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), activation())]
+    before = nn.Sequential(*layers).to(dtype)
+    for layer in before[::2]:
+        nn.init.normal_(layer.weight, std=gain / 4)
+    after = copy.deepcopy(before)
+    for layer in after[::2]:
+        layer.__class__ = LinearByHand
+    x = normal(16, 16, dtype=dtype)
+    verdict = judge(before, after, x)
+    assert verdict.ok, verdict.reason
+    after[-2].forward = lambda x: F.linear(x, after[-2].weight * (1 + 1e-7), after[-2].bias)
+    assert not judge(before, after, x).ok
 
 
 def test_an_overflow_may_go_but_not_come() -> None:

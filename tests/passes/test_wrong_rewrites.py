@@ -29,6 +29,7 @@ def test_wrong_rewrites_are_caught(benchmark: ModuleType) -> None:
     outcomes = benchmark.trials(benchmark.WRONG, 100, seed=0)
     assert sum(not outcome.ok for outcome in outcomes) >= 95, benchmark.table("wrong", outcomes, good=False)
     assert all(outcome.reason for outcome in outcomes if not outcome.ok)
+    assert all(outcome.is_intact for outcome in outcomes)
 
 
 def test_honest_rewrites_are_let_pass(benchmark: ModuleType) -> None:

@@ -52,7 +52,7 @@ def _assert_equal(given: Any, expected: Any) -> None:
 
 @pytest.fixture
 def agree() -> Callable[..., Program]:
-    """Capture a copy of a model; assert it equals the original on all inputs, in both modes, in values and gradients."""
+    """Capture a copy of a model; assert that it equals the original in both modes, in values and gradients."""
 
     def check(model: nn.Module, example_inputs: object, *others: object, opaque: bool = False) -> Program:
         captured = copy.deepcopy(model)

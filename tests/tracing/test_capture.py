@@ -255,10 +255,17 @@ def test_bound_arguments_are_guarded(agree, misses):
     from fxopt.tracing.inputs import Inputs
 
     x = X[0]
-    calls = [Inputs(x, x), Inputs(x, flag=True), Inputs(x, n=4), Inputs(x, n=3.0), Inputs(x, mode="mean"), Inputs(x, n=True)]
+    calls = [
+        Inputs(x, x),
+        Inputs(x, flag=True),
+        Inputs(x, n=4),
+        Inputs(x, n=3.0),
+        Inputs(x, mode="mean"),
+        Inputs(x, n=True),
+    ]
     program = agree(Defaults(), X, X2, *calls)
     assert misses(program) == 2 * len(calls)
-    everything = agree(Defaults(), [*map(lambda c: c, [Inputs(x), *calls])], X2)
+    everything = agree(Defaults(), [*(c for c in [Inputs(x), *calls])], X2)
     assert misses(everything) == 0
     assert len(everything.captures[""].variants) == 1 + len(calls)
 
@@ -334,3 +341,165 @@ def test_isinstance_and_numbers(agree):
             return x[:, :half] * table[x.shape[1]] * max(x.shape[1], 3)
 
     agree(Checks(), X, X2, (torch.randn(2, 7),))
+
+
+class LoopsOverChildren(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
+
+    def forward(self, x):
+        for child in self.children():
+            if not isinstance(child, nn.ParameterList):
+                x = child(x)
+        for scale in self.scales:
+            x = x * scale
+        return x + sum(p.sum() for p in self.parameters())
+
+
+def test_loops_over_children_notice_additions(agree):
+    for change in (
+        lambda m: m.add_module("third", nn.Linear(6, 6)),
+        lambda m: m.scales.append(nn.Parameter(torch.ones(6) * 3)),
+    ):
+        program = agree(LoopsOverChildren(), X, X2)
+        model = program.model.eval()
+        change(model)
+        plain = LoopsOverChildren().eval()
+        change(plain)
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model(*X), plain(*X))
+        assert program.captures[""].misses.total() == 1
+
+
+class AwkwardNames(nn.Module):
+    def forward(self, x, module=None, reason=None, self_=None, **kwargs):
+        return x if module is None else x + module + kwargs.get("args", 0)
+
+
+def test_awkward_argument_names(agree):
+    from fxopt.tracing.inputs import Inputs
+
+    x = X[0]
+    agree(AwkwardNames(), Inputs(x, module=x), Inputs(x, module=x, reason=x), Inputs(x), Inputs(x, module=x, args=3))
+
+
+class ReshapesArgument(nn.Module):
+    def forward(self, x):
+        x = x.unsqueeze_(0)
+        return x * 2 if x.shape[0] == 1 else x
+
+
+def test_decisions_after_reshaping_an_argument_in_place(agree):
+    program = agree(ReshapesArgument(), X, X2, opaque=True)
+    assert "cannot be taken back" in program.opaque[""].reason
+
+
+class Autocast(nn.Module):
+    """Opaque itself; its child is called with other dtypes than its parameters'."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Mixed()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        y = F.linear(self.linear(x), self.weight)
+        return y * 2 if y.dtype == torch.bfloat16 else y
+
+
+def test_children_called_under_autocast(agree, misses):
+    program = agree(Autocast(), X, X2, opaque=True)
+    assert set(program.captures) == {"inner"}
+    node = next(n for n in program.graph("inner").nodes if n.target is torch._C._nn.linear)
+    assert node.meta["val"].dtype == torch.bfloat16
+    assert misses(program) == 0
+
+
+class Decorated(nn.Module):
+    @staticmethod
+    def optional(forward):
+        import functools
+
+        @functools.wraps(forward)
+        def wrapper(self, *args, **kwargs):
+            doubled = "flag" in kwargs
+            kwargs["extra"] = 1.0
+            return forward(self, *args, **kwargs) * (2 if doubled else 1)
+
+        return wrapper
+
+
+def _decorated(forward):
+    return Decorated.optional(forward)
+
+
+class UsesDecorator(nn.Module):
+    @_decorated
+    def forward(self, x, flag=None, extra=None):
+        return x + extra if flag is None else x - extra
+
+
+def test_decorated_forwards_see_what_was_given(agree):
+    from fxopt.tracing.inputs import Inputs
+
+    x = X[0]
+    program = agree(UsesDecorator(), Inputs(x), Inputs(x=x), Inputs(x, flag=None), Inputs(x=x, flag=True), X2)
+    assert sum(program.captures[""].misses.values()) == 4
+    import inspect
+
+    assert str(inspect.signature(program.model.forward)) == "(x, flag=None, extra=None)"
+
+
+class MadeFromShapes(nn.Module):
+    """Values made from shapes alone may decide; the data of an argument may not."""
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        if (mask[0] == 0).all():
+            return x
+        return x @ mask
+
+
+def test_values_made_from_shapes_may_decide(agree, misses):
+    program = agree(MadeFromShapes(), X, X2)
+    assert misses(program) == 0
+
+
+def test_equal_modules_are_traced_once_and_unequal_ones_are_not_mixed_up(agree):
+    class Head(nn.Module):
+        def __init__(self, power, tied=False):
+            super().__init__()
+            self.power = power
+            self.a = nn.Parameter(torch.randn(6))
+            self.b = self.a if tied else nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            for p in self._parameters.values():
+                x = x * p
+            return x**self.power
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList([Head(2), Head(2), Head(3), Head(2, tied=True)])
+
+        def forward(self, x):
+            return [head(x) for head in self.heads]
+
+    program = agree(Heads(), X, X2)
+    captures = [program.captures[f"heads.{i}"] for i in range(4)]
+    assert captures[0] is captures[1]
+    assert len(set(map(id, captures))) == 3

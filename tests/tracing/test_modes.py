@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,8 +197,14 @@ class PythonRandom(nn.Module):
         return x * 2 if random.random() < 0.5 else x
 
 
-def test_python_random_is_opaque(agree):
-    program = capture_program(PythonRandom(), X)
+class NumpyRandom(nn.Module):
+    def forward(self, x):
+        return x * np.random.rand()
+
+
+@pytest.mark.parametrize("model", [PythonRandom(), NumpyRandom()])
+def test_random_numbers_from_elsewhere_are_opaque(model):
+    program = capture_program(model, X)
     assert "random numbers" in program.opaque[""].reason
 
 
@@ -234,7 +241,9 @@ def test_a_failed_attempt_leaves_no_trace():
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    with pytest.raises(InputError, match=r"the model \(RaisesAfterChanges\) raised ValueError on .*: no good") as caught:
+    with pytest.raises(
+        InputError, match=r"the model \(RaisesAfterChanges\) raised ValueError on .*: no good"
+    ) as caught:
         capture_program(model, X)
     assert isinstance(caught.value.__cause__, ValueError)
     assert torch.equal(torch.rand(2), expected)

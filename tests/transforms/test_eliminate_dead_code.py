@@ -49,7 +49,7 @@ def cleaned(model: nn.Module, *inputs: Tensor) -> nn.Module:
 
 def operations(model: nn.Module) -> list[str]:
     names = [getattr(node.target, "__name__", str(node.target)) for node in fxopt.graphs(model)[""].nodes]
-    return [name for name in names if name not in ("output",)]
+    return [name for name in names if name != "output"]
 
 
 def test_the_graph_before_and_after() -> None:

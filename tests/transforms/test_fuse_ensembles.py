@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Loop(Heads):
     def forward(self, x: Tensor) -> Tensor:
         outputs = []
         for h in self.heads:
-            outputs.append(h(x))
+            outputs.append(h(x))  # noqa: PERF401  this loop is what is tested
         return torch.stack(outputs, dim=1)
 
 
@@ -146,10 +147,10 @@ def example(model: nn.Module, batch: int = 4) -> Tensor:
     return torch.randn(batch, N, 5) if isinstance(model, SeparateInputs) else torch.randn(batch, 5)
 
 
-def fused(model: nn.Module, lowering: str = "bmm", **options: object) -> nn.Module:
+def fused(model: nn.Module, lowering: str = "bmm", **options: Any) -> nn.Module:
     if "example_inputs" not in options:
         options["example_inputs"] = (example(model),)
-    return fxopt.optimize(model, FuseEnsembles(Lowering(lowering)), **options)  # type: ignore[arg-type]
+    return fxopt.optimize(model, FuseEnsembles(Lowering(lowering)), **options)
 
 
 def calls(model: nn.Module) -> int:

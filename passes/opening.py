@@ -1,0 +1,111 @@
+"""Which modules may be looked into from outside, and the graph that is seen there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from ..compat import has_hooks
+from ..errors import CaptureError
+from ..tracing.captured import Capture, capture_of
+from ..tracing.guards import Guard, require
+from ..tracing.leaf_graphs import trace_leaf
+from .batchable_modules import module_operator
+
+__all__ = ["checks_on_the_way", "inner_graph", "obstacle_to_opening", "unmet_guard"]
+
+_LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
+"""What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
+
+
+def obstacle_to_opening(module: nn.Module) -> str | None:
+    """Return why a module must stay one call (hooks, parametrizations), or None."""
+    for submodule in module.modules():
+        if has_hooks(submodule):
+            return "it has hooks"
+        if parametrize.is_parametrized(submodule):
+            return "it has parametrizations"
+        if "forward" in vars(submodule):
+            return "its forward was replaced"
+    return None
+
+
+def inner_graph(module: nn.Module) -> fx.Graph | None:
+    """Return the graph that a module always runs, captured or traced from a `torch.nn` leaf; None if there is none."""
+    capture = capture_of(module)
+    if capture is not None:
+        graph = capture.variants[0].graph if len(capture.variants) == 1 else None
+        return None if graph is None or not _has_plain_output(graph) else graph
+    if type(module).__module__.split(".")[:2] != ["torch", "nn"] or any(module.children()):
+        return None
+    if module_operator(module) is not None:
+        return None
+    key = leaf_key(module)
+    if key is None:
+        return _leaf_graph(module)
+    if key not in _LEAF_GRAPHS:
+        _LEAF_GRAPHS[key] = _leaf_graph(module)
+    return _LEAF_GRAPHS[key]
+
+
+def checks_on_the_way(graph: fx.Graph) -> bool:
+    """Say whether a graph starts over where a value in its middle is not as it was at capture."""
+    return any(node.op == "call_function" and node.target is require for node in graph.nodes)
+
+
+def _has_plain_output(graph: fx.Graph) -> bool:
+    return isinstance(graph.output_node().args[0], (fx.Node, tuple, list, dict))
+
+
+def _leaf_graph(module: nn.Module) -> fx.Graph | None:
+    try:
+        graph = trace_leaf(module)
+    except CaptureError:
+        return None
+    return graph if isinstance(graph.output_node().args[0], fx.Node) else None
+
+
+def leaf_key(module: nn.Module) -> object:
+    """Return a key, equal for leaves whose forwards are the same but for their tensors, or None if none is known."""
+    attributes: dict[str, Any] = vars(module)
+    settings = {
+        name: value
+        for name, value in attributes.items()
+        if name not in _INTERNAL and not name.startswith("_fxopt") and not isinstance(value, torch.Tensor)
+    }
+    if not all(_is_plain(value) for value in settings.values()):
+        return None
+    tensors = tuple((name, p is None) for key in ("_parameters", "_buffers") for name, p in attributes[key].items())
+    return type(module), repr(settings), tensors
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether the text of a value says all about it."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, cast("Sequence[Any]", value)))
+    return type(value) in _PLAIN
+
+
+def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
+    """Return a condition of a captured module's graph that one call of it does not always meet, or None.
+
+    Args:
+        module: what is called.
+        capture: its graph.
+        given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
+    """
+    names = {"self": module, **given}
+    return next((g for g in capture.variants[0].guards if _asks_for_mode(g.expression) or not g.holds(names)), None)
+
+
+def _asks_for_mode(expression: str) -> bool:
+    """Say whether a condition may change from call to call although arguments and module stay the same."""
+    return "torch.is_" in expression or ".training" in expression

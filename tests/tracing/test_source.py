@@ -1,0 +1,124 @@
+"""The code generated from graphs means what the graph says."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxopt.errors import GuardError
+from fxopt.tracing.captured import Capture, Variant, install
+from fxopt.tracing.guards import Guard, GuardMiss, require
+from fxopt.tracing.signature import Signature, signature_of
+from fxopt.tracing.source import generate
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def run(build, *args, names=("x",)):
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in names]
+    graph.output(build(graph, *nodes))
+    module = nn.Module()
+    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(names)))
+    return module.forward(*args), fx.Interpreter(module, graph=graph).run(*args)
+
+
+F = torch.nn.functional
+CASES = [
+    lambda g, x: g.call_function(pow, (-1, x)),
+    lambda g, x: g.call_function(__import__("operator").pow, (-2, x)),
+    lambda g, x: g.call_function(__import__("operator").neg, (x,)),
+    lambda g, x: g.call_function(__import__("operator").getitem, (x, (slice(None), slice(0, None, 2)))),
+    lambda g, x: g.call_function(__import__("operator").getitem, (x, (Ellipsis, None, 0))),
+    lambda g, x: g.call_method("to", (x,), {"dtype": torch.float64, "device": torch.device("cpu")}),
+    lambda g, x: g.call_function(torch.full_like, (x, float("inf"))),
+    lambda g, x: g.call_function(torch.full_like, (x, float("-inf"))),
+    lambda g, x: g.call_function(torch.clamp, (x,), {"min": -1e-30}),
+    lambda g, x: {"a": [x, (x,)], 3: ()},
+    lambda g, x: g.call_function(getattr, (x, "shape")),
+    lambda g, x: g.call_function(getattr, (x, "not_there", 5)),
+    lambda g, x: g.call_function(torch.cat, ([x, x],), {"dim": 1}),
+    lambda g, x: g.call_method("contiguous", (x,), {"memory_format": torch.contiguous_format}),
+    lambda g, x: g.call_function(F.pad, (x, (1, 1)), {"value": 0.5}),
+]
+
+
+@pytest.mark.parametrize("build", CASES, ids=range(len(CASES)))
+def test_code_and_interpreter_agree(build):
+    given, expected = run(build, X.round())
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+    else:
+        assert isinstance(expected, type(given))
+        assert repr(given) == repr(expected)
+
+
+def test_names_never_hide_each_other():
+    def build(g, torch_, cat):
+        named = g.create_node("call_function", torch.cat, ([torch_, cat],), name="_cat")
+        return g.create_node("call_function", torch.cat, ([named, cat],), name="torch_1")
+
+    given, expected = run(build, X, X, names=("_cat_1", "cat"))
+    assert torch.equal(given, expected)
+
+
+def test_intermediate_values_are_freed():
+    def build(g, x):
+        y = g.call_function(torch.neg, (x,))
+        return g.call_function(torch.relu, (g.call_function(torch.abs, (y,)),))
+
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("x")))
+    text = generate(Signature.of_names(["x"]), [Variant((), graph)]).text
+    assert "neg = None" in text
+    assert "x = None" not in text
+
+
+def test_tracebacks_show_the_generated_line():
+    module = nn.Module()
+    graph = fx.Graph()
+    graph.output(graph.call_method("no_such_method", (graph.placeholder("x"),)))
+    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(["x"])))
+    code = type(module).forward.__code__
+    assert "no_such_method" in linecache.getline(code.co_filename, 2)
+    assert "no_such_method" in inspect.getsource(type(module).forward)
+
+
+class Signatures(nn.Module):
+    def plain(self, x, y=1, *, z=2): ...
+    def positional(self, x, /, y=1, *rest, z, **named): ...
+
+
+@pytest.mark.parametrize("name", ["plain", "positional"])
+def test_signatures_are_the_users(name):
+    function = getattr(Signatures, name)
+    signature = signature_of(function)
+    namespace: dict = {}
+    exec(f"def forward({signature.header}): return forward_to({signature.forwarding('')})", namespace)
+    namespace["forward_to"] = lambda *a, **k: (a, k)
+    made = namespace["forward"]
+    made.__defaults__, made.__kwdefaults__ = signature.defaults, signature.keyword_defaults
+    assert str(inspect.signature(made)) == str(inspect.signature(function))
+    assert made(None, 3, z=4) == ((3, 1), {"z": 4})
+
+
+def test_require():
+    require(3, 3, "")
+    require(True, True, "")
+    require(None, None, "")
+    with pytest.raises(GuardMiss):
+        require(4, 3, "reason")
+    with pytest.raises(GuardError, match="reason; the value is now 4"):
+        require(4, 3, "reason", False)
+    with pytest.raises(GuardMiss):
+        require(0, True, "reason")
+
+
+def test_guards_that_cannot_be_evaluated_do_not_hold():
+    assert Guard("len(x) == 2", "").holds({"x": [1, 2]})
+    assert not Guard("len(x) == 2", "").holds({"x": 3})
+    assert not Guard("x[0].y", "").holds({"x": []})

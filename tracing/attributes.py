@@ -1,0 +1,108 @@
+"""What a forward reads from modules while it is traced: tensors and flags, looked up anew whenever the graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .expressions import SWITCHES
+from .proxy import ValueProxy
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["Attributes"]
+
+
+class Attributes:
+    """Hand out one proxy for each tensor and flag of the traced module and those inside it.
+
+    Args:
+        tracer: the trace they belong to.
+        answers: what switches ("self.training") are to answer, where it is not what they say now.
+    """
+
+    def __init__(self, tracer: ModuleTracer, answers: Mapping[str, bool]) -> None:
+        self._tracer = tracer
+        self._answers = answers
+        self._proxies: dict[str, ValueProxy] = {}
+        self._names: dict[int, str] | None = None
+        self._new: set[int] = set()
+
+    def proxy(self, target: str, value: Any) -> ValueProxy:
+        """Return the proxy for the attribute called `target` as seen from the traced module."""
+        proxy = self._proxies.get(target)
+        if proxy is None:
+            proxy = self._proxies[target] = self._tracer.source_node("get_attr", target, value)
+        return proxy
+
+    def of_tensor(self, tensor: Tensor) -> ValueProxy:
+        """Return the proxy of a tensor that traced code holds itself (`for p in self.parameters()`).
+
+        Raises:
+            Untraceable: if no module inside holds it.
+        """
+        if self._names is None:
+            self._names = self._tracer.names.tensors(self._tracer.home)
+        name = self._names.get(id(tensor))
+        if name is None:
+            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
+        return self.proxy(name, tensor)
+
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Answer a read of a parameter, buffer or child."""
+        target = self._target(module, name) if isinstance(value, Tensor) else None
+        return value if target is None else self.proxy(target, value)
+
+    def read_training(self, module: nn.Module, value: bool) -> Any:
+        """Answer a read of a training flag."""
+        target = self._target(module, "training")
+        if target is not None:
+            return self.proxy(target, self._answers.get(f"self.{target}", value))
+        if id(module) not in self._new:
+            self._tracer.fail("it reads the mode of a module that is not registered as its child")
+        return value
+
+    def made(self, module: nn.Module) -> None:
+        """Note a module that the forward itself makes."""
+        self._new.add(id(module))
+
+    def ask(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer a question about a mode of torch."""
+        value = function(*args, **kwargs)
+        if not args and not kwargs:
+            value = self._answers.get(SWITCHES[function], function is torch.is_grad_enabled or value)
+        return self._tracer.source_node("call_function", function, value, args, kwargs)
+
+    def accepts(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Tell whether an assignment is to be made; one that a node makes already (`self.count += 1`) is not.
+
+        Raises:
+            Untraceable: for any other assignment to the traced module or one inside it.
+        """
+        target = self._target(module, name)
+        if target is None:
+            return True
+        if not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
+            self._tracer.fail(f"it assigns self.{target}")
+        return False
+
+    def _target(self, module: nn.Module, name: str) -> str | None:
+        path = self._tracer.names.relative(self._tracer.home, module)
+        if path is None:
+            return None
+        return f"{path}.{name}" if path else name
+
+
+def _changes(node: fx.Node, target: str) -> bool:
+    """Tell whether a node changed the attribute `target` in place and returned it."""
+    while node.op != "get_attr":
+        in_place = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("i")
+        in_place = in_place or (node.op == "call_method" and str(node.target).endswith("_"))
+        if not in_place or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return node.target == target

@@ -1,0 +1,128 @@
+"""The graphs of a module: which there are, when each holds, and whose they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import CaptureError
+from .dynamic import class_recipe
+from .guards import Guard
+from .portable import PortableGraph, copy_graph
+from .signature import Signature, signature_of
+
+__all__ = ["Capture", "Variant", "capture_of", "required_capture"]
+
+
+@dataclass
+class Variant:
+    """One graph of a module, and when it holds.
+
+    Attributes:
+        guards: conditions over the forward's arguments and `self`, all of which must hold.
+        graph: placeholders are the tensors among the arguments.
+        arguments: name of a placeholder -> Python for it over the forward's arguments ("inputs[0]").
+        reads: plain attributes of the module whose value is part of the graph.
+    """
+
+    guards: tuple[Guard, ...]
+    graph: fx.Graph
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    reads: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class Capture:
+    """The graphs of one module, or of several equal ones.
+
+    Attributes:
+        base: the class that the module has without its graphs.
+        variants: the first whose guards hold is run; with none the module runs its own forward.
+        signature: arguments of the forward, where they differ from those of `base.forward`.
+        misses: reason -> how often no variant held and the module's own forward ran instead.
+        owner: the module that may edit the graphs in place; None while they may be shared.
+        compiled: the class made from the graphs; None where it is not up to date.
+    """
+
+    base: type[nn.Module]
+    variants: list[Variant]
+    signature: Signature | None = None
+    misses: Counter[str] = field(default_factory=Counter[str])
+    owner: weakref.ref[nn.Module] | None = None
+    compiled: type[nn.Module] | None = None
+    _parameters: Signature | None = None
+    _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
+
+    @property
+    def parameters(self) -> Signature:
+        """Return the arguments of the forward."""
+        if self._parameters is None:
+            self._parameters = self.signature or signature_of(self.base.forward)
+        return self._parameters
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
+        return frozenset(name for variant in self.variants for name in variant.reads)
+
+    def copy(self) -> Capture:
+        """Return a capture of the same graphs; both count as shared from now on."""
+        self.owner = None
+        return Capture(self.base, list(self.variants), self.signature, Counter(self.misses), None, self.compiled)
+
+    def rebased(self, base: type[nn.Module]) -> Capture:
+        """Return a capture of the same graphs for another class; modules that share this one share that one too."""
+        if self.owner is None and base in self._rebased:
+            return self._rebased[base]
+        shared = self.owner is None
+        new = self.copy()
+        new.base, new.compiled, new._parameters = base, None, None
+        if shared:
+            self._rebased[base] = new
+        return new
+
+    def private(self) -> Capture:
+        """Return a capture of copies of the graphs; names and meta are kept."""
+        variants = [Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
+        return Capture(self.base, variants, self.signature, Counter(self.misses), None, self.compiled)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        memo[id(self)] = new = self.copy()
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
+        return _rebuild_capture, (class_recipe(self.base), variants, self.signature, self.misses)
+
+
+def _rebuild_capture(
+    recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
+    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str]]],
+    signature: Signature | None,
+    misses: Counter[str],
+) -> Capture:
+    make, given = recipe
+    rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
+    return Capture(make(*given), rebuilt, signature, misses)
+
+
+def capture_of(module: nn.Module) -> Capture | None:
+    """Return the graphs that `module` runs from, or None."""
+    return module.__dict__.get("_fxopt_capture")
+
+
+def required_capture(module: nn.Module) -> Capture:
+    """Return the graphs that `module` runs from.
+
+    Raises:
+        CaptureError: if it has none.
+    """
+    capture = capture_of(module)
+    if capture is None:
+        raise CaptureError(f"this {type(module).__name__} has no graph: it was not captured, or it is a leaf")
+    return capture

@@ -1,0 +1,58 @@
+"""Calls of children while their parent is traced: nodes, with the recorded results for values."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .leaves import is_leaf, is_library
+from .proxy import UNKNOWN
+from .record import Call
+from .structure import copied
+
+if TYPE_CHECKING:
+    from .tracer import ModuleTracer
+
+__all__ = ["Children"]
+
+
+class Children:
+    """Record the calls of children; each gives what the same call gave when the model was recorded.
+
+    Args:
+        tracer: the trace they belong to.
+        call: the recorded call of the parent; None if there is none.
+    """
+
+    def __init__(self, tracer: ModuleTracer, call: Call | None) -> None:
+        self._tracer = tracer
+        self._results: dict[nn.Module, deque[Call]] = {}
+        for child, child_call in [] if call is None else call.children:
+            self._results.setdefault(child, deque()).append(child_call)
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record a call; a module that is no child, and holds no tensors, is traced through."""
+        path = self._tracer.names.relative(self._tracer.home, module)
+        if path is None:
+            if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+                self._tracer.fail(f"it calls a {type(module).__name__} that is not registered as its child")
+            return original(module, *args, **kwargs)
+        if not path:
+            self._tracer.fail("it calls itself")
+        value = self._value(original, module, args, kwargs)
+        fixed = is_library(type(module)) and is_leaf(module)
+        return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed)
+
+    def _value(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        calls = self._results.get(module)
+        if calls:
+            with self._tracer.session.aside():
+                return copied(calls.popleft().output)
+        values = self._tracer.values((args, kwargs))
+        if values is UNKNOWN:
+            return UNKNOWN
+        with self._tracer.session.suspended():
+            return original(module, *values[0], **values[1])

@@ -1,0 +1,109 @@
+"""Capture a whole model: record, trace, install and check; all of it, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..compat import has_lazy_parameters, modules_by_name
+from ..errors import InputError
+from .agreement import disagreeing, expectations
+from .captured import capture_of, install, uninstall
+from .capturing import Captures, Opaque, capture_modules
+from .inputs import Inputs, normalize_inputs
+from .names import ModelNames, all_modules
+from .preserve import ModelState, in_phase, restoring
+from .record import Recording, record
+from .structure import map_tensors
+
+__all__ = ["capture_model", "inputs_for"]
+
+
+def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
+    """Return the calls meant by `example_inputs`; those of a model on the meta device are moved there.
+
+    Raises:
+        UsageError: if `example_inputs` is none of the forms it may have.
+    """
+    inputs = normalize_inputs(example_inputs)
+    parameters = list(model.parameters())
+    if not parameters or not all(parameter.is_meta for parameter in parameters):
+        return inputs
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta")
+
+    return tuple(Inputs(*map_tensors(to_meta, i.args), **map_tensors(to_meta, i.kwargs)) for i in inputs)
+
+
+def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
+    """Install a graph on every module of `model` that can be captured, and check the whole against its own forward.
+
+    Args:
+        model: changed in place; as before if anything raises.
+        inputs: the example inputs; none means to trace without example values.
+        training: the mode to record in.
+
+    Raises:
+        InputError: if the model refuses the inputs, or has lazy parameters that were never initialised.
+    """
+    _check_initialised(model)
+    names = ModelNames(model)
+    with in_phase(model, training):
+        state = ModelState(model)
+        recording = record(model, inputs, state=state) if inputs else None
+        with restoring(state):
+            found = capture_modules(names, recording)
+        if recording is None:
+            _install(names, found)
+        else:
+            _install_checked(model, names, found, inputs, recording, state)
+    return found
+
+
+def _install(names: ModelNames, found: Captures) -> None:
+    for name, capture in found.captured.items():
+        install(names.modules[name], capture)
+
+
+def _install_checked(
+    model: nn.Module,
+    names: ModelNames,
+    found: Captures,
+    inputs: tuple[Inputs, ...],
+    recording: Recording,
+    state: ModelState,
+) -> None:
+    expected = expectations(model, found.captured, inputs, recording, state)
+    with _undone_on_error(names, found):
+        _install(names, found)
+        for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
+            uninstall(names.modules[name])
+            del found.captured[name]
+            found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
+    for capture in found.captured.values():
+        capture.misses.clear()
+
+
+@contextmanager
+def _undone_on_error(names: ModelNames, found: Captures) -> Generator[None]:
+    before = {name for name in found.captured if capture_of(names.modules[name]) is not None}
+    try:
+        yield
+    except BaseException:
+        for name in found.captured.keys() - before:
+            uninstall(names.modules[name])
+        raise
+
+
+def _check_initialised(model: nn.Module) -> None:
+    for module in all_modules(model):
+        if has_lazy_parameters(module):
+            name = next(name for name, other in modules_by_name(model).items() if other is module)
+            raise InputError(
+                f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
+                "run the model once on real inputs first"
+            )

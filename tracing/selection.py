@@ -1,0 +1,40 @@
+"""Match a call to the graph that it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from .capture import Capture, Variant, required_capture
+
+__all__ = ["explain_miss", "select"]
+
+
+def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:
+    """Return the variant that a call would run, and the values of its placeholders; None if none holds."""
+    capture = required_capture(module)
+    names = _call_names(module, capture, args, kwargs)
+    for variant in capture.variants:
+        if all(guard.holds(names) for guard in variant.guards):
+            return variant, [_argument(variant, node, names) for node in variant.graph.find_nodes(op="placeholder")]
+    return None
+
+
+def _argument(variant: Variant, placeholder: fx.Node, names: Mapping[str, Any]) -> Any:
+    expression = variant.arguments.get(placeholder.name, str(placeholder.target))
+    # The expression names an argument, or a place inside one; the tracer wrote it.
+    return eval(expression, {}, dict(names))  # noqa: S307
+
+
+def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return why no variant holds for a call: the first guard of each that fails."""
+    capture = required_capture(module)
+    names = _call_names(module, capture, args, kwargs)
+    failed = (next((g for g in variant.guards if not g.holds(names)), None) for variant in capture.variants)
+    return "; ".join(f"{guard.expression} ({guard.reason})" for guard in failed if guard is not None)
+
+
+def _call_names(module: nn.Module, capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"self": module, **capture.parameters.bind(args, dict(kwargs))}
