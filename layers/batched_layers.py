@@ -40,7 +40,7 @@ __all__ = [
 
 
 def side_by_side(x: Tensor, spatial: int) -> Tensor:
-    """Return [N, B, C, ...] as [B, N*C, ...], and [N, C, ...] as [N*C, ...]; `spatial` dimensions follow the channels."""
+    """Return [N, B, C, ...] as [B, N*C, ...], [N, C, ...] as [N*C, ...]; `spatial` dimensions follow the channels."""
     channels = x.ndim - 2 - spatial
     return x.movedim(0, channels).flatten(channels, channels + 1)
 
@@ -48,7 +48,8 @@ def side_by_side(x: Tensor, spatial: int) -> Tensor:
 def apart(x: Tensor, members: int, spatial: int) -> Tensor:
     """Undo `side_by_side`; the result is a view."""
     channels = x.ndim - 1 - spatial
-    return x.unflatten(channels, (members, x.shape[channels] // members)).movedim(channels, 0)
+    sizes = (*x.shape[:channels], members, x.shape[channels] // members, *x.shape[channels + 1 :])
+    return x.view(sizes).movedim(channels, 0)
 
 
 # -- convolutions --------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def _given_to_all(x: Tensor, count: int) -> Tensor:
 def layer_norm_members(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, shared: bool
 ) -> Tensor:
-    """Normalize the last dimensions, then scale and shift by each member's own [N, *shape]; x as in `shared` or [N, ...]."""
+    """Normalize the last dimensions, then scale and shift by each member's own [N, *shape]; x is [N, ...] or shared."""
     return _scaled(F.layer_norm(x, shape, None, None, eps), weight, bias, x.ndim + shared, len(shape))
 
 
@@ -120,7 +121,7 @@ def group_norm_members(
         normal, behind = F.group_norm(x, groups, None, None, eps), x.ndim - 2
     else:
         flat = F.group_norm(x.flatten(0, 1), groups, None, None, eps)
-        normal, behind = flat.unflatten(0, x.shape[:2]), x.ndim - 3
+        normal, behind = flat.reshape(x.shape), x.ndim - 3
     ones = (1,) * behind
     weight = None if weight is None else weight.reshape(*weight.shape, *ones)
     bias = None if bias is None else bias.reshape(*bias.shape, *ones)
@@ -165,7 +166,9 @@ def batch_norm_members(
     members = _given_to_all(x, count) if shared else x
     spatial = members.ndim - 3
     flat = [None if t is None else t.flatten() for t in (running_mean, running_var, weight, bias)]
-    normal = normalize_member(side_by_side(members, spatial), *flat, batches, training, momentum, eps)
+    normal = normalize_member(
+        side_by_side(members, spatial), flat[0], flat[1], flat[2], flat[3], batches, training, momentum, eps
+    )
     return apart(normal, count, spatial)
 
 
@@ -193,7 +196,8 @@ def normalize_member(
 def attend_members(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Attend as `F.scaled_dot_product_attention` does, in each member's own [N, *, length, width]."""
     given = (query, key, value)
-    return F.scaled_dot_product_attention(*(align_members(x, *given) for x in given), **options)
+    query, key, value = (align_members(x, *given) for x in given)
+    return F.scaled_dot_product_attention(query, key, value, **options)
 
 
 # -- embeddings ----------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def recurrent_members(
         training: whether dropout between the layers is active.
 
     Returns:
-        What the layer gives, with the members in front: output [N, T, B, out] and the last state [N, layers, B, hidden],
-        for an LSTM a pair of states.
+        What the layer gives, members in front: output [N, T, B, out] and the last state [N, layers, B, hidden], for
+        an LSTM a pair of states.
     """
     count = weights["weight_ih_l0"].shape[0]
     layer = x.expand(count, *x.shape) if shared else x
@@ -46,7 +46,7 @@ def recurrent_members(
     output = layer.transpose(1, 2) if flip else layer if batched else layer.squeeze(2)
     last = tuple(torch.stack(parts, 1) for parts in zip(*finals, strict=True))
     last = last if batched else tuple(state.squeeze(2) for state in last)
-    return output, last if len(last) > 1 else last[0]
+    return output, last if options["mode"] == "LSTM" else next(iter(last))
 
 
 def _layer(

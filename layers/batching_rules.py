@@ -176,7 +176,8 @@ def _along(*dims: tuple[str, int, int | None]) -> Callable[..., Any]:
             if moved is None or (_counts_from_end(moved) and not pack.has_dimensions(0)):
                 return None
             place[0][place[1]] = moved
-        return call(pack.function, *_written((tuple(args), kwargs), values), graph)
+        positional, named = tuple(_written(args, values)), dict(_written(kwargs, values))
+        return call(pack.function, positional, named, graph)
 
     return rule
 
@@ -189,7 +190,7 @@ def _behind_members(dim: object) -> Any:
     """Return a member's dimension, or several, in the stacked tensor; None where it is not known."""
     if isinstance(dim, (tuple, list)):
         moved = [_behind_members(d) for d in cast("list[object]", dim)]
-        return None if None in moved or not moved else type(dim)(moved)
+        return None if None in moved or not moved else tuple(moved)
     if not isinstance(dim, int) or isinstance(dim, bool):
         return None
     return dim + 1 if dim >= 0 else dim
@@ -197,13 +198,16 @@ def _behind_members(dim: object) -> Any:
 
 def _counts_from_end(dim: Any) -> bool:
     """Say whether a dimension is negative: then it is the members' own if a member has none."""
-    return any(d < 0 for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    dims = cast("tuple[int, ...]", dim if isinstance(dim, tuple) else (dim,))
+    return any(d < 0 for d in dims)
 
 
 def _permute(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     args, kwargs = pack.arguments
-    dims = args[1:] if len(args) > 2 or (len(args) == 2 and isinstance(args[1], int)) else args[1] if args[1:] else None
-    moved = None if kwargs or dims is None or not _is_own(pack, args[0]) else _behind_members(tuple(dims))
+    dims = args[1:]
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(cast("Sequence[Any]", dims[0]))
+    moved = None if kwargs or not dims or not _is_own(pack, args[0]) else _behind_members(dims)
     return None if moved is None else graph.call_method("permute", (values[0], (0, *moved)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ def covered_operations(lowering: Lowering) -> set[Operation]:
 def lower(lowering: Lowering) -> list[Unit]:
     """Return the units of graph that compute the ensemble, its joins, and its single members where those are read."""
     packs = lowering.ensemble.packs
-    units = [_vmap_unit(lowering)] if lowering.choice == "vmap" else [_pack_unit(pack, lowering) for pack in packs]
+    units = [_vmap_unit(lowering)] if lowering.choice == "vmap" else _pack_units(packs, lowering)
     covered = covered_operations(lowering)
     read = {o for pack in packs for operand in pack.operands for o in _read_singly(operand)}
     for pack in packs:
@@ -96,7 +96,19 @@ def _read_singly(operand: Operand) -> Sequence[Operation]:
 # -- packs ---------------------------------------------------------------------------------------------------------
 
 
-def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
+def _pack_units(packs: Sequence[Pack], lowering: Lowering) -> list[Unit]:
+    """Return a unit for each pack; those that may write to the same buffers keep their order."""
+    last: dict[Operand, Pack] = {}
+    units: list[Unit] = []
+    for pack in packs:
+        state = [o for o in pack.operands if isinstance(o, Parameters)] if pack.state else []
+        before = {last[operand] for operand in state if operand in last}
+        last.update(dict.fromkeys(state, pack))
+        units.append(_pack_unit(pack, before, lowering))
+    return units
+
+
+def _pack_unit(pack: Pack, before: Collection[Pack], lowering: Lowering) -> Unit:
     def emit(writer: Writer) -> None:
         if pack.operator == "linear":
             node = _write_linear(pack, lowering, writer)
@@ -108,7 +120,7 @@ def _pack_unit(pack: Pack, lowering: Lowering) -> Unit:
         node.meta["origin"] = writer.origin_of(pack.members)
         writer.values[pack] = node
 
-    return Unit(_order(pack), [key for o in pack.operands for key in _keys(o)], [pack], emit)
+    return Unit(_order(pack), [*before, *(key for o in pack.operands for key in _keys(o))], [pack], emit)
 
 
 def _order(pack: Pack) -> int:

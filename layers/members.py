@@ -105,7 +105,11 @@ def detach_member(module: nn.Module) -> None:
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
-    """Let the children `names` of `parent` be neither replaced nor removed; a container takes in nothing either.
+    """Let the attributes `names` of `parent` be neither replaced nor removed; a container takes in nothing either.
+
+    Args:
+        parent: any module.
+        names: of children or plain attributes; with "forward" among them it refuses hooks, too.
 
     Returns:
         A function that takes the seal off again.

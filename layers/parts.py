@@ -1,7 +1,8 @@
 """The class of modules inside a fused ensemble: members whose parameters live elsewhere, and the containers above them.
 
 Such a class is made on the fly from the user's own, and named like it. It reads two entries of a module's `__dict__`:
-`_fxopt_views`, parameter name -> `View`, and `_fxopt_sealed`, the names of children that must stay what they are.
+`_fxopt_views`, parameter name -> `View`, and `_fxopt_sealed`, the names of what must stay what it is: children, and of
+a module that is not called by itself any more also its `forward` and the settings that its computation was read with.
 """
 
 from __future__ import annotations
@@ -70,6 +71,17 @@ class View(NamedTuple):
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
 
 
+def _hook_registration(name: str) -> Callable[..., Any]:
+    """Return a method that registers a hook, unless the module's own forward is not run any more."""
+
+    def register(self: FusedPart, *args: Any, **kwargs: Any) -> Any:
+        if "forward" in sealed_names(self):
+            raise _refusal(self, "it is not called by itself, so a hook would never run")
+        return getattr(super(FusedPart, self), name)(*args, **kwargs)
+
+    return register
+
+
 class FusedPart(nn.Module):
     """Mix into the class of a module inside a fused ensemble.
 
@@ -98,7 +110,7 @@ class FusedPart(nn.Module):
             self._fxopt_write(name, view, value)
             return
         sealed = sealed_names(self)
-        if name in sealed and self._modules.get(name) is not value:
+        if name in sealed and self._modules.get(name, self.__dict__.get(name)) is not value:
             raise _refusal(self, f"'{name}' cannot be replaced")
         if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):
             raise _refusal(self, f"'{name}' cannot be added")
@@ -123,6 +135,12 @@ class FusedPart(nn.Module):
             raise _refusal(self, f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
         else:
             super().register_parameter(name, param)
+
+    register_forward_hook = _hook_registration("register_forward_hook")
+    register_forward_pre_hook = _hook_registration("register_forward_pre_hook")
+    register_backward_hook = _hook_registration("register_backward_hook")
+    register_full_backward_hook = _hook_registration("register_full_backward_hook")
+    register_full_backward_pre_hook = _hook_registration("register_full_backward_pre_hook")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if any(not isinstance(parameter, nn.Parameter) for parameter in self.parameters()):
@@ -203,7 +221,7 @@ def views_of(module: nn.Module) -> Mapping[str, View]:
 
 
 def sealed_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's children that must stay what they are."""
+    """Return the names of a module's children and settings that must stay what they are."""
     return module.__dict__.get(SEALED, frozenset())
 
 

@@ -1,4 +1,4 @@
-"""Module calls that stay one operation: their forwards are no graph of functions, but N of them can be computed at once."""
+"""Module calls that stay one operation: their forwards are no graph of functions, but N run at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from ..compat import modules_by_name
 
 __all__ = ["module_operator", "module_signature", "state_names"]
 
@@ -37,7 +39,7 @@ def module_operator(module: nn.Module) -> str | None:
 
 def state_names(module: nn.Module) -> Iterator[str]:
     """Yield what the module's forward reads of itself: parameters, buffers and training flags, in a fixed order."""
-    for path, child in module.named_modules():
+    for path, child in modules_by_name(module).items():
         dotted = f"{path}." if path else ""
         for register in ("_parameters", "_buffers"):
             yield from (dotted + name for name, tensor in vars(child)[register].items() if tensor is not None)
@@ -48,7 +50,7 @@ def module_signature(module: nn.Module) -> tuple[Any, ...]:
     """Return what has to be equal for two modules to compute the same function of inputs and state."""
     return tuple(
         (path, type(child), *((n, repr(v)) for n, v in sorted(vars(child).items()) if _decides(n, v)))
-        for path, child in module.named_modules()
+        for path, child in modules_by_name(module).items()
     )
 
 

@@ -15,6 +15,7 @@ from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
+from .opening import unmet_guard
 from .operators import is_random, mutates
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ _PURE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Hardshrink, nn.Softmax, nn.LogSoftmax, nn.PReLU, nn.GLU, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
-_MODE_MODULES: tuple[type[nn.Module], ...] = (
+_DRAWING: tuple[type[nn.Module], ...] = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 )  # fmt: skip
-_EFFECTFUL = frozenset("manual_seed seed set_rng_state set_default_dtype set_grad_enabled _assert save load".split())
+_MODE_MODULES = (*_DRAWING, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_EFFECTFUL = frozenset("manual_seed seed save load batch_norm instance_norm native_batch_norm".split())
+_EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
+_RENORMALISING = frozenset("embedding embedding_bag".split())
 
 
 def has_effects(node: fx.Node, program: Program, home: str) -> bool:
@@ -45,18 +48,37 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
         case "get_attr":
             return False
         case "call_module":
-            return _module_has_effects(program.callee(home, node), program)
+            callee = program.callee(home, node)
+            return _module_has_effects(callee, program) or _may_leave_its_graph(node, callee)
         case "call_method":
             return mutates(node) or is_random(node) or not hasattr(torch.Tensor, str(node.target))
         case _:
-            return mutates(node) or is_random(node) or not _is_pure_function(node.target)
+            return mutates(node) or is_random(node) or not _is_pure_function(node.target) or _renormalises(node)
+
+
+def _renormalises(node: fx.Node) -> bool:
+    """Say whether a look-up in an embedding may write into its weight."""
+    name = getattr(node.target, "__name__", "")
+    return name in _RENORMALISING and (node.kwargs.get("max_norm") is not None or len(node.args) > 3)
+
+
+def _may_leave_its_graph(node: fx.Node, module: nn.Module) -> bool:
+    """Say whether a captured module may run its own forward, of which less is known than of its graph."""
+    capture = capture_of(module)
+    if capture is None:
+        return False
+    try:
+        given = capture.parameters.bind(node.args, dict(node.kwargs))
+    except TypeError:
+        return True
+    return len(capture.variants) != 1 or unmet_guard(module, capture, given) is not None
 
 
 def _module_has_effects(module: nn.Module, program: Program) -> bool:
     if has_hooks(module):
         return True
     capture = capture_of(module)
-    if capture is None:
+    if capture is None or not capture.variants:
         return _leaf_has_effects(module)
     name = program.name_of(module)
     return any(
@@ -73,13 +95,13 @@ def _leaf_has_effects(module: nn.Module) -> bool:
     kind = user_class(type(module))
     if kind in _MODE_MODULES:
         return module.training
-    return kind not in _PURE_MODULES
+    return kind not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
 
 
 def _is_pure_function(function: Any) -> bool:
     """Say whether a function comes from a place whose functions only compute."""
     name = getattr(function, "__name__", "")
-    if name in _EFFECTFUL:
+    if name in _EFFECTFUL or name.startswith(_EFFECTFUL_PREFIXES):
         return False
     homes: Sequence[ModuleType | type] = (
         torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.Tensor, operator, math,
@@ -103,10 +125,20 @@ def _is_pure_function(function: Any) -> bool:
 def writes(node: fx.Node, program: Program, home: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
-        return has_effects(node, program, home)
-    if node.target is require:
+        return _module_writes(program.callee(home, node), program)
+    if node.op not in ("call_function", "call_method") or node.target is require:
         return False
-    return node.op in ("call_function", "call_method") and (mutates(node) or has_effects(node, program, home))
+    return mutates(node) or (has_effects(node, program, home) and not is_random(node))
+
+
+def _module_writes(module: nn.Module, program: Program) -> bool:
+    capture = capture_of(module)
+    if capture is None or not capture.variants:
+        inplace = has_hooks(module) or getattr(module, "inplace", False)
+        return inplace or (user_class(type(module)) not in _DRAWING and _leaf_has_effects(module))
+    name = program.name_of(module)
+    nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+    return has_hooks(module) or any(writes(node, program, name) for node in nodes)
 
 
 def is_written_to(node: fx.Node, program: Program, home: str) -> bool:

@@ -20,7 +20,8 @@ from ..tracing.captured import Capture, capture_of
 from . import operators
 from .batchable_modules import module_operator
 from .effects import writes
-from .opening import checks_on_the_way, inner_graph, obstacle_to_opening, unmet_guard
+from .opening import checks_on_the_way, inner_graph, obstacle_to_opening, unmet_guards
+from .opening_checks import write_checks
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -185,9 +186,9 @@ class _Builder:
         bound = None if given is None else _bound(module, graph, given)
         if given is None or bound is None:
             return None
-        condition = self.condition(module, graph, given)
-        if condition is not None:
-            self.conditional[prefix + node.name] = condition
+        refusal = self.check(node, module, graph, given, prefix, call)
+        if refusal is not None:
+            self.conditional[prefix + node.name] = refusal
             return None
         self.opened.setdefault(call, []).append(target)
         result = self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call)
@@ -195,13 +196,22 @@ class _Builder:
             result.example = node.meta.get("val")  # leaves are traced without example values
         return (result,)
 
-    def condition(self, module: nn.Module, graph: fx.Graph, given: Mapping[str, Any]) -> str | None:
-        """Return what a module's graph holds under, if one call does not always meet it."""
+    def check(
+        self, node: fx.Node, module: nn.Module, graph: fx.Graph, given: Mapping[str, Any], prefix: str, call: str
+    ) -> str | None:
+        """Append what checks that a module's graph holds for a call, or return under what it does."""
+        capture = capture_of(module)
+        guards = [] if capture is None else unmet_guards(module, capture, given)
+        values = {name: value for name, value in given.items() if isinstance(value, Operation)}
+        checks = write_checks(guards, values) if guards else None
+        if guards and (checks is None or not self.may_restart):
+            return f"its graph holds only where {guards[0].expression} ({guards[0].reason})"
         if checks_on_the_way(graph) and not self.may_restart:
             return "it checks values on its way, and what calls it cannot start over once it has written something"
-        capture = capture_of(module)
-        guard = None if capture is None else unmet_guard(module, capture, given)
-        return None if guard is None else f"its graph holds only where {guard.expression} ({guard.reason})"
+        if checks is not None:
+            written, inputs = checks
+            self.run(written, prefix=f"{prefix}{node.name}/check_", path="", inputs=inputs, call=call)
+        return None
 
     def child(self, path: str, name: str) -> nn.Module:
         if path not in self.modules:

@@ -97,8 +97,10 @@ class _Search:
         """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
         if not packable(operation):
             return
+        if _is_one_of_several_places(operation):
+            return
         template, operands = self.form_of(operation)
-        seed = operation.operator in _SIZES and selected(operands[0]) is not None
+        seed = operation.operator == "linear" or (operation.operator in _SIZES and selected(operands[0]) is not None)
         if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
             self.number(operation, template, operands)
             return
@@ -280,6 +282,15 @@ def selected(operation: Operation) -> tuple[Operation, int, int] | None:
     if others and others[0] is Ellipsis:
         return (operation.args[0], places[0] - len(parts), parts[places[0]])
     return operation.args[0], places[0], parts[places[0]]
+
+
+def _is_one_of_several_places(operation: Operation) -> bool:
+    """Say whether a member picks its own place from an attribute of which other places are picked, too."""
+    picked = selected(operation)
+    if picked is None or picked[0].kind != "get_attr":
+        return False
+    others = (selected(user) for user in picked[0].users)
+    return any(other is not None and other[2] != picked[2] for other in others)
 
 
 def _keeps_everything(parts: Sequence[object]) -> bool:

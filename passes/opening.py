@@ -16,7 +16,7 @@ from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from .batchable_modules import module_operator
 
-__all__ = ["checks_on_the_way", "inner_graph", "obstacle_to_opening", "unmet_guard"]
+__all__ = ["checks_on_the_way", "inner_graph", "obstacle_to_opening", "unmet_guard", "unmet_guards"]
 
 _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 """What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
@@ -102,8 +102,13 @@ def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -
         capture: its graph.
         given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
     """
+    return next(iter(unmet_guards(module, capture, given)), None)
+
+
+def unmet_guards(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> list[Guard]:
+    """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
-    return next((g for g in capture.variants[0].guards if _asks_for_mode(g.expression) or not g.holds(names)), None)
+    return [g for g in capture.variants[0].guards if _asks_for_mode(g.expression) or not g.holds(names)]
 
 
 def _asks_for_mode(expression: str) -> bool:

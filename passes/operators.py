@@ -98,7 +98,9 @@ _PYTHON = cast(
         "ge": (operator.ge,),
     },
 )
-_IN_PLACE_PYTHON = frozenset(forms[1] for forms in _PYTHON.values() if len(forms) == 2)
+_IN_PLACE_NAMES = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+_IN_PLACE_PYTHON = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)
+_IN_PLACE_METHODS = frozenset(["__setitem__", "__delitem__", *(f"__{name}__" for name in _IN_PLACE_NAMES)])
 
 _SYNONYMS = {
     "linear": ("linear",),
@@ -233,7 +235,7 @@ def mutates(node: fx.Node) -> bool:
     """Say whether a node writes into one of its operands."""
     if node.op == "call_method":
         name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+        return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
     if node.op != "call_function":
         return False
     if node.target in (operator.setitem, operator.delitem) or node.target in _IN_PLACE_PYTHON:

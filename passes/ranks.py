@@ -58,7 +58,9 @@ def _keeps_dimensions(pack: Pack) -> bool:
     """Say whether an operator keeps dimensions of its first operand, or is told how many to give."""
     args, _ = pack.arguments
     if pack.operator in ("view", "reshape", "expand"):
-        sizes: Any = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        sizes: tuple[Any, ...] = args[1:]
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            return len(cast("Sequence[Any]", sizes[0])) > 0
         return len(sizes) > 1
     if pack.operator == "getitem":
         index = args[1]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .guards import GUARD_NAMES, Guard
+from .record import Computed
 from .session import Untraceable
 from .signature import Absent, Signature
 from .structure import is_namedtuple
@@ -24,7 +25,9 @@ _BOUND = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Arguments:
-    """Walk the arguments of a call: each tensor becomes what `placeholder` returns, the rest is bound and guarded.
+    """Walk the arguments of a call: each tensor, and each size that the caller computed, becomes a placeholder.
+
+    The rest is bound and guarded.
 
     Args:
         signature: of the forward.
@@ -82,7 +85,7 @@ class Arguments:
             if not required and self._signature.decorated:
                 self._guard(f"{name} is Absent", f"{name} is not given")
                 continue
-            value = self._tensor(name, name, None) if required else self._walk(name, name, parameter.default)
+            value = self._traced(name, name, None) if required else self._walk(name, name, parameter.default)
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY or self._signature.decorated:
                 kwargs[name] = value
             else:
@@ -91,14 +94,16 @@ class Arguments:
 
     def _walk(self, expression: str, name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._tensor(expression, name, value)
+            return self._traced(expression, name, value)
+        if isinstance(value, Computed):
+            return self._traced(expression, name, value.value)
         if isinstance(value, (tuple, list, dict)):
             return self._container(expression, name, value)
         self._constant(expression, value)
         return value
 
-    def _tensor(self, expression: str, name: str, value: Any) -> Any:
-        self._guard(f"{expression} is not None", f"{expression} is a tensor")
+    def _traced(self, expression: str, name: str, value: Any) -> Any:
+        self._guard(f"{expression} is not None", f"{expression} is given")
         proxy = self._placeholder(name, value)
         self._expressions[proxy.node.name] = expression
         return proxy

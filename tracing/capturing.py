@@ -191,7 +191,7 @@ def _fits(signature: Signature, call: Call | None) -> bool:
 def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:
     if call is None:
         return True
-    args, kwargs = call.forward_arguments
+    args, kwargs = call.plain_arguments
     names = {"self": module, **signature.bind(args, dict(kwargs))}
     return any(all(guard.holds(names) for guard in variant.guards) for variant in variants)
 

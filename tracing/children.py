@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from .leaves import is_leaf, is_library
-from .proxy import UNKNOWN
-from .record import Call
-from .structure import copied
+from .proxy import UNKNOWN, ValueProxy
+from .record import Call, Computed
+from .structure import copied, map_leaves
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -50,9 +51,19 @@ class Children:
         calls = self._results.get(module)
         if calls:
             with self._tracer.session.aside():
-                return copied(calls.popleft().output)
+                call = calls.popleft()
+                call.note_computed(*map_leaves(_mark, (args, kwargs), ValueProxy))
+                return copied(call.output)
         values = self._tracer.values((args, kwargs))
         if values is UNKNOWN:
             return UNKNOWN
         with self._tracer.session.suspended():
             return original(module, *values[0], **values[1])
+
+
+def _mark(leaf: Any) -> Any:
+    """Return what stands for an argument of the traced call: only whether it was computed matters."""
+    if not issubclass(type(leaf), ValueProxy):
+        return None
+    value = leaf.fxopt_value
+    return Computed(value) if type(value) in (int, torch.Size) else None

@@ -122,6 +122,18 @@ class Decisions:
         """Answer `item in proxy`."""
         return self.truth(self._tracer.create_proxy("call_function", operator.contains, (proxy, item), {}))
 
+    def kind(self, node: fx.Node, value: Any, kinds: Any) -> None:
+        """Note that it mattered what kind of value an argument is."""
+        expression = self._tracer.expressions[node.name]
+        condition = f"type({expression}).__name__ == {type(value).__name__!r}"
+        if kinds is Tensor:
+            condition = (
+                f"isinstance({expression}, Tensor)"
+                if isinstance(value, Tensor)
+                else f"not isinstance({expression}, Tensor)"
+            )
+        self.guards.setdefault(condition, Guard(condition, f"decided at {source_of()}"))
+
     def absent(self, node: fx.Node) -> None:
         """Note that a value is None, which no proxy can stand for."""
         self._assume(node, None, structural=True)

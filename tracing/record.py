@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,16 @@ from .ambient import Ambient, ambient_now
 from .inputs import Inputs
 from .names import all_modules
 from .preserve import ModelState, change_count, restoring
-from .structure import copied, map_tensors, tensors_in
+from .structure import copied, map_leaves, map_tensors, tensors_in
 
-__all__ = ["Call", "Recording", "calls_intercepted", "copy_inputs", "record"]
+__all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Wrap an integer or size among a call's arguments that the caller computed: it differs from call to call."""
+
+    value: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +47,33 @@ class Call:
     ambient: Ambient | None = None
     children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
 
+    def note_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Wrap the arguments that `args` and `kwargs`, which are as the caller's trace has them, wrap."""
+        self.args, self.kwargs = _wrapped(args, self.args), _wrapped(kwargs, self.kwargs)
+
+    @property
+    def plain_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of `forward` as they were, nothing wrapped."""
+        return map_leaves(
+            lambda leaf: leaf.value if isinstance(leaf, Computed) else leaf, self.forward_arguments, Computed
+        )
+
     @property
     def forward_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self.received or (self.args, self.kwargs)
+
+
+def _wrapped(marks: Any, values: Any) -> Any:
+    if isinstance(marks, Computed):
+        return values if isinstance(values, Computed) else Computed(values)
+    if type(marks) is not type(values):
+        return values
+    if isinstance(marks, dict):
+        pairs = cast("dict[Any, Any]", marks)
+        return {key: _wrapped(pairs.get(key), value) for key, value in values.items()}
+    if type(marks) in (tuple, list) and len(marks) == len(values):
+        return type(values)(_wrapped(mark, value) for mark, value in zip(marks, values, strict=True))
+    return values
 
 
 @dataclass(eq=False)

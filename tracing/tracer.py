@@ -125,7 +125,7 @@ class ModuleTracer:
         args, kwargs = self._call.forward_arguments
         return arguments.of_call(signature.bind(args, dict(kwargs)))
 
-    def _placeholder(self, name: str, value: Tensor | None) -> ValueProxy:
+    def _placeholder(self, name: str, value: Any) -> ValueProxy:
         identifier = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
         return self.source_node("placeholder", identifier, UNKNOWN if value is None else copied(value))
 
@@ -283,7 +283,10 @@ class ModuleTracer:
         value = proxy.fxopt_value
         if value is UNKNOWN:
             return proxy.node.op in ("placeholder", "call_module", "get_attr") and issubclass(Tensor, kinds)
-        return isinstance(value, kinds)
+        answer = isinstance(value, kinds)
+        if proxy.node.op == "placeholder":
+            self.decisions.kind(proxy.node, value, kinds)
+        return answer
 
     def hash_of(self, proxy: ValueProxy) -> int:
         """Answer `hash(proxy)`: tensors by identity, plain values by what they are."""

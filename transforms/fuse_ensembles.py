@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from ..compat import modules_by_name, own_children
 from ..errors import Unsuitable
 from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
@@ -26,6 +27,7 @@ from ..passes.joins import find_joins
 from ..passes.packs import Ensemble, attribute
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
+from ..tracing.captured import capture_of
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -125,8 +127,12 @@ class FuseEnsembles(Pass):
             lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
             not any(writes(node, site.program, site.home) for node in site.graph.nodes),
         )  # fmt: skip
-        edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered_operations(lowering)))
+        covered = covered_operations(lowering)
+        edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered))
+        calls = dict.fromkeys(operation.call for operation in covered)
         _leave_views(places, store, edit)
+        called = [path for o in covered if o.kind == "call_module" for path in _inside(edit.home, str(o.target))]
+        _seal(ensemble, [*called, *(path for call in calls for path in expansion.opened.get(call, ()))], edit)
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -241,8 +247,29 @@ def _leave_views(places: dict[tuple[str, ...], str], store: FusedMembers, edit: 
             views.setdefault(path, {})[last] = (store, place, index)
     for path, slices in views.items():
         edit.on_undo(attach_member(edit.home.get_submodule(path), slices))
-    for parent, children in _parents(views).items():
-        edit.on_undo(seal(edit.home.get_submodule(parent), children))
+
+
+def _seal(ensemble: Ensemble, opened: Iterable[str], edit: Edit) -> None:
+    """Refuse changes that would not reach the computation any more: to members, and to modules that were opened."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for operand in ensemble.parameters for name in operand.names)
+    seals = _parents(owners)
+    for path in opened:
+        seals.setdefault(path, set()).update(_settings(edit.home.get_submodule(path)), ("forward",))
+    for path, names in seals.items():
+        edit.on_undo(seal(edit.home.get_submodule(path), names))
+
+
+def _inside(home: nn.Module, path: str) -> list[str]:
+    """Return the name of a module and those of all modules in it."""
+    return [f"{path}.{name}".rstrip(".") for name in modules_by_name(home.get_submodule(path))]
+
+
+def _settings(module: nn.Module) -> set[str]:
+    """Return the attributes of a module that its graph was read from: its children, and settings such as a slope."""
+    capture = capture_of(module)
+    if capture is not None:
+        return {*own_children(module), *capture.reads}
+    return {name for name in vars(module) if not name.startswith("_") and name != "training"}
 
 
 def _parents(paths: Iterable[str]) -> dict[str, set[str]]:

@@ -503,3 +503,38 @@ def test_equal_modules_are_traced_once_and_unequal_ones_are_not_mixed_up(agree):
     captures = [program.captures[f"heads.{i}"] for i in range(4)]
     assert captures[0] is captures[1]
     assert len(set(map(id, captures))) == 3
+
+
+class Positions(nn.Module):
+    def forward(self, shape, start: int, half: int = 0):
+        batch, length = shape
+        return torch.arange(start, start + length).expand(batch, length) + half
+
+
+class PassesSizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x):
+        return x + self.positions(x.shape, 2) + self.positions(x.size(), start=x.shape[0], half=x.shape[1] // 2)
+
+
+def test_sizes_that_a_parent_computes_stay_symbolic_in_the_child(agree, misses):
+    program = agree(PassesSizes(), X, X2)
+    assert misses(program) == 0
+    first, second = program.captures["positions"].variants
+    assert [n.name for n in first.graph.nodes if n.op == "placeholder"] == ["shape"]
+    assert [n.name for n in second.graph.nodes if n.op == "placeholder"] == ["shape", "start", "half"]
+
+
+class AsksForKinds(nn.Module):
+    def forward(self, x, scale):
+        if isinstance(scale, torch.Tensor):
+            return x * scale + 1
+        return x * scale
+
+
+def test_the_kind_of_an_argument_is_guarded(agree, misses):
+    program = agree(AsksForKinds(), (X[0], X[0]), (X[0], 2.0), (X2[0], X2[0]))
+    assert misses(program) == 2

@@ -49,7 +49,7 @@ def data_of_argument(self, x):
 
 
 def data_of_parameter(self, x):
-    if float(self.inner[0].weight.detach().sum()) > 0:  # HERE
+    if float(self.inner[0].weight.detach().sum()) < 1e9:  # HERE
         return self.inner(x)
     return x
 
