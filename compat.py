@@ -25,7 +25,9 @@ __all__ = [
     "has_pre_hooks",
     "in_place_format",
     "is_registered_operator",
+    "is_torch_wrapper",
     "is_view_operator",
+    "load_exported_program",
     "modules_by_name",
     "native_functions",
     "native_torch_functions",
@@ -103,10 +105,22 @@ def is_registered_operator(function: Any) -> bool:
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
 
 
+def is_torch_wrapper(cls: type) -> bool:
+    """Say whether a class is a wrapper of torch around the user's module: compiled, replicated or sharded."""
+    return cls.__module__.startswith(("torch._dynamo", "torch.distributed"))
+
+
 @cache
 def is_view_operator(operator: Any) -> bool:
     """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
     return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+
+
+def load_exported_program(path: str) -> Any:
+    """Return the `ExportedProgram` in a `.pt2` file; `torch.export.load` would try an older format where this fails."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    return load_pt2(path).exported_programs["model"]
 
 
 def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str, nn.Module]:

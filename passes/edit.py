@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import CaptureError, UsageError
+from ..errors import CaptureError
 from ..tracing.captured import capture_of, install, recompile, with_graph
+from ..tracing.preserve import AttributeState
 from .effects import has_effects
+from .foreign import run_function
 from .state_map import StateMap, StateStep
 
 if TYPE_CHECKING:
@@ -64,6 +68,16 @@ class Edit:
         elif instead is not None:
             with_graph(self.home, self.site.variant, instead)
             self.program.touch()
+
+    @contextmanager
+    def in_variant(self, variant: int) -> Iterator[None]:
+        """Work on another of the home's graphs for a while: what changes a child must reach every graph that calls it."""
+        site = self.site
+        self.site = dataclasses.replace(site, variant=variant)
+        try:
+            yield
+        finally:
+            self.site = site
 
     def graphs_before(self) -> dict[str, str]:
         """Return the text of the graphs that the home had before, by their names in `Program.graphs`."""
@@ -119,11 +133,12 @@ class Edit:
 
     def erase(self, node: fx.Node) -> None:
         """Erase an unused node, and then those of its operands that nothing reads any more and that do nothing else."""
-        operands = node.all_input_nodes
-        node.graph.erase_node(node)
-        for operand in operands:
-            if not operand.users and not has_effects(operand, self.program, self.site.home):
-                self.erase(operand)
+        unused = [node]
+        while unused:
+            last = unused.pop()
+            operands = last.all_input_nodes
+            last.graph.erase_node(last)
+            unused += [o for o in operands if not o.users and not has_effects(o, self.program, self.site.home)]
 
     def move_users_behind(self, nodes: Sequence[fx.Node]) -> None:
         """Restore execution order after `nodes` took the place of earlier ones: what reads them comes behind them."""
@@ -141,27 +156,19 @@ class Edit:
         node.meta.setdefault("provenance", (self.pass_name, self.site.key))
 
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
-        """Give the site's graph to a function as a `GraphModule` and take the graph it returns.
+        """Give the site's graph to a function as a `GraphModule` and take the graph it returns; see `run_function`."""
+        self.set_graph(run_function(function, self.home, self.graph, self._adopt))
 
-        Raises:
-            UsageError: if the function returns anything else.
-        """
-        given = fx.GraphModule(self.home, self.graph, type(self.home).__name__)
-        returned = function(given)
-        if not isinstance(returned, fx.GraphModule):
-            raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
-        self._adopt_children(returned)
-        self.set_graph(returned.graph)
-
-    def _adopt_children(self, module: fx.GraphModule) -> None:
-        """Take over modules and tensors that the returned graph refers to and the home does not have."""
-        for node in module.graph.nodes:
-            if node.op not in ("call_module", "get_attr"):
-                continue
-            path, _, last = str(node.target).rpartition(".")
-            value = getattr(module.get_submodule(path), last)
-            if path == "" and not hasattr(self.home, last):
-                self._set_child(last, value)
+    def _adopt(self, target: str, value: Any) -> None:
+        """Take over a module or tensor that a function made; a tensor as a buffer that no state dict holds."""
+        path, _, name = target.rpartition(".")
+        owner = self.home.get_submodule(path)
+        self._journal(owner)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            owner.register_buffer(name, value, persistent=False)
+        else:
+            setattr(owner, name, value)
+        self.program.touch()
 
     # -- the module tree -------------------------------------------------------------------------------------------
 
@@ -174,9 +181,8 @@ class Edit:
 
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the home; nothing may call it any more."""
-        home, child = self.home, getattr(self.home, name)
-        delattr(home, name)
-        self._undo.append(lambda: setattr(home, name, child))
+        self._journal(self.home)
+        delattr(self.home, name)
         self.program.touch()
 
     def add_constant(self, value: torch.Tensor, *, name: str) -> str:
@@ -197,10 +203,13 @@ class Edit:
         return free
 
     def _set_child(self, name: str, value: Any) -> None:
-        home = self.home
-        setattr(home, name, value)
-        self._undo.append(lambda: delattr(home, name))
+        self._journal(self.home)
+        setattr(self.home, name, value)
         self.program.touch()
+
+    def _journal(self, module: nn.Module) -> None:
+        """Note what a module holds, in its order, to put it back on undoing."""
+        self._undo.append(AttributeState(module).restore)
 
     def on_undo(self, undo: Callable[[], None]) -> None:
         """Journal a change that was made through another module's own interface."""
@@ -231,10 +240,19 @@ class Edit:
         try:
             graph.lint()
             _check_targets(graph, self.home)
+            self._check_inputs(graph)
         except (RuntimeError, AttributeError, ValueError) as error:
             raise CaptureError(f"the rewritten graph is malformed: {error}") from error
         recompile(self.home)
         self.program.touch()
+
+    def _check_inputs(self, graph: fx.Graph) -> None:
+        before = (
+            [] if self._before is None else self._before.variants[self.site.variant].graph.find_nodes(op="placeholder")
+        )
+        names, given = ([node.name for node in nodes] for nodes in (before, graph.find_nodes(op="placeholder")))
+        if names != given:
+            raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
 
     def undo(self) -> None:
         """Put everything back, last change first."""

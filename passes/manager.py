@@ -262,8 +262,26 @@ class Manager:
             unwanted.decision, dataclasses.replace(unwanted.decision, status="undone", reason=reason)
         )
         for landed in above:
-            landed.edit = self._apply(landed.pass_, landed.site)
-            self.landed.append(landed)
+            self._land_again(landed)
+
+    def _land_again(self, landed: Landed) -> None:
+        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
+        choices = () if landed.site.choice is None else (landed.site.choice,)
+        site = dataclasses.replace(landed.site, choices=choices)
+        trial = SiteTrial(self.program, landed.pass_, site, self._apply, check=self.check, time=False, seed=self.seed)
+        try:
+            attempts, wrong, unsuitable = trial.run()
+        except PassError as error:
+            attempts, wrong, unsuitable = {}, {None: str(error)}, {}
+        if not attempts:
+            reasons = "; ".join((*wrong.values(), *unsuitable.values()))
+            reason = f"it stood on a rewrite that was taken back: {reasons}"
+            self._replace_decision(
+                landed.decision, dataclasses.replace(landed.decision, status="undone", reason=reason)
+            )
+            return
+        landed.edit = self._apply(landed.pass_, landed.site)
+        self.landed.append(landed)
 
     def _replace_decision(self, old: Decision, new: Decision) -> None:
         self.decisions[next(i for i, decision in enumerate(self.decisions) if decision is old)] = new

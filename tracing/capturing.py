@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import own_buffers
+from ..compat import is_torch_wrapper, own_buffers
 from .capture import Capture, Variant, capture_of
 from .fingerprint import fingerprint
 from .leaves import is_container, is_leaf, runs_as_sequential
@@ -202,7 +202,7 @@ def _refusal(module: nn.Module) -> str | None:
         return "it is a TorchScript module"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
-    if type(module).__module__.startswith(("torch._dynamo", "torch.distributed")):
+    if is_torch_wrapper(type(module)):
         return f"it is a {type(module).__name__} wrapper"
     if not inspect.isfunction(type(module).forward):
         return "its forward is no plain function"
