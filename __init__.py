@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .tracing.program import Program
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
     from .transforms.eliminate_dead_code import EliminateDeadCode
+    from .transforms.fold_batchnorm import FoldBatchnorm
     from .transforms.fold_constants import FoldConstants
     from .transforms.fuse_ensembles import FuseEnsembles
 
@@ -72,6 +73,7 @@ _HOMES = {
     "tracing.program": "Program",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
     "transforms.eliminate_dead_code": "EliminateDeadCode",
+    "transforms.fold_batchnorm": "FoldBatchnorm",
     "transforms.fold_constants": "FoldConstants",
     "transforms.fuse_ensembles": "FuseEnsembles",
 }
@@ -84,6 +86,7 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FoldBatchnorm",
     "FoldConstants",
     "FuseEnsembles",
     "FusedMemberError",

@@ -84,7 +84,7 @@ class ModeError(FxoptError):
 
 
 class FusedMemberError(FxoptError):
-    """A member of a fused ensemble was replaced or removed; its parameters live in the fused tensor."""
+    """A module that was fused or folded was replaced, removed, hooked or set up otherwise: nothing would notice."""
 
 
 class StateError(FxoptError):

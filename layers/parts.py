@@ -210,8 +210,7 @@ class FusedPart(nn.Module):
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:
     return FusedMemberError(
-        f"this {type(part).__name__} is part of a fused ensemble, which computes with stacked parameters: {what}. "
-        f"{ADVICE}"
+        f"this {type(part).__name__} is, or holds, what was fused or folded and is computed otherwise: {what}. {ADVICE}"
     )
 
 

@@ -87,6 +87,7 @@ class _Loading:
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
+        self.judged: dict[str, bool] = {}
 
     def translate(self) -> dict[str, Tensor]:
         """Return the merged tensors by new name."""
@@ -109,6 +110,12 @@ class _Loading:
         return self.state_map.forward(values, strict=False) | translated
 
     def _fits(self, name: str, current: Tensor) -> bool:
+        """Say whether an original tensor is given and has its shape; what is wrong is reported once."""
+        if name not in self.judged:
+            self.judged[name] = self._judge(name, current)
+        return self.judged[name]
+
+    def _judge(self, name: str, current: Tensor) -> bool:
         if name not in self.given:
             self.missing_keys.append(self.prefix + name)
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class Edit:
 
     def __init__(self, program: Program, site: Site, pass_name: str) -> None:
         self.program = program
-        self.site = site
+        self.site: Site = site
         self.pass_name = pass_name
         self.home = program.module(site.home)
         self._undo: list[Callable[[], None]] = []
@@ -70,8 +70,8 @@ class Edit:
             self.program.touch()
 
     @contextmanager
-    def in_variant(self, variant: int) -> Iterator[None]:
-        """Work on another of the home's graphs for a while: what changes a child must reach every graph that calls it."""
+    def in_variant(self, variant: int) -> Generator[None]:
+        """Work on another of the home's graphs for a while: a changed child must be called alike from all of them."""
         site = self.site
         self.site = dataclasses.replace(site, variant=variant)
         try:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
+
+from ..compat import modules_by_name
+from .regions import Region
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["CallSites", "TensorOwners"]
+__all__ = ["CallSites", "TensorOwners", "TensorReads"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,35 @@ class TensorOwners:
     def compute(cls, program: Program) -> TensorOwners:
         names: defaultdict[int, list[str]] = defaultdict(list)
         model = program.model
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            names[id(tensor)].append(name)
-        for name, tensor in model.named_buffers(remove_duplicate=False):
-            names[id(tensor)].append(name)
+        borrowed = tuple(f"{name}." for name, module in modules_by_name(model).items() if isinstance(module, Region))
+        parameters = model.named_parameters(remove_duplicate=False)
+        for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
+            if not name.startswith(borrowed):
+                names[id(tensor)].append(name)
         return cls({name: tuple(group) for group in names.values() for name in group})
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return every name of the tensor called `name`, `name` among them."""
         return self.by_name.get(name, (name,))
+
+
+@dataclass(frozen=True)
+class TensorReads:
+    """Which parameters and buffers graphs read themselves, other than by calling the module that holds them."""
+
+    readers: Mapping[int, str]
+
+    @classmethod
+    def compute(cls, program: Program) -> TensorReads:
+        readers: dict[int, str] = {}
+        for home, capture in program.captures.items():
+            module = program.module(home)
+            for variant in capture.variants:
+                for node in variant.graph.find_nodes(op="get_attr"):
+                    path, _, last = str(node.target).rpartition(".")
+                    readers.setdefault(id(getattr(module.get_submodule(path), last, None)), home or "(root)")
+        return cls(readers)
+
+    def reader(self, tensor: Tensor) -> str | None:
+        """Return the module whose graph reads a tensor, or None."""
+        return self.readers.get(id(tensor))

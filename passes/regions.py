@@ -12,11 +12,14 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..compat import has_hooks
 from ..errors import CaptureError, Unsuitable
 from ..tracing.captured import Capture, Variant, capture_of, install
+from ..tracing.guards import require
 from ..tracing.signature import Signature
 from .edit import Edit
 from .expansion import map_structure
+from .opening import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]
 
@@ -45,7 +48,17 @@ class Region(nn.Module):
         """Write nothing: the home's own names cover the children."""
         return {} if destination is None else destination
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
         # The children are loaded under the home's names; here they get what they have.
         for name, child in self.named_children():
             state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))
@@ -62,11 +75,13 @@ def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
     Raises:
         Unsuitable: if a path leaves the nodes and comes back: then they cannot run as one.
     """
-    chosen = [node for node in edit.graph.nodes if node in set(nodes) and node.op != "get_attr"]
+    wanted = set(nodes)
+    chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
     if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:
         raise Unsuitable("a region is made of one or more operations, not of inputs and outputs")
     inside = set(chosen)
     _check_convex(chosen, inside)
+    _check_decides_nothing(chosen)
     inputs = list(dict.fromkeys(s for node in chosen for s in node.all_input_nodes if s not in inside))
     results = [node for node in chosen if any(user not in inside for user in node.users)]
     region, graph = _region(edit, chosen, inputs, results)
@@ -85,6 +100,13 @@ def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
             tainted.add(node)
         elif node in inside and any(source in tainted for source in sources):
             raise Unsuitable(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+
+
+def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
+    """Where a check fails, the home starts over; a region, which has no forward of its own, could not."""
+    for node in chosen:
+        if any(user.target is require for user in node.users):
+            raise Unsuitable(f"the module decides by '{node.name}', a value that is computed inside of the region")
 
 
 def _region(
@@ -150,8 +172,10 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
     capture = capture_of(module)
     if capture is None or len(capture.variants) != 1:
         raise Unsuitable(f"'{call.target}' has no single graph to inline")
-    values = _bound(capture, call)
     graph = capture.variants[0].graph
+    given = capture.parameters.bind(call.args, dict(call.kwargs))
+    _check_always_runs(module, capture, given, str(call.target))
+    values = _bound(capture, given, call)
     new: list[fx.Node] = []
     with edit.graph.inserting_before(call):
         for node in graph.nodes:
@@ -169,8 +193,18 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
     return new
 
 
-def _bound(capture: Capture, call: fx.Node) -> dict[fx.Node, Any]:
-    given = capture.parameters.bind(call.args, dict(call.kwargs))
+def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
+    """Make sure that calling the module means running its graph, and that alone."""
+    if has_hooks(module):
+        raise Unsuitable(f"'{name}' has hooks")
+    guard = unmet_guard(module, capture, given)
+    if guard is not None:
+        raise Unsuitable(f"the graph of '{name}' holds only where {guard.expression} ({guard.reason})")
+    if capture.variants[0].graph.find_nodes(op="call_function", target=require):
+        raise Unsuitable(f"the graph of '{name}' checks values on the way")
+
+
+def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
     arguments = capture.variants[0].arguments
     values: dict[fx.Node, Any] = {}
     for node in capture.variants[0].graph.nodes:
@@ -199,6 +233,9 @@ def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
         edit.graph.erase_node(call)
         return
     for user in list(call.users):
+        if user.op == "output":
+            user.args = map_structure(user.args, lambda leaf: result if leaf is call else leaf)
+            continue
         if user.target is not operator.getitem or user.args[0] is not call:
             raise Unsuitable(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")
         user.replace_all_uses_with(result[user.args[1]])

@@ -28,6 +28,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "eliminate_common_subexpressions",
             "fold_constants",
             "eliminate_dead_code",
+            "fold_batchnorm",
             "fuse_ensembles",
         ),
         "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),

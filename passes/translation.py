@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ..errors import FxoptError, VerificationError
 from .compare import Tolerance, distance
+from .float64 import widened
 from .oracle import coarsest_epsilon
 from .reference import Reference
 from .stage import Stage
+from .state_map import StateMap
 from .trial import Run
 
 __all__ = ["MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
@@ -54,6 +56,7 @@ class Translation:
         covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
             the old state cannot be carried over.
         is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
+        recomputes: whether the map computes tensors, and covers all: then it can compute them in wider types, too.
     """
 
     def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
@@ -64,6 +67,9 @@ class Translation:
         self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
         plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
         self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
+        steps = getattr(map_state, "__self__", None)
+        self._computed = frozenset(steps.computed) if isinstance(steps, StateMap) else frozenset[str]()
+        self.recomputes = self.covers and bool(self._computed)
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Map whole old state.
@@ -76,9 +82,14 @@ class Translation:
         except FxoptError as error:
             raise Objection(f"the state map does not fit: {error}") from error
 
-    def stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names."""
+    def stand_ins(self, state: Mapping[str, Tensor], wide: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names.
+
+        With a `wide` type, what the map uses up goes in in that type, so that what it computes is not rounded.
+        """
         actual = self.after.state
+        if wide is not None:
+            state = {n: t if n in self.mapped else t.to(widened(t.dtype, wide)) for n, t in state.items()}
         mapped = {name: tensor for name, tensor in self.state(state).items() if name in actual}
         by_tensor = {id(actual[name]): tensor for name, tensor in mapped.items()}
         return {name: by_tensor.get(id(tensor), tensor) for name, tensor in actual.items()}
@@ -96,14 +107,14 @@ class Translation:
             if distance(expected, found, Tolerance(slack, 0.0)).problem:
                 raise Objection(f"{name} is not what the state map makes of the original tensors")
 
-    def quantities(self, run: Run) -> Quantities:
-        """Return what a run of the original yielded, under the new names."""
-        return quantities(run, self._gradients(run), self._buffers(run))
+    def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
+        """Return what a run of the original, on `state`, yielded, under the new names."""
+        return quantities(run, self._gradients(run), self._buffers(run, state))
 
-    def _buffers(self, run: Run) -> dict[str, Tensor]:
+    def _buffers(self, run: Run, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not run.buffers:
             return {}
-        mapped = self.state({**self.reference.state, **run.buffers})
+        mapped = self.state({**state, **run.buffers})
         return {name: tensor for name, tensor in mapped.items() if name in self.after.buffers}
 
     def _gradients(self, run: Run) -> dict[str, Tensor | None]:
@@ -116,7 +127,7 @@ class Translation:
         return {
             name: _if_present(name, gradient, marks[name])
             for name, gradient in mapped.items()
-            if name in self.after.parameters or bool(marks[name].any())
+            if name not in self._computed and (name in self.after.parameters or bool(marks[name].any()))
         }
 
     def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:

@@ -141,21 +141,25 @@ class _Check:
 
     def _sample(self, sample: Sample, before: Measured, translation: Translation, yardstick: Yardstick) -> None:
         state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
-        exact = self._exact(sample, state) if self.keeps_meaning else None
-        if exact is not None:
-            self._meaning(sample, before, exact, yardstick, state)
+        exact = None
+        if self.keeps_meaning:
+            exact, exact_state = self._exact(sample, translation, state)
+            self._meaning(sample, before, exact, yardstick, exact_state)
         if before.native is not None:
             self._precision(sample, before, exact, yardstick, state)
 
-    def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
-        """Run exactly; where only the rewritten code lacks float64, in the next narrower type."""
+    def _exact(
+        self, sample: Sample, translation: Translation, native: Mapping[str, Tensor]
+    ) -> tuple[Run, Mapping[str, Tensor]]:
+        """Run exactly, where only the rewritten code lacks float64 in a narrower type; return the run and its state."""
         while self.oracle.wide is not None:
+            state = translation.stand_ins(sample.state, self.oracle.wide) if translation.recomputes else native
             try:
-                return self.oracle.exact(sample.arguments, state)
+                return self.oracle.exact(sample.arguments, state), state
             except Exception:  # if it is not for want of a kernel, it comes again below, and becomes the objection
                 self.oracle.wide = torch.float32 if self.oracle.wide is torch.float64 else None
                 self.oracle.census = None
-        return self._attempt("native", sample, state)
+        return self._attempt("native", sample, native), native
 
     def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         try:
@@ -232,7 +236,7 @@ class _Check:
     def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""
         after = self._attempt("stream", sample, self.after.state)
-        check_bits(translation.quantities(before), _quantities(after))
+        check_bits(translation.quantities(before, self.reference.state), _quantities(after))
         if not torch.equal(before.random_state, after.random_state):
             raise Objection("the random stream is not advanced as before")
 
@@ -250,8 +254,8 @@ def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tupl
 
 
 def _measured(sample: Sample, translation: Translation) -> Measured:
-    native = None if sample.native is None else translation.quantities(sample.native)
-    return Measured(translation.quantities(sample.exact), native)
+    native = None if sample.native is None else translation.quantities(sample.native, sample.state)
+    return Measured(translation.quantities(sample.exact, sample.state), native)
 
 
 def _quantities(run: Run) -> Quantities:

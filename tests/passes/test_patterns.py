@@ -1,0 +1,222 @@
+"""Patterns: one pattern fits every spelling of an operator, and nothing else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.compat import native_functions
+from fxopt.passes.base import Site
+from fxopt.passes.operators import mutates, operator_of_module
+from fxopt.passes.patterns import Match, anything, module, operation
+from fxopt.tracing.program import Program
+
+
+def captured(forward: Callable[..., object], *tensors: Tensor, **children: nn.Module) -> Program:
+    """Return the program of a model with these children and this forward."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, child in children.items():
+                self.add_module(name, child)
+            self.weight = nn.Parameter(torch.randn(3, 4))
+            self.bias = nn.Parameter(torch.randn(3))
+
+    Model.forward = forward
+    return fxopt.capture(Model(), tensors or (torch.randn(2, 4),))
+
+
+def names(program: Program, pattern: object) -> list[str]:
+    """Return the matched nodes called "it"."""
+    return [match["it"].name for match in program.matches(pattern)]
+
+
+LINEARS = {
+    "module": lambda self, x: self.layer(x),
+    "functional": lambda self, x: F.linear(x, self.weight, self.bias),
+    "native": lambda self, x: native_functions().linear(x, self.weight, self.bias),
+    "keywords": lambda self, x: F.linear(input=x, weight=self.weight),
+}
+
+
+@pytest.mark.parametrize("spelling", LINEARS)
+def test_linear_in_every_spelling(spelling: str) -> None:
+    program = captured(LINEARS[spelling], layer=nn.Linear(4, 3))
+    assert len(names(program, operation("linear", name="it"))) == 1
+    assert names(program, operation("relu", name="it")) == []
+
+
+RELUS = {
+    "module": lambda self, x: self.layer(x),
+    "F.relu": lambda self, x: F.relu(x),
+    "F.relu in place": lambda self, x: F.relu(x * 1, inplace=True),
+    "torch.relu": lambda self, x: torch.relu(x),
+    "torch.relu_": lambda self, x: torch.relu_(x * 1),
+    "F.relu_": lambda self, x: F.relu_(x * 1),
+    "method": lambda self, x: x.relu(),
+    "method in place": lambda self, x: (x * 1).relu_(),
+}
+
+
+@pytest.mark.parametrize("spelling", RELUS)
+def test_relu_in_every_spelling(spelling: str) -> None:
+    program = captured(RELUS[spelling], layer=nn.ReLU())
+    assert len(names(program, operation("relu", name="it"))) == 1
+    assert names(program, operation("gelu", name="it")) == []
+
+
+ADDITIONS = {
+    "operator": lambda self, x: x + x,
+    "in place": lambda self, x: operator.iadd(x * 1, x),
+    "torch.add": lambda self, x: torch.add(x, x),
+    "method": lambda self, x: x.add(x),
+    "method in place": lambda self, x: (x * 1).add_(x),
+    "number first": lambda self, x: 1 + x,
+}
+
+
+@pytest.mark.parametrize("spelling", ADDITIONS)
+def test_addition_in_every_spelling(spelling: str) -> None:
+    assert len(names(captured(ADDITIONS[spelling]), operation("add", name="it"))) == 1
+
+
+def test_where_as_a_method_is_not_the_function() -> None:
+    program = captured(lambda self, x: (x.where(x > 0, -x), torch.where(x > 0, x, -x)))
+    assert len(names(program, operation("where", name="it"))) == 1
+
+
+def test_modules_are_matched_by_their_exact_class() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    program = captured(lambda self, x: self.b(self.a(x)), a=nn.Linear(4, 4), b=Mine(4, 4))
+    assert names(program, module(nn.Linear, name="it")) == ["a"]
+    assert names(program, module(Mine, name="it")) == ["b"]
+
+
+def test_modules_keep_their_class_under_fxopt_s_own() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([head(x) for head in self.heads], -1) + self.heads[0](x).sum()
+
+    fast = fxopt.optimize(Heads(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.randn(2, 4),), measure=False)
+    assert type(fast.heads[0]) is not nn.Linear
+    program = Program(fast)
+    assert names(program, module(nn.Linear, name="it")) == names(program, operation("linear", name="it")) == ["heads_3"]
+
+
+def test_a_hooked_module_is_no_plain_operator() -> None:
+    layer = nn.ReLU()
+    layer.register_forward_hook(lambda module, args, output: -output)
+    program = captured(lambda self, x: self.layer(x), layer=layer)
+    assert names(program, operation("relu", name="it")) == []
+    assert names(program, module(nn.ReLU, name="it")) == ["layer"]
+
+
+def test_operands_follow_the_dataflow() -> None:
+    program = captured(
+        lambda self, x: (F.relu(self.a(x)), self.b(x).relu(), torch.relu(x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3)
+    )
+    pattern = operation("relu", operation("linear", name="linear"), name="it")
+    assert [(match["it"].name, match["linear"].name) for match in program.matches(pattern)] == [
+        ("relu", "a"),
+        ("relu_1", "b"),
+    ]
+
+
+def test_nested_operands_bind_all_names_or_none() -> None:
+    program = captured(lambda self, x: torch.tanh(x.sin() + x.cos()) + torch.tanh(x.sin() + x))
+    pattern = operation(
+        "tanh", operation("add", operation("sin", name="left"), operation("cos", name="right")), name="it"
+    )
+    matches = list(program.matches(pattern))
+    assert [sorted(match.nodes) for match in matches] == [["it", "left", "right"]]
+    assert matches[0]["left"].target == "sin"
+
+
+def test_too_few_operands_do_not_fit() -> None:
+    program = captured(lambda self, x: x + 1)
+    assert names(program, operation("add", anything(), anything(), name="it")) == []
+    assert names(program, operation("add", anything(name="x"), name="it")) == ["add"]
+
+
+def test_anything_fits_every_node() -> None:
+    program = captured(lambda self, x: x.sin())
+    assert names(program, anything(name="it")) == ["x", "sin", "output"]
+
+
+def test_a_match_gives_a_site() -> None:
+    program = captured(lambda self, x: self.outer(x), outer=nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    [match] = program.matches(operation("relu", operation("linear", name="linear"), name="it"))
+    site = match.site(choices=("a", "b"))
+    assert isinstance(match, Match) and isinstance(site, Site)
+    assert (site.home, dict(site.nodes), site.choices) == ("outer", {"linear": "_0", "it": "_1"}, ("a", "b"))
+    assert match.module("linear") is program.model.outer[0]
+    assert site["it"] is match["it"]
+
+
+def test_every_variant_is_searched() -> None:
+    class Modes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                return torch.relu(x)
+            return torch.relu(x) + 1
+
+    program = fxopt.capture(Modes(), (torch.randn(2),))
+    assert sorted(match.variant for match in program.matches(operation("relu", name="it"))) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("module_type", "name"),
+    [(nn.Linear, "linear"), (nn.LeakyReLU, "leaky_relu"), (nn.GELU, "gelu"), (nn.Conv2d, None), (nn.Module, None)],
+)
+def test_operators_of_modules(module_type: type[nn.Module], name: str | None) -> None:
+    assert operator_of_module(module_type) == name
+
+
+def test_operators_of_user_classes_are_not_guessed() -> None:
+    class ReLU(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return -x
+
+    assert operator_of_module(ReLU) is None
+
+
+WRITES = {
+    "setitem": lambda self, x: operator.setitem(x.clone(), 0, 1.0),
+    "iand": lambda self, x: operator.iand(x > 0, x > 1),
+    "method": lambda self, x: x.clone().mul_(2),
+    "inplace keyword": lambda self, x: F.relu(x.clone(), inplace=True),
+    "inplace by position": lambda self, x: F.leaky_relu(x.clone(), 0.1, True),
+    "out": lambda self, x: torch.sin(x, out=x.clone()),
+}
+READS = {
+    "method": lambda self, x: x.mul(2),
+    "inplace keyword": lambda self, x: F.relu(x, inplace=False),
+    "inplace by position": lambda self, x: F.leaky_relu(x, 0.1, False),
+    "inplace left out": lambda self, x: F.leaky_relu(x),
+    "special method": lambda self, x: x.__add__(1),
+}
+
+
+@pytest.mark.parametrize("spelling", WRITES)
+def test_what_writes(spelling: str) -> None:
+    graph = captured(WRITES[spelling]).graph("")
+    assert [mutates(node) for node in graph.nodes].count(True) == 1
+
+
+@pytest.mark.parametrize("spelling", READS)
+def test_what_does_not_write(spelling: str) -> None:
+    graph = captured(READS[spelling]).graph("")
+    assert not any(mutates(node) for node in graph.nodes)
