@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import fx, nn
@@ -160,7 +160,7 @@ class Pass:
     def __str__(self) -> str:
         from .pipeline import format_pass
 
-        return format_pass(self)
+        return format_pass(self) if is_dataclass(self) else self.name  # without fields it has no options
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,15 @@ class Manager:
             decision = None if isinstance(item, Refusal) else wanted.pop(item.key, None)
             if decision is not None and isinstance(item, Site):
                 site = dataclasses.replace(item, choice=decision.choice)
-                self._keep(pass_, site, self._apply(pass_, site), decision)
+                self._keep(pass_, site, self._reapply(pass_, site), decision)
+
+    def _reapply(self, pass_: Pass, site: Site) -> Edit:
+        try:
+            return self._apply(pass_, site)
+        except Unsuitable as refusal:
+            raise PlanError(
+                f"the plan's site {site.key} of pass '{pass_.name}' cannot be rewritten: {refusal}"
+            ) from refusal
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals, checked for being that."""
