@@ -20,6 +20,7 @@ from ..compat import own_buffers, own_children, own_parameters
 from ..errors import FusedMemberError, GuardError, ModeError
 from ..passes.state_steps import Fold
 from ..tracing.dynamic import class_recipe, user_class
+from ..tracing.leaves import is_library
 from .original import OriginalTensor
 from .parts import ADVICE
 
@@ -185,7 +186,7 @@ def fold_modules(layer: nn.Module, norm: nn.Module, step: Fold) -> Callable[[], 
     """Give `layer` the child `folded`, which computes `norm(layer(x))`, and let both keep their originals aside.
 
     Args:
-        layer: a convolution or linear of torch.nn itself.
+        layer: a convolution or linear whose forward is that of torch.nn.
         norm: the batch norm.
         step: what is folded.
 
@@ -212,8 +213,9 @@ def fold_modules(layer: nn.Module, norm: nn.Module, step: Fold) -> Callable[[], 
 
 
 def _like(layer: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module:
-    """Return a layer with the same settings and other tensors; nothing is drawn to initialise it."""
-    new = object.__new__(type(layer))
+    """Return a layer of torch.nn with the same settings and other tensors; nothing is drawn to initialise it."""
+    kind = cast("type[nn.Module]", next(base for base in type(layer).__mro__ if is_library(base)))
+    new = nn.Module.__new__(kind)
     for name, value in vars(layer).items():
         new.__dict__[name] = copy.copy(cast("Any", value)) if isinstance(value, dict) else value
     trains = own_parameters(layer)["weight"]

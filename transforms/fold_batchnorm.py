@@ -42,6 +42,7 @@ _KEEPS_DIMENSIONS = (
     nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.LayerNorm, nn.Dropout, nn.Dropout1d, nn.AlphaDropout,
     nn.Identity,
 )  # fmt: skip
+_COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
 _ASKS_FOR_MODE = re.compile(r"(not )?self\.([\w.]*\.)?training\b")
 
 
@@ -196,12 +197,19 @@ def _obstacle_in_modules(pair: _Pair) -> str | None:
         reason = obstacle_to_opening(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
-        kind = user_class(type(module))
-        if kind not in _KNOWN:
-            return f"the {what} is a {kind.__name__}, which may do more"
-        if kind is not type(module):
+        if _kind(module) is None:
+            return f"the {what} is a {type(module).__name__}, whose forward is its own"
+        if type(module) is not user_class(type(module)):
             return f"the {what} is part of something fused"
     return None
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of torch.nn whose forward a module runs; None where a subclass has one of its own."""
+    cls = user_class(type(module))
+    kind = next((base for base in cls.__mro__ if base in _KNOWN), None)
+    keeps = all(getattr(cls, name, None) is getattr(kind, name, None) for name in _COMPUTING)
+    return kind if keeps else None
 
 
 def _obstacle_in_calls(pair: _Pair, program: Program) -> str | None:
@@ -271,7 +279,7 @@ def _obstacle_in_shapes(pair: _Pair) -> str | None:
     channels = layer.out_features if isinstance(layer, nn.Linear) else cast("nn.Conv2d", layer).out_channels
     if channels != pair.norm.num_features:
         return f"the {pair.layer_kind} has {channels} channels and the batch norm {pair.norm.num_features}"
-    wanted = _DIMENSIONS.get(type(layer))
+    wanted = _dimensions(layer)
     for call in pair.calls if wanted is not None else ():
         known = call.layer.meta.get("val")
         if not isinstance(known, TensorMeta):
@@ -279,6 +287,11 @@ def _obstacle_in_shapes(pair: _Pair) -> str | None:
         if len(known.shape) != wanted:
             return f"the {pair.layer_kind} gives {len(known.shape)} dimensions, so the batch norm acts on another one"
     return None
+
+
+def _dimensions(layer: nn.Module) -> int | None:
+    kind = _kind(layer)
+    return None if kind is None else _DIMENSIONS.get(kind)
 
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
@@ -291,7 +304,7 @@ def _fold(call: _Call, edit: Edit) -> None:
         step = _step(str(call.layer.target), str(call.norm.target), layer, cast("nn.BatchNorm1d", norm))
         edit.on_undo(fold_modules(layer, norm, step))
         edit.record_state(step)
-    wanted = _DIMENSIONS.get(user_class(type(layer)))
+    wanted = _dimensions(layer)
     if wanted is not None:
         _expect_dimensions(_source_of_dimensions(call.layer.all_input_nodes[0], program, home), wanted, edit)
     folded = edit.call(f"{call.layer.target}.folded", *call.layer.args, before=call.layer, **call.layer.kwargs)

@@ -304,14 +304,25 @@ class Shouting(nn.Conv2d):
         return super().forward(x) * 2
 
 
-class Quiet(nn.Conv2d):
-    pass
+class Doubling(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight, bias) * 2
 
 
-def test_refuses_subclasses() -> None:
-    for kind in (Shouting, Quiet):
+class Depthwise(nn.Conv2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 3, groups=channels)
+
+
+def test_subclasses_are_folded_unless_they_compute_something_else() -> None:
+    for kind in (Shouting, Doubling):
         model = shaken(Block(kind(3, 6, 3), nn.BatchNorm2d(6)))
-        assert reasons(model) == [f"the convolution is a {kind.__name__}, which may do more"]
+        assert reasons(model) == [f"the convolution is a {kind.__name__}, whose forward is its own"]
+    model = shaken(Block(Depthwise(3), nn.BatchNorm2d(3)))
+    fast = folded(model)
+    assert applied(fast) == 1 and type(fast.layer.folded) is nn.Conv2d and isinstance(fast.layer, Depthwise)
+    assert_equivalent(model, fast, (torch.randn(IMAGE),))
+    assert type(fxopt.restore(fast).layer) is Depthwise
 
 
 def test_refuses_tied_parameters() -> None:
