@@ -21,7 +21,19 @@ from .batchable_modules import module_signature, state_names
 from .expansion import Expansion, Operation, expand
 from .forms import normal_form, packable
 from .operators import POINTWISE, function_path
-from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
+from .packs import (
+    Ensemble,
+    Flags,
+    Gathered,
+    Operand,
+    Pack,
+    Parameters,
+    Selected,
+    Shared,
+    attribute,
+    is_stacked,
+    submodule,
+)
 from .ranks import dimensional_slots, operand_ranks
 
 if TYPE_CHECKING:
@@ -314,10 +326,10 @@ def _is_flag(home: nn.Module, name: str) -> bool:
 def _is_state(home: nn.Module, name: str) -> bool:
     """Say whether `name` is a parameter or a buffer that state dicts hold."""
     path, _, last = name.rpartition(".")
-    try:
-        owner = vars(home.get_submodule(path))
-    except AttributeError:
+    module = submodule(home, path)
+    if module is None:
         return False
+    owner = vars(module)
     kept = last in owner["_buffers"] and last not in owner["_non_persistent_buffers_set"]
     return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
 

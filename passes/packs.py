@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..compat import own_children
 from .expansion import Operation
 from .operators import KEEP_RANK, POINTWISE
 
@@ -160,7 +161,12 @@ class Ensemble:
 def attribute(home: nn.Module, name: str) -> object:
     """Return the attribute that a dotted name means, or None."""
     path, _, last = name.rpartition(".")
-    try:
-        return getattr(home.get_submodule(path), last, None)
-    except AttributeError:
-        return None
+    return getattr(submodule(home, path), last, None)
+
+
+def submodule(home: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
+    module: nn.Module | None = home
+    for part in path.split(".") if path else ():
+        module = None if module is None else own_children(module).get(part)
+    return module
