@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.inputs import Inputs
+from ..tracing.preserve import RandomState
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
 from .copying import copied_module, skeleton
@@ -51,13 +52,21 @@ class Request:
 
 
 def run_session(model: nn.Module, request: Request) -> nn.Module:
-    """Return an optimized copy of `model`, with its record; `model` is only read.
+    """Return an optimized copy of `model`, with its record; `model` is only read, and no random state changes.
 
     Raises:
         InputError: if the model cannot be copied or refuses its example inputs.
         PassError: if a pass fails.
     """
     check_model(model)
+    generators = RandomState()
+    try:
+        return _optimized(model, request)
+    finally:
+        generators.restore()
+
+
+def _optimized(model: nn.Module, request: Request) -> nn.Module:
     with collection_paused():
         fast = copied(model)
         earlier = record_of(fast)
