@@ -115,7 +115,7 @@ def _meant(item: object) -> tuple[Pass, ...]:
         return (item,)
     if _is_pass_class(item):
         return (item(),)
-    if callable(item):
+    if callable(item) and not isinstance(item, (type, nn.Module)):
         return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
     raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
 

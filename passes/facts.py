@@ -15,7 +15,7 @@ from .regions import Region
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["CallSites", "TensorOwners", "TensorReads"]
+__all__ = ["CallSites", "TensorOwners", "TensorReads", "is_on_meta"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +83,8 @@ class TensorReads:
     def reader(self, tensor: Tensor) -> str | None:
         """Return the module whose graph reads a tensor, or None."""
         return self.readers.get(id(tensor))
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Say whether a module has tensors without data: then it can be neither compared nor timed."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

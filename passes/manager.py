@@ -17,6 +17,7 @@ from . import measure
 from .base import Goal, Pass, Phase, Refusal, Site
 from .copying import twin
 from .edit import Edit
+from .facts import is_on_meta
 from .plan import Decision, Plan
 from .site_trial import SiteTrial, timing_figures
 from .state_map import StateMap
@@ -100,6 +101,7 @@ class Manager:
         Raises:
             PlanError: if a planned site is not there.
         """
+        _check_plan(passes, plan)
         for number, pass_ in enumerate(passes):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
@@ -119,7 +121,8 @@ class Manager:
         self.traces.append(PassTrace(str(pass_), seconds, len(self.decisions) - decided, len(self.landed) - applied))
 
     def _times_anything(self, passes: Sequence[Pass]) -> bool:
-        return self.time and bool(self.program.inputs) and any(pass_.goal is Goal.SPEED for pass_ in passes)
+        can_time = self.time and bool(self.program.inputs) and not is_on_meta(self.program.model)
+        return can_time and any(pass_.goal is Goal.SPEED for pass_ in passes)
 
     # -- one pass --------------------------------------------------------------------------------------------------
 
@@ -319,6 +322,21 @@ class Manager:
         """Say how the rewrites that stand were checked."""
         ways = dict.fromkeys(str(landed.decision.figures.get("checked", "replayed")) for landed in self.landed)
         return ", ".join(ways) or "nothing was rewritten"
+
+
+def _check_plan(passes: Sequence[Pass], plan: Plan) -> None:
+    """Make sure that what a plan applied belongs to these passes.
+
+    Raises:
+        PlanError: if it was made for others.
+    """
+    names = [pass_.name for pass_ in passes]
+    for decision in plan.decisions:
+        if decision.status == "applied" and names[decision.step : decision.step + 1] != [decision.pass_name]:
+            raise PlanError(
+                f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, and here they "
+                f"are {', '.join(names) or 'none'}"
+            )
 
 
 def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:

@@ -82,4 +82,4 @@ class Record:
 
 def record_of(model: nn.Module) -> Record | None:
     """Return the record of an optimized model, or None if it is not one (a part of one is not)."""
-    return model.__dict__.get(RECORD_KEY)
+    return getattr(model, "__dict__", {}).get(RECORD_KEY)

@@ -15,6 +15,7 @@ from . import measure, verify
 from .base import Goal, Numerics, Pass, Site
 from .copying import twin
 from .edit import Edit
+from .facts import is_on_meta
 from .modes import modes_to_check
 
 __all__ = ["SiteTrial", "timing_figures"]
@@ -58,7 +59,7 @@ class SiteTrial:
         self.home = program.module(site.home)
         self.phase = site.phase or pass_.phase
         self.calls = self._calls() if check or time else ()
-        self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls)
+        self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls) and not is_on_meta(self.home)
         self.references = self._references()
         self.before = twin(self.home) if self.timed else None
 
@@ -73,7 +74,7 @@ class SiteTrial:
         return self.program.recording([self.home]).calls.get(self.home, ())
 
     def _references(self) -> list[verify.Reference]:
-        if not self.check or not self.calls or self.pass_.numerics is Numerics.SEMANTIC or _on_meta(self.home):
+        if not self.check or not self.calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self.home):
             return []
         return [
             verify.reference(self.home, self.calls, training=mode, gradients=self.phase.covers_training, seed=self.seed)
@@ -153,7 +154,7 @@ class SiteTrial:
         }
 
     def unchecked(self) -> str:
-        if _on_meta(self.home):
+        if is_on_meta(self.home):
             return "unverified: meta"
         if not self.check:
             return "unverified: verify=False"
@@ -173,7 +174,3 @@ def timing_figures(timings: measure.Timings, before: str, after: str) -> dict[st
 
 def _label(choice: str | None) -> str:
     return choice or "after"
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
