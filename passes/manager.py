@@ -334,8 +334,8 @@ def _check_plan(passes: Sequence[Pass], plan: Plan) -> None:
     for decision in plan.decisions:
         if decision.status == "applied" and names[decision.step : decision.step + 1] != [decision.pass_name]:
             raise PlanError(
-                f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, and here they "
-                f"are {', '.join(names) or 'none'}"
+                f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, "
+                f"and here they are {', '.join(names) or 'none'}"
             )
 
 
