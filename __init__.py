@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         state_dict,
         translate_optimizer,
     )
+    from .deploy.flat_model import FlatModel
     from .errors import (
         ArchiveError,
         CaptureError,
@@ -86,6 +87,7 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FlatModel",
     "FoldBatchnorm",
     "FoldConstants",
     "FuseEnsembles",

@@ -10,17 +10,20 @@ from typing import Any, TypeGuard, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .deploy import archive, reproducer
+from .deploy import archive, reproducer, standalone
+from .deploy.flat_model import program_of
+from .deploy.opening import open_file
 from .errors import StateError, UsageError
 from .passes import optimizer_state
 from .passes.base import FunctionPass, Pass, Phase
 from .passes.order import check_order
 from .passes.pipeline import parse
 from .passes.plan import Plan
-from .passes.record import Record, record_of
+from .passes.record import Record, record_of, state_map_of
 from .passes.registry import PassInfo, available
 from .passes.restoration import restored, transplanted
 from .passes.session import Request, copied, run_session
+from .passes.state_map import StateMap
 from .reporting.report import Report
 from .settings import current
 from .tracing.inputs import normalize_inputs
@@ -153,7 +156,13 @@ def report(model: nn.Module) -> Report:
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
-    """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them."""
+    """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them.
+
+    The graphs of a `FlatModel` are called "", "#1", ... after the root.
+    """
+    flat = program_of(model)
+    if flat is not None and record_of(model) is None:
+        return {f"#{index}" if index else "": variant.flat.graph for index, variant in enumerate(flat.code.variants)}
     _record(model)
     return Program(model).graphs
 
@@ -165,12 +174,12 @@ def plan(model: nn.Module) -> Plan:
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save."""
-    return _record(model).state_map.backward(model.state_dict())
+    return _state_map(model).backward(model.state_dict())
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
     """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`."""
-    _record(model)
+    _state_map(model)
     return model.load_state_dict(state, strict=strict, assign=assign)
 
 
@@ -201,34 +210,53 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     return optimizer_state.translate_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
-    """Save an optimized model as a recipe: how to build the original, the plan, and the weights; never a pickle.
+def save(model: nn.Module, path: str | os.PathLike[str], *, kind: str = "recipe", factory: str | None = None) -> None:
+    """Save a model, whole or not at all; never a pickle.
 
     Args:
-        model: an optimized model.
-        path: where to; written whole or not at all.
-        factory: `package.module:function` that builds the unoptimized model; by default the model's class, if it can
-            be built without arguments.
-    """
-    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
-
-
-def load(path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] = ()) -> nn.Module:
-    """Load a recipe: build the model, load its weights and repeat the plan.
-
-    Args:
-        path: of the archive.
-        model: the unoptimized model to use instead of importing the archive's factory.
-        trust: packages (or one) from which the archive's factory may be imported and run.
+        model: an optimized model; for `"standalone"` also what `capture` or `load` gave.
+        path: where to.
+        kind: `"recipe"`: how to build the original, the plan and the weights; loading gives the user's class back.
+            `"standalone"`: one flat graph over torch's own functions and the weights; loading needs no class, and gives
+            a `FlatModel`.
+        factory: of a recipe: `package.module:function` that builds the unoptimized model; by default the model's class,
+            if it can be built without arguments.
 
     Raises:
-        ArchiveError: unreadable, corrupt, too new, or a factory that is not trusted.
+        ArchiveError: a tensor cannot be stored, or for `"standalone"` some of the model has no graph, or does what no
+            archive can say; the message names the module, the line and the reason.
+        StateError: the model was not optimized.
+        OSError: the file cannot be written.
+    """
+    if kind == "standalone" and factory is None:
+        standalone.save(model, path)
+    elif kind == "recipe":
+        archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+    else:
+        raise UsageError(f"kind={kind!r}, factory={factory!r}; use 'recipe', or 'standalone' without a factory")
+
+
+def load(
+    path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] | bool = ()
+) -> nn.Module:
+    """Load a model from an archive of either kind, from a `.pt2` file, or, trusted, from a pickle.
+
+    Args:
+        path: of the file; its content tells what it is.
+        model: of a recipe: the unoptimized model to use instead of importing the archive's factory.
+        trust: packages (or one) from which a recipe's factory may be imported and run. True trusts the file altogether:
+            any factory, and pickles (`torch.save(model, path)`), which run any code.
+
+    Raises:
+        ArchiveError: unreadable, corrupt, too new, or it would run code that is not trusted.
+        UsageError: `model` is given for a file that holds the whole model.
     """
 
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
         return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
-    return archive.load(path, replay=replay, model=model, trust=(trust,) if isinstance(trust, str) else tuple(trust))
+    trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
+    return open_file(Path(path), replay=replay, model=model, trust=trusted)
 
 
 def list_passes() -> dict[str, PassInfo]:
@@ -243,3 +271,7 @@ def _record(model: nn.Module) -> Record:
             f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)"
         )
     return record
+
+
+def _state_map(model: nn.Module) -> StateMap:
+    return state_map_of(model) or _record(model).state_map

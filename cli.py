@@ -31,8 +31,16 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="MODEL is package.module:factory, with example_inputs() beside the factory, or a file saved by fxopt.",
+    epilog="MODEL is package.module:factory, with example_inputs() beside the factory, a file saved by fxopt, a .pt2 "
+    "file, or, with --trust all, a pickled model.",
 )
+
+
+class KindOption(StrEnum):
+    """What a saved model is."""
+
+    RECIPE = "recipe"
+    STANDALONE = "standalone"
 
 
 class PhaseOption(StrEnum):
@@ -42,10 +50,12 @@ class PhaseOption(StrEnum):
     EVAL = "eval"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:factory, or a file saved by fxopt.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:factory, or a file with a model.")]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors) first.")]
 Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors); see the docs.")]
-Trust = Annotated[list[str] | None, typer.Option(metavar="PACKAGE", help="Let a saved MODEL import this package.")]
+Trust = Annotated[
+    list[str] | None, typer.Option(metavar="PACKAGE", help="Let a saved MODEL import this package; all: run anything.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -86,6 +96,9 @@ def optimize(
         str | None, typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
+    kind: Annotated[
+        KindOption, typer.Option(help="Of the saved result; standalone needs no code of yours.")
+    ] = KindOption.RECIPE,
     weights: Weights = None,
     inputs: Inputs = None,
     phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
@@ -102,7 +115,7 @@ def optimize(
     Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
     """
     from . import api
-    from .deploy.archive import factory_of
+    from .arguments import factory_for
 
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
@@ -120,7 +133,7 @@ def optimize(
     if save_plan is not None:
         api.plan(fast).save(save_plan)
     if output is not None:
-        api.save(fast, output, factory=factory_of(model) if Path(model).is_file() else model)
+        api.save(fast, output, kind=kind.value, factory=factory_for(model) if kind is KindOption.RECIPE else None)
     report = api.report(fast)
     _show(report.to_json() if as_json else report.table(), as_json)
 
@@ -139,21 +152,23 @@ def inspect(
     Example: fxopt inspect zoo.models:heads --graph heads.0
     """
     from . import api
+    from .arguments import graphs_of
     from .errors import UsageError
     from .passes.record import record_of
     from .passes.suggest import did_you_mean
     from .reporting.inspection import inspection, inspection_json
 
     opened, example_inputs = _open(model, weights, inputs, trust)
-    if record_of(opened) is not None and graph is None:
+    if graph is not None:
+        graphs = graphs_of(opened, example_inputs)
+        if graph not in graphs:
+            raise UsageError(f"no graph for module {graph!r}{did_you_mean(graph, graphs)}")
+        return _show({"graph": str(graphs[graph])} if as_json else f"{graphs[graph]}\n", as_json)
+    if record_of(opened) is not None:
         report = api.report(opened)
         return _show(report.to_json() if as_json else report.table(), as_json)
     program = api.capture(opened, example_inputs)
-    if graph is None:
-        return _show(inspection_json(program) if as_json else inspection(program), as_json)
-    if graph not in program.graphs:
-        raise UsageError(f"no graph for module {graph!r}{did_you_mean(graph, program.graphs)}")
-    return _show({"graph": str(program.graphs[graph])} if as_json else f"{program.graphs[graph]}\n", as_json)
+    return _show(inspection_json(program) if as_json else inspection(program), as_json)
 
 
 @app.command()
@@ -162,11 +177,43 @@ def diff(a: Model, b: Model, trust: Trust = None, as_json: Json = False) -> None
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
+    from .arguments import graphs_of
     from .reporting.diff import diff_graphs
 
-    text = diff_graphs(*({name: str(graph) for name, graph in _graphs(model, trust).items()} for model in (a, b)))
+    found = (graphs_of(*_open(model, None, None, trust)) for model in (a, b))
+    text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
     _show({"equal": not text, "diff": text} if as_json else text, as_json)
     raise typer.Exit(1 if text else 0)
+
+
+@app.command()
+def verify(
+    a: Model,
+    b: Model,
+    inputs: Inputs = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Compare gradients too.")] = False,
+    phase: Annotated[PhaseOption, typer.Option(help="The mode to compare in.")] = PhaseOption.EVAL,
+    seed: Annotated[int, typer.Option(help="Of noise, upstream gradients and random draws.")] = 0,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Run two models on the same inputs and compare what they give, in float64 too; exit with 1 if they differ.
+
+    The inputs are those of A, or else those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
+    """
+    from .arguments import open_model
+    from .errors import UsageError
+    from .reporting.verdicts import compare_models
+    from .tracing.inputs import normalize_inputs
+
+    (before, own), (after, others) = open_model(a, inputs=inputs, trust=trust), open_model(b, trust=trust)
+    calls = normalize_inputs(others if own is None else own)
+    if not calls:
+        raise UsageError("neither model has example inputs; give --inputs FILE")
+    training = phase is PhaseOption.TRAIN
+    comparison = compare_models(before, after, calls, gradients=gradients, training=training, seed=seed)
+    _show(comparison.to_json() if as_json else comparison, as_json)
+    raise typer.Exit(0 if comparison.equal else 1)
 
 
 @app.command()
@@ -220,32 +267,13 @@ def demo(
 def _open(
     model: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs or None."""
-    from . import api
-    from .deploy.factory import build_model
-    from .deploy.source import inputs_beside, load_weights, read_inputs
+    """Return the model that MODEL means, and its example inputs; say so where there are none."""
+    from .arguments import open_model
 
-    # Like `python -m`, find the user's own modules in the folder the command is run in.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    saved = Path(model).is_file()
-    built = api.load(model, trust=trust or ()) if saved else build_model(model)
-    if weights is not None:
-        load_weights(built, weights)
-    if inputs is not None:
-        return built, read_inputs(inputs)
-    example_inputs = None if saved else inputs_beside(model)
+    opened, example_inputs = open_model(model, weights, inputs, trust)
     if example_inputs is None:
         typer.echo("fxopt: no example inputs, so nothing can be checked or timed", err=True)
-    return built, example_inputs
-
-
-def _graphs(model: str, trust: Sequence[str] | None) -> dict[str, Any]:
-    from . import api
-    from .passes.record import record_of
-
-    opened, example_inputs = _open(model, None, None, trust)
-    return api.graphs(opened) if record_of(opened) else dict(api.capture(opened, example_inputs).graphs)
+    return opened, example_inputs
 
 
 def _hide(value: Any) -> None:

@@ -62,7 +62,7 @@ class InputError(FxoptError):
 
 
 class ArchiveError(InputError):
-    """A saved model is unreadable, corrupt, too new or not trusted."""
+    """A model cannot be saved as asked, or a saved one is unreadable, corrupt, too new or not trusted."""
 
 
 class PlanError(InputError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import gettempdir
@@ -11,7 +12,7 @@ from typing import Any
 
 from .errors import UsageError
 
-__all__ = ["Settings", "current"]
+__all__ = ["Settings", "current", "weights_only"]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -46,6 +47,19 @@ def current(environment: Mapping[str, str] | None = None) -> Settings:
         if text := source.get(variable):
             given[field_.name] = _READERS[field_.name](variable, text)
     return Settings(**given)
+
+
+@contextmanager
+def weights_only() -> Generator[None]:
+    """Let `torch.load` unpickle nothing but tensors, whatever its caller asks for: torch's own readers ask for more."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
 
 
 def _flag(key: str, text: str) -> bool:

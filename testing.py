@@ -6,8 +6,9 @@ from torch import nn
 
 from .errors import UsageError, VerificationError
 from .passes.base import Numerics
-from .passes.record import record_of
+from .passes.record import state_map_of
 from .passes.verify import MapState, Verdict, reference, verify
+from .tracing.capture import capture_of
 from .tracing.inputs import normalize_inputs
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
@@ -58,9 +59,10 @@ def assert_equivalent(
     calls = normalize_inputs(inputs)
     if not calls:
         raise UsageError("assert_equivalent compares what modules do on inputs; give at least one call")
-    taken = reference(before, calls, training=training, gradients=gradients, seed=seed)
-    record = record_of(after)
-    known = dict if record is None else record.state_map.forward
+    keyed = capture_of(after) is not None
+    taken = reference(before, calls, training=training, gradients=gradients, seed=seed, keyed=keyed)
+    state_map = state_map_of(after)
+    known = dict if state_map is None else state_map.forward
     verdict = verify(taken, after, map_state=map_state or known, numerics=numerics, budget=budget)
     if not verdict.ok:
         raise NotEquivalentError(verdict.reason)

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +19,12 @@ from ..passes.record import Record
 from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class
+from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "factory_of", "load", "save"]
 
 KIND = "recipe"
 PLAN = "plan.json"
-WEIGHTS = "weights.safetensors"
 
 
 class Replay(Protocol):
@@ -59,7 +57,7 @@ def save(
     """
     if factory is not None:
         find_factory(factory)
-    stored, aliases = _stored_once(state)
+    stored, aliases = stored_once(state)
     modules = modules_by_name(model)
     manifest: dict[str, Any] = {
         "kind": KIND,
@@ -72,7 +70,7 @@ def save(
         "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
         "aliases": aliases,
     }
-    write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: _weights_bytes(stored)})
+    write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
 
 
 def load(
@@ -80,7 +78,7 @@ def load(
     *,
     replay: Replay,
     model: nn.Module | None = None,
-    trust: Sequence[str] = (),
+    trust: Sequence[str] | bool = (),
 ) -> nn.Module:
     """Build the original model, give it the archive's weights, and repeat the plan on it.
 
@@ -88,7 +86,7 @@ def load(
         path: of the archive.
         replay: applies the plan.
         model: the original model to use instead of the archive's factory; it is copied, not changed.
-        trust: packages whose factories may be imported and called.
+        trust: packages whose factories may be imported and called; True stands for any.
 
     Raises:
         ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
@@ -98,7 +96,7 @@ def load(
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)
     plan = Plan.from_json(read_json(where, PLAN, members[PLAN]), f"the plan in {where}")
-    state = description.with_aliases(_read_weights(where, members[WEIGHTS]))
+    state = description.with_aliases(read_weights(where, members[WEIGHTS]))
     original = copy.deepcopy(model) if model is not None else _built(description, trust)
     _load_weights(where, original, state, description.names("frozen"))
     fast = replay(original, plan, "train" if description.training else "eval")
@@ -147,56 +145,18 @@ class _Description:
         return value
 
 
-def _stored_once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor once, ready to be stored, and alias -> name for those that are tied."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[object, str] = {}
-    for name, tensor in state.items():
-        _check_storable(name, tensor)
-        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
-        if first.setdefault(identity, name) != name:
-            aliases[name] = first[identity]
-        else:
-            # A view into a stacked tensor shares its storage, which the format refuses.
-            stored[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return stored, aliases
-
-
-def _check_storable(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ArchiveError(f"{name!r} is a {type(tensor).__name__}, not a tensor; an archive holds tensors only")
-    if tensor.is_meta:
-        raise ArchiveError(f"{name!r} is on the meta device and has no values to save")
-    if tensor.layout != torch.strided:
-        raise ArchiveError(f"{name!r} is sparse ({tensor.layout}); an archive holds dense tensors only")
-
-
-def _weights_bytes(stored: dict[str, Tensor]) -> bytes:
-    try:
-        return safetensors.torch.save(stored)
-    except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ArchiveError(f"the weights cannot be stored: {error}") from error
-
-
 def _json_bytes(plan: Plan) -> bytes:
     return json.dumps(plan.to_json(), indent=1, allow_nan=False).encode()
 
 
-def _read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load(data)
-    except (KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise ArchiveError(f"{where}: its weights are unreadable: {error}") from error
-
-
-def _built(description: _Description, trust: Sequence[str]) -> nn.Module:
+def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
     """Call the archive's factory if the user trusts its package."""
     where, factory = description.where, description.factory
     if factory is None:
         raise ArchiveError(f"{where} does not say how to build its model; pass model=")
     try:
-        trusted, package = is_trusted(factory, trust), module_of(factory).split(".")[0]
+        package = module_of(factory).split(".")[0]
+        trusted = trust if isinstance(trust, bool) else is_trusted(factory, trust)
     except UsageError as error:
         raise ArchiveError(f"{where} is damaged: {error}") from error
     if not trusted:

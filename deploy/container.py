@@ -17,13 +17,24 @@ from typing import Any, cast
 from ..errors import ArchiveError
 from ..storage import atomic_file
 
-__all__ = ["FORMAT", "SCHEMA_VERSION", "read_container", "write_container"]
+__all__ = [
+    "FORMAT",
+    "LONGEST_JSON",
+    "MANIFEST",
+    "SCHEMA_VERSION",
+    "UNREADABLE",
+    "checked_entries",
+    "read_container",
+    "read_json",
+    "read_manifest",
+    "write_container",
+]
 
 FORMAT = "fxopt-archive"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LONGEST_JSON = 64 * 2**20
-_UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error)
+UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -50,15 +61,34 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
     where = Path(path)
     try:
         with zipfile.ZipFile(where) as archive:
-            names = _check_entries(where, archive)
-            manifest = read_json(where, MANIFEST, archive.read(_found(where, names, MANIFEST)))
-            _check_version(where, manifest)
+            names = checked_entries(where, archive)
+            manifest = _manifest(where, archive, names)
             _check_names(where, names, {MANIFEST, *expected})
             members = {name: archive.read(names[name]) for name in expected}
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ArchiveError(f"{where} is not a readable fxopt archive: {error}") from error
     _check_sums(where, manifest, members)
     return manifest, members
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the manifest alone; the members are not looked at.
+
+    Raises:
+        ArchiveError: as `read_container`.
+    """
+    where = Path(path)
+    try:
+        with zipfile.ZipFile(where) as archive:
+            return _manifest(where, archive, checked_entries(where, archive))
+    except UNREADABLE as error:
+        raise ArchiveError(f"{where} is not a readable fxopt archive: {error}") from error
+
+
+def _manifest(where: Path, archive: zipfile.ZipFile, names: Mapping[str, zipfile.ZipInfo]) -> dict[str, Any]:
+    manifest = read_json(where, MANIFEST, archive.read(_found(where, names, MANIFEST)))
+    _check_version(where, manifest)
+    return manifest
 
 
 def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
@@ -78,15 +108,21 @@ def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _check_entries(where: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold."""
+def checked_entries(where: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold.
+
+    Raises:
+        ArchiveError: if one is.
+    """
     entries = archive.infolist()
     names = {entry.filename: entry for entry in entries}
     if len(names) < len(entries):
         raise ArchiveError(f"{where} has two members of one name")
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
-            raise ArchiveError(f"{where}: {entry.filename!r} is compressed or encrypted, which fxopt never writes")
+            raise ArchiveError(
+                f"{where}: {entry.filename!r} is compressed or encrypted, so nobody can tell what it unpacks to"
+            )
     if sum(entry.file_size for entry in entries) > where.stat().st_size:
         raise ArchiveError(f"{where}: its members claim more bytes than the file has")
     return names

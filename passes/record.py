@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .state_map import StateMap
 
-__all__ = ["RECORD_KEY", "Record", "record_of"]
+__all__ = ["RECORD_KEY", "Record", "record_of", "state_map_of"]
 
 RECORD_KEY = "_fxopt_record"
 """Where the root of an optimized model keeps its record, in its `__dict__`."""
@@ -83,3 +83,12 @@ class Record:
 def record_of(model: nn.Module) -> Record | None:
     """Return the record of an optimized model, or None if it is not one (a part of one is not)."""
     return getattr(model, "__dict__", {}).get(RECORD_KEY)
+
+
+def state_map_of(model: nn.Module) -> StateMap | None:
+    """Return the map from the original names to today's, or None where there is none.
+
+    An optimized model has it on record; a flat model, which has no record, keeps it as `_fxopt_state_map`.
+    """
+    record = record_of(model)
+    return getattr(model, "_fxopt_state_map", None) if record is None else record.state_map

@@ -107,6 +107,7 @@ def reference(
     training: bool | None = None,
     gradients: bool = True,
     seed: int = 0,
+    keyed: bool | None = None,
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
@@ -118,11 +119,14 @@ def reference(
         training: run in this mode; None leaves every module's flag as it is, and so does its current mode.
         gradients: take gradients of float arguments and parameters under random upstream gradients.
         seed: of all noise and random draws.
+        keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
+            that has no graph. By default where the module has a graph.
 
     Raises:
         InputError: if the module does not run on its recorded calls.
     """
-    maker = _Maker(Stage(module), training, gradients, seed)
+    by_node = capture_of(module) is not None
+    maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed)
     return maker.make(_spread([(call.args, call.kwargs) for call in calls]))
 
 
@@ -137,8 +141,7 @@ def _spread(arguments: list[Arguments]) -> list[Arguments]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, stage: Stage, training: bool | None, gradients: bool, seed: int) -> None:
-        keyed = capture_of(stage.module) is not None
+    def __init__(self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool) -> None:
         self.oracle = Oracle(stage, training, gradients, seed, keyed=keyed)
         self.stage = stage
         self.state = stage.state

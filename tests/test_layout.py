@@ -30,6 +30,7 @@ LEVELS = {
     "deploy": 7,
     "testing": 7,
     "api": 8,
+    "arguments": 9,
     "demo": 9,
     "cli": 10,
     "__main__": 11,

@@ -205,6 +205,6 @@ def test_weights_that_are_a_pickle_run_nothing(zoo: Any, tmp_path: Path, monkeyp
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "ran",))
 
-    monkeypatch.setattr(archive, "_weights_bytes", lambda stored: pickle.dumps(Bomb()))
+    monkeypatch.setattr(archive, "weights_bytes", lambda stored: pickle.dumps(Bomb()))
     assert "its weights are unreadable" in refusal(save(zoo.Tied(), tmp_path / "m"), trust=["zoo"])
     assert not (tmp_path / "ran").exists()

@@ -1,0 +1,78 @@
+"""What MODEL, --weights, --inputs and --trust mean on the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import fx, nn
+
+from . import api
+from .deploy.archive import factory_of
+from .deploy.exported import load_exported
+from .deploy.factory import build_model
+from .deploy.flat_model import FlatModel
+from .deploy.opening import FileKind, kind_of_file
+from .deploy.source import inputs_beside, load_weights, read_inputs
+from .errors import UsageError
+from .passes.record import record_of
+
+__all__ = ["factory_for", "graphs_of", "open_model"]
+
+ANYTHING = "all"
+"""Trusting this package trusts a file altogether."""
+
+
+def open_model(
+    model: str, weights: Path | None = None, inputs: Path | None = None, trust: Sequence[str] | None = None
+) -> tuple[nn.Module, object]:
+    """Return the model that MODEL means, and its example inputs or None.
+
+    Args:
+        model: `package.module:factory`, or the path of a file with a model.
+        weights: a safetensors file to load into it.
+        inputs: a safetensors file with example inputs; by default those beside the factory, or in a .pt2 file.
+        trust: packages that a file may have imported, or `all`.
+
+    Raises:
+        UsageError: it is none, or there is no such factory.
+        InputError: it cannot be read or built, or is refused.
+    """
+    # Like `python -m`, find the user's own modules in the folder the command is run in.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if Path(model).is_file():
+        built, example_inputs = _read(Path(model), trust)
+    else:
+        built, example_inputs = build_model(model), None
+    if weights is not None:
+        load_weights(built, weights)
+    if inputs is not None:
+        return built, read_inputs(inputs)
+    return built, example_inputs if Path(model).is_file() else inputs_beside(model)
+
+
+def _read(path: Path, trust: Sequence[str] | None) -> tuple[nn.Module, object]:
+    if kind_of_file(path) is FileKind.EXPORTED:
+        return load_exported(path)
+    return api.load(path, trust=True if trust and ANYTHING in trust else trust or ()), None
+
+
+def factory_for(model: str) -> str | None:
+    """Return how MODEL is built, for a recipe to say; None where its file leaves that open.
+
+    Raises:
+        UsageError: it is a file that holds the whole model.
+    """
+    if not Path(model).is_file():
+        return model
+    if kind_of_file(Path(model)) is not FileKind.RECIPE:
+        raise UsageError(f"{model} does not say how its model is built, as a recipe must; add --kind standalone")
+    return factory_of(model)
+
+
+def graphs_of(model: nn.Module, example_inputs: object) -> Mapping[str, fx.Graph]:
+    """Return the graphs that a model runs, or would run if it were captured."""
+    known = record_of(model) is not None or isinstance(model, FlatModel)
+    return api.graphs(model) if known else api.capture(model, example_inputs).graphs

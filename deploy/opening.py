@@ -1,0 +1,114 @@
+"""Tell the files apart that a model may be in, by their content, and read each as what it is."""
+
+from __future__ import annotations
+
+import enum
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..errors import ArchiveError, InputError, UsageError
+from . import archive, standalone
+from .container import MANIFEST, UNREADABLE, read_manifest
+from .exported import is_exported, load_exported
+
+__all__ = ["FileKind", "kind_of_file", "load_pickle", "open_file"]
+
+
+class FileKind(enum.Enum):
+    """What a file holds."""
+
+    RECIPE = "recipe"
+    STANDALONE = "standalone"
+    EXPORTED = "pt2"
+    PICKLE = "pickle"
+
+
+def open_file(
+    path: Path, *, replay: archive.Replay, model: nn.Module | None = None, trust: Sequence[str] | bool = ()
+) -> nn.Module:
+    """Return the model in a file.
+
+    Args:
+        path: of the file.
+        replay: applies a recipe's plan.
+        model: the original that a recipe is for.
+        trust: packages whose factories may be imported and called; True stands for anything, pickles too.
+
+    Raises:
+        ArchiveError: unreadable, damaged, too new, or not trusted.
+        UsageError: `model` is given for a file that holds the whole model.
+    """
+    kind = kind_of_file(path)
+    if kind is FileKind.RECIPE:
+        return archive.load(path, replay=replay, model=model, trust=trust)
+    if model is not None:
+        raise UsageError(f"{path} is no recipe: it holds the whole model, so leave model= out")
+    if kind is FileKind.STANDALONE:
+        return standalone.load(path)
+    if kind is FileKind.EXPORTED:
+        return load_exported(path)[0]
+    return load_pickle(path, trusted=trust is True)
+
+
+def kind_of_file(path: Path) -> FileKind:
+    """Return what a file holds, by its content; nothing in it is run.
+
+    Raises:
+        ArchiveError: if it cannot be read, or holds no model.
+    """
+    try:
+        start, names = _outline(path)
+    except UNREADABLE as error:
+        raise ArchiveError(f"{path} is not a readable fxopt archive: {error}") from error
+    if MANIFEST not in names and is_exported(names):
+        return FileKind.EXPORTED
+    if any(name.partition("/")[2].startswith("code/") for name in names):
+        raise ArchiveError(
+            f"{path} is a TorchScript file, which fxopt does not read; save the model's state dict instead"
+        )
+    if start[:1] == b"\x80" or (MANIFEST not in names and any(name.endswith("/data.pkl") for name in names)):
+        return FileKind.PICKLE
+    kind = read_manifest(path).get("kind")
+    known = {FileKind.RECIPE.value: FileKind.RECIPE, FileKind.STANDALONE.value: FileKind.STANDALONE}
+    if not isinstance(kind, str) or kind not in known:
+        raise ArchiveError(f"{path} is of kind {kind!r}, which this fxopt does not know")
+    return known[kind]
+
+
+def _outline(path: Path) -> tuple[bytes, list[str]]:
+    """Return a file's first bytes, and the names of its entries if it is a zip file."""
+    with path.open("rb") as file:
+        start = file.read(2)
+        if start != b"PK":
+            return start, []
+        with zipfile.ZipFile(file) as archive:
+            return start, archive.namelist()
+
+
+def load_pickle(path: Path, *, trusted: bool) -> nn.Module:
+    """Return the model that `torch.save(model, path)` wrote; reading it runs whatever the file says.
+
+    Args:
+        path: of the file.
+        trusted: the user knows where the file is from.
+
+    Raises:
+        ArchiveError: if it is not trusted, or cannot be read.
+        InputError: if it holds something else than a module.
+    """
+    if not trusted:
+        raise ArchiveError(
+            f"{path} is a pickle, which can run any code when it is read; if you know who made it, "
+            "pass trust=True (--trust all on the command line)"
+        )
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception as error:  # unpickling runs the classes' own code
+        raise ArchiveError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
+    if not isinstance(found, nn.Module):
+        raise InputError(f"{path} holds a {type(found).__name__}, expected a torch.nn.Module; weights go to --weights")
+    return found

@@ -1,0 +1,142 @@
+"""Whether two models are the same function, call by call: the verdicts, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from ..passes.record import state_map_of
+from ..passes.verify import Verdict, reference, verify
+from ..tracing.capture import capture_of
+from ..tracing.inputs import Inputs
+from .wording import printable
+
+__all__ = ["Comparison", "compare_models"]
+
+TITLES = ("call", "same", "error in float64", "error in its own types", "checked in")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing two models gave.
+
+    Attributes:
+        verdicts: one for each call.
+        gradients: whether gradients were compared too.
+    """
+
+    verdicts: Sequence[Verdict]
+    gradients: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether no call told the models apart."""
+        return all(verdict.ok for verdict in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain JSON values; errors that are not finite are null."""
+        calls = [
+            {
+                "equal": verdict.ok,
+                "reason": verdict.reason,
+                "meaning_error": _finite(verdict.meaning_error),
+                "precision_error": _finite(verdict.precision_error),
+                "checked": verdict.checked_in,
+            }
+            for verdict in self.verdicts
+        ]
+        return {"equal": self.equal, "gradients": self.gradients, "calls": calls}
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False, legacy_windows=False)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        compared = "outputs, buffers and gradients" if self.gradients else "outputs and buffers"
+        yield Text(
+            f"{'equal' if self.equal else 'different'}: {compared} of {_calls(len(self.verdicts))}", style="bold"
+        )
+        table = Table(box=box.SIMPLE_HEAD if options.is_terminal else box.MARKDOWN)
+        for title in TITLES:
+            table.add_column(title)
+        for number, verdict in enumerate(self.verdicts):
+            errors = (f"{verdict.meaning_error:.1e}", f"{verdict.precision_error:.1e}")
+            table.add_row(str(number), "yes" if verdict.ok else "no", *errors, verdict.checked_in)
+        yield table
+        for number, verdict in enumerate(self.verdicts):
+            if verdict.reason:
+                yield Text(f"call {number}: {printable(verdict.reason)}")
+
+
+def compare_models(
+    before: nn.Module, after: nn.Module, calls: Sequence[Inputs], *, gradients: bool, training: bool, seed: int
+) -> Comparison:
+    """Run two models on the same calls and compare what they give, in float64 and in their own types.
+
+    Dataclasses among the outputs count as the dictionaries of their fields, as a flat model returns them. Parameters
+    and buffers are compared under the names that both have, once those of an optimized model are translated.
+
+    Args:
+        before: the model that is right.
+        after: the model to judge.
+        calls: the arguments to run on.
+        gradients: compare gradients of arguments and parameters too.
+        training: the mode to compare in.
+        seed: of noise, upstream gradients and random draws.
+
+    Raises:
+        InputError: if `before` does not run on a call.
+    """
+    known = {name for name, _ in (*after.named_parameters(remove_duplicate=False), *_buffers(after))}
+
+    def translated(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        earlier, later = state_map_of(before), state_map_of(after)
+        original = state if earlier is None else earlier.backward(state)
+        found = original if later is None else later.forward(original, strict=False)
+        return {name: tensor for name, tensor in found.items() if name in known}
+
+    keyed = capture_of(after) is not None
+    verdicts: list[Verdict] = []
+    with ExitStack() as stack:
+        for model in {id(model): model for model in (before, after)}.values():
+            stack.callback(model.register_forward_hook(lambda _, __, output: _plain(output)).remove)
+        for call in calls:
+            taken = reference(before, [call], training=training, gradients=gradients, seed=seed, keyed=keyed)
+            verdicts.append(verify(taken, after, map_state=translated))
+    return Comparison(verdicts, gradients)
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(model.named_buffers(remove_duplicate=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dictionaries in place of dataclasses."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    return tuple(_plain(item) for item in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
+
+
+def _calls(count: int) -> str:
+    return "1 call" if count == 1 else f"{count} calls"

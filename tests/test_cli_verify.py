@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fxopt.cli import main
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(6))
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=1)
+
+class Scaled(Heads):
+    def forward(self, x):
+        return super().forward(x) * 1.001
+
+class Detached(Heads):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+class Failing(Heads):
+    def forward(self, x):
+        raise RuntimeError("on purpose")
+
+class Dropping(Heads):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+class Deciding(Heads):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else -super().forward(x)
+
+def example_inputs():
+    torch.manual_seed(1)
+    return [(torch.randn(3, 4),), {"x": torch.randn(5, 4)}]
+
+def build(cls):
+    torch.manual_seed(0)
+    return cls()
+
+def heads(): return build(Heads)
+def scaled(): return build(Scaled)
+def detached(): return build(Detached)
+def failing(): return build(Failing)
+def dropping(): return build(Dropping)
+def deciding(): return build(Deciding)
+def others():
+    torch.manual_seed(7)
+    return Heads()
+"""
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Fxopt = Callable[..., Done]
+
+
+@pytest.fixture
+def fxopt(capsys: pytest.CaptureFixture[str]) -> Fxopt:
+    """Return a function that runs the command line in this process."""
+
+    def run(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exited:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Done(int(exited.value.code or 0), out, err)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Work in a folder with a module `zoo`, whose factories the command line imports from there."""
+    (tmp_path / "zoo.py").write_text(SOURCE)
+    (tmp_path / "bare.py").write_text("from zoo import heads")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("zoo", "bare"):
+        sys.modules.pop(name, None)
+
+
+def save(fxopt: Fxopt, out: str, *options: str, model: str = "zoo:heads", passes: str = "fuse_ensembles") -> None:
+    done = fxopt("optimize", model, "-p", passes, "-o", out, "--no-measure", *options)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("kind", ["recipe", "standalone"])
+def test_equal_models_exit_with_0(kind: str, fxopt: Fxopt):
+    save(fxopt, "out.fxopt", "--kind", kind)
+    done = fxopt("verify", "zoo:heads", "out.fxopt", "--trust", "zoo")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "equal: outputs and buffers of 2 calls"
+    assert [line.split("|")[2].strip() for line in lines if line.startswith("|")][2:] == ["yes", "yes"]
+
+
+@pytest.mark.parametrize("phase", ["eval", "train"])
+def test_gradients_are_compared_when_asked_for(phase: str, fxopt: Fxopt):
+    save(fxopt, "out.fxopt", "--kind", "standalone", model="zoo:dropping", passes="eliminate_dead_code")
+    done = fxopt("verify", "zoo:dropping", "out.fxopt", "--gradients", "--phase", phase, "--json")
+    assert done.code == 0, done.out
+    assert done.json["gradients"] is True
+    assert [call["checked"] for call in done.json["calls"]] == ["float64", "float64"]
+    assert fxopt("verify", "zoo:heads", "zoo:detached").code == 0
+    different = fxopt("verify", "zoo:heads", "zoo:detached", "--gradients")
+    assert different.code == 1
+    assert "gradient of" in different.out
+
+
+def test_different_models_exit_with_1_and_say_where(fxopt: Fxopt):
+    done = fxopt("verify", "zoo:heads", "zoo:scaled")
+    assert done.code == 1
+    assert done.out.startswith("different: outputs and buffers of 2 calls\n")
+    assert "call 0: output differs: 1.0e-03 relative to its scale" in done.out
+    result = fxopt("verify", "zoo:heads", "zoo:scaled", "--json").json
+    assert (result["schema_version"], result["equal"]) == (1, False)
+    assert [call["equal"] for call in result["calls"]] == [False, False]
+    assert 9e-4 < result["calls"][0]["meaning_error"] < 1.1e-3
+    weights = fxopt("verify", "zoo:heads", "zoo:others")
+    assert weights.code == 1
+    assert "heads.0.0.weight" in weights.out
+    raising = fxopt("verify", "zoo:heads", "zoo:failing")
+    assert raising.code == 1
+    assert "raises RuntimeError: on purpose" in raising.out
+
+
+def test_wrong_usage_and_unreadable_models(fxopt: Fxopt, zoo: Path):
+    assert fxopt("verify", "zoo:heads").code == 2
+    assert fxopt("verify", "zoo:heads", "zoo:haeds").code == 2
+    without = fxopt("verify", "bare:heads", "bare:heads")
+    assert without.code == 2
+    assert "neither model has example inputs; give --inputs FILE" in without.err
+    (zoo / "junk").write_bytes(b"junk")
+    assert fxopt("verify", "zoo:heads", "junk").code == 3
+    failing = fxopt("verify", "zoo:failing", "zoo:heads")
+    assert failing.code == 3
+    assert "on purpose" in failing.err
+    save(fxopt, "out.fxopt")
+    untrusted = fxopt("verify", "zoo:heads", "out.fxopt")
+    assert untrusted.code == 3
+    assert "would import and call 'zoo:heads'" in untrusted.err
+
+
+def test_inputs_come_from_either_model_or_a_file(fxopt: Fxopt, zoo: Path):
+    assert len(fxopt("verify", "bare:heads", "zoo:heads", "--json").json["calls"]) == 2
+    save_file({"0": torch.randn(2, 4)}, zoo / "x.safetensors")
+    done = fxopt("verify", "zoo:heads", "bare:heads", "--inputs", "x.safetensors", "--json")
+    assert len(done.json["calls"]) == 1
+    misfit = fxopt("verify", "zoo:heads", "bare:heads", "--inputs", "zoo.py")
+    assert misfit.code == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_exported_and_pickled_models(fxopt: Fxopt, zoo: Path):
+    sys.path.insert(0, str(zoo))
+    import zoo as models
+
+    program = torch.export.export(models.heads().eval(), (torch.randn(3, 4),))
+    torch.export.save(program, zoo / "heads.pt2")
+    assert fxopt("verify", "heads.pt2", "zoo:heads", "--gradients").code == 0
+    assert fxopt("verify", "heads.pt2", "zoo:scaled").code == 1
+    assert "1 of" in fxopt("inspect", "heads.pt2").out
+    torch.save(models.heads(), zoo / "heads.pt")
+    refused = fxopt("verify", "zoo:heads", "heads.pt", "--trust", "zoo")
+    assert refused.code == 3
+    assert "is a pickle" in refused.err
+    assert fxopt("verify", "zoo:heads", "heads.pt", "--trust", "all").code == 0
+
+
+def test_a_crafted_pt2_runs_nothing(fxopt: Fxopt, zoo: Path):
+    import io
+    import zipfile
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (zoo / "ran",))
+
+    buffer = io.BytesIO()
+    torch.save(Bomb(), buffer)
+    with zipfile.ZipFile(zoo / "evil.pt2", "w") as archive:
+        for name in (
+            "archive_format",
+            "archive_version",
+            "models/model.json",
+            "data/weights/model_weights_config.json",
+        ):
+            archive.writestr(f"evil/{name}", b"{}")
+        archive.writestr("evil/data/constants/model_constants_config.json", b"{}")
+        archive.writestr("evil/data/sample_inputs/model.pt", buffer.getvalue())
+    done = fxopt("verify", "zoo:heads", "evil.pt2", "--trust", "all")
+    assert done.code == 3
+    assert len(done.err.splitlines()) == 1
+    assert not (zoo / "ran").exists()
+
+
+def test_a_standalone_archive_needs_no_trust_and_no_class(fxopt: Fxopt, zoo: Path):
+    save(fxopt, "heads.fxopt", "--kind", "standalone")
+    save_file({"x": torch.randn(2, 4)}, zoo / "x.safetensors")
+    (zoo / "zoo.py").unlink()
+    sys.modules.pop("zoo")
+    assert fxopt("verify", "heads.fxopt", "heads.fxopt", "--inputs", "x.safetensors").code == 0
+    assert "wide_linear" in fxopt("inspect", "heads.fxopt", "--graph", "").out
+    assert fxopt("diff", "heads.fxopt", "heads.fxopt").code == 0
+    again = (
+        "optimize",
+        "heads.fxopt",
+        "--inputs",
+        "x.safetensors",
+        "-p",
+        "inference",
+        "-o",
+        "again.fxopt",
+        "--no-measure",
+    )
+    recipe = fxopt(*again)
+    assert recipe.code == 2
+    assert "does not say how its model is built, as a recipe must; add --kind standalone" in recipe.err
+    assert fxopt(*again, "--kind", "standalone").code == 0
+    assert fxopt("verify", "heads.fxopt", "again.fxopt", "--inputs", "x.safetensors").code == 0
+
+
+def test_what_cannot_be_standalone_is_refused_by_name(fxopt: Fxopt, zoo: Path):
+    done = fxopt("optimize", "zoo:deciding", "-p", "eliminate_dead_code", "-o", "out", "--kind", "standalone")
+    assert done.code == 3
+    assert "module '(root)' (zoo.py:" in done.err
+    assert not (zoo / "out").exists()
+    assert fxopt("optimize", "zoo:heads", "-o", "out", "--kind", "other").code == 2
+
+
+def test_damaged_files_exit_with_3_and_one_line(fxopt: Fxopt, zoo: Path):
+    save(fxopt, "heads.fxopt", "--kind", "standalone")
+    content = bytearray((zoo / "heads.fxopt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (zoo / "heads.fxopt").write_bytes(content)
+    done = fxopt("inspect", "heads.fxopt")
+    assert done.code == 3
+    assert len(done.err.splitlines()) == 1
+    assert done.out == ""
