@@ -61,6 +61,7 @@ _HOMES = {
         "capture graphs list_passes load load_state_dict optimize plan report restore save state_dict "
         "translate_optimizer"
     ),
+    "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
         "PipelineError PlanError StateError Unsuitable UsageError VerificationError"
