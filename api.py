@@ -104,7 +104,7 @@ def optimize(
 
 def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     """Return the passes meant, checked for their order."""
-    single = isinstance(passes, (str, Pass)) or callable(passes)
+    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
     listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
     found = [pass_ for item in listed for pass_ in _meant(item)]
     check_order(found)

@@ -100,7 +100,8 @@ class _Search:
 
 
 def _asks_for_mode(variant: FlatVariant) -> bool:
-    return any(isinstance(part, Read) for condition in variant.conditions for part in parts(condition.tree))
+    asked = (part for condition in variant.conditions for part in parts(condition.tree))
+    return any(isinstance(part, Read) and part.target.rpartition(".")[2] == "training" for part in asked)
 
 
 def _asks_for_gradients(variant: FlatVariant) -> bool:

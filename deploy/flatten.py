@@ -7,6 +7,7 @@ import json
 import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 from torch import fx, nn
@@ -91,11 +92,10 @@ class Flattening:
         match tree:
             case Read(target=target):
                 found = self.holdings.look_up(f"{home}.{target}" if home else target)
-                if found.tensor is None and not found.rest:
-                    return Read(self.holdings.read(found.name))
-                if found.tensor is None or found.rest not in (("shape",), ("ndim",)):
-                    raise ArchiveError(f"it holds for one value of self.{target}")
-                return Literal(tuple(found.tensor.shape) if found.rest == ("shape",) else found.tensor.ndim)
+                if found.tensor is not None and found.rest in (("shape",), ("ndim",)):
+                    return Literal(tuple(found.tensor.shape) if found.rest == ("shape",) else found.tensor.ndim)
+                tree = Read(self.holdings.read(found.name))
+                return reduce(Attribute, found.rest, tree)
             case Attribute(owner=owner, name=name):
                 return Attribute(self._from_root(owner, home), name)
             case Apply(operation=operation, operands=operands):

@@ -26,6 +26,10 @@ _ARITHMETIC: Mapping[type, str] = {
 }  # fmt: skip
 
 
+_CHANGING = (ATTRIBUTES | METHODS) - {"shape", "ndim"}
+"""What a tensor may be asked for that is not its shape."""
+
+
 class _Unsayable(Exception):
     """A part of a guard has no tree."""
 
@@ -63,14 +67,19 @@ def path_of(expression: str) -> list[str | int]:
 
 @lru_cache(maxsize=4096)
 def reads_self_only(expression: str) -> bool:
-    """Say whether a guard asks for the structure of the module alone, which an archive keeps: no argument, no mode."""
+    """Say whether a guard asks for the structure of the module alone, which an archive keeps.
+
+    It asks for no argument, no mode, and nothing that moving or casting a tensor changes.
+    """
     if ".training" in expression or "torch.is_" in expression:
         return False
     try:
-        names = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+        nodes = list(ast.walk(ast.parse(expression, mode="eval")))
     except SyntaxError:
         return False
-    return "self" in names and names <= {"self", "slice", *GUARD_NAMES}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return "self" in names and names <= {"self", "slice", *GUARD_NAMES} and not read & _CHANGING
 
 
 def _tree(node: ast.expr) -> Tree:

@@ -192,6 +192,23 @@ class FusedPart(nn.Module):
                 result[prefix + name] = view.read() if keep_vars else view.read().detach()
         return result
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if views_of(self):
+            # A plain dict names no version, for which batch norms add a buffer that is not here any more.
+            local_metadata = {**local_metadata, "version": self._version}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         views = _outside(self)
         if not views:

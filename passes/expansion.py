@@ -162,6 +162,8 @@ class _Builder:
         args, kwargs = _substitute(node.args, values), _substitute(node.kwargs, values)
         if node.target is operator.getitem and _is_item(*args):
             return args[0][args[1]]
+        if node.target is len and isinstance(args[0], (tuple, list, dict)):
+            return len(cast("Sequence[Any]", args[0]))
         if node.op == "call_module":
             opened = self.open(node, args, kwargs, prefix, path, call)
             if opened is not None:

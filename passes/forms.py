@@ -33,7 +33,8 @@ _FRESH = frozenset(
 def packable(operation: Operation) -> bool:
     """Say whether a rule exists that computes N of these at once, and no write makes their order matter."""
     if operation.kind == "call_module":
-        return operation.operator is not None
+        # Without an example it is not known whether a module gives one tensor or several.
+        return operation.operator is not None and (operation.operator != "module" or operation.example is not None)
     if operation.operator not in _COMPUTABLE or not _plain(operation):
         return False
     if operation.operator == "where" and len(operation.args) + len(operation.kwargs) != 3:

@@ -124,7 +124,7 @@ class _Search:
 
     def number(self, operation: Operation, template: Any, operands: Sequence[Operation]) -> None:
         """Let equal calculations with sizes, which each member does for itself, count as one value."""
-        if _is_size(operation.example):
+        if _is_size(operation):
             key = (operation.operator, repr(template), *(id(self.same.get(o, o)) for o in operands))
             self.same[operation] = self.sizes.setdefault(key, operation)
 
@@ -248,7 +248,7 @@ class _Search:
             return pack
         if all(operand.kind == "get_attr" for operand in column):
             return self.attributes(tuple(str(operand.target) for operand in column))
-        distinct = len(set(column)) == len(column) and all(_is_or_may_be_tensor(operand) for operand in column)
+        distinct = len(set(column)) == len(column) and not any(map(_is_no_tensor, column))
         return _selection(column) or (Gathered(column) if distinct else None)
 
     def attributes(self, names: tuple[str, ...]) -> Operand | None:
@@ -315,8 +315,8 @@ def _is_tensor(operation: Operation) -> bool:
     return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
 
 
-def _is_or_may_be_tensor(operation: Operation) -> bool:
-    return operation.example is None or hasattr(operation.example, "dtype")
+def _is_no_tensor(operation: Operation) -> bool:
+    return _is_size(operation) if operation.example is None else not hasattr(operation.example, "dtype")
 
 
 def _is_flag(home: nn.Module, name: str) -> bool:
@@ -334,10 +334,15 @@ def _is_state(home: nn.Module, name: str) -> bool:
     return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
 
 
-def _is_size(value: object) -> bool:
+def _is_size(operation: Operation) -> bool:
+    """Say whether a value is a whole number or several: a size, or what was calculated with sizes."""
+    value = operation.example
     if isinstance(value, tuple):
         return all(type(item) is int for item in cast("tuple[object, ...]", value))
-    return type(value) is int
+    if value is not None:
+        return type(value) is int
+    calculated = operation.operator == "getitem" or operation.operator in POINTWISE
+    return operation.operator in _SIZES or (calculated and all(map(_is_size, operation.inputs)))
 
 
 def _in_one_spelling(operation: Operation) -> bool:

@@ -123,8 +123,8 @@ def _node_unit(node: fx.Node, expansion: Expansion, order: int, mutating: bool) 
     gives = [leaf for leaf in _operations(result) if leaf not in needs]
 
     def emit(writer: Writer) -> None:
-        if node.target is operator.getitem and not gives:
-            return  # an item of a structure whose items are known
+        if node.target in (operator.getitem, len) and not gives:
+            return  # an item of a structure whose items are known, or their number
         copy = writer.graph.node_copy(node, lambda source: writer.substitute(expansion.results[source.name]))
         _give(result, copy, writer)
 

@@ -79,6 +79,8 @@ def test_paths():
 
 def test_what_a_guard_asks_for():
     assert reads_self_only("len(self._modules['layers']._modules) == 4")
+    assert reads_self_only("self.linear.weight.shape[0] == 4")
+    assert not reads_self_only("self.linear.weight.dtype == torch.float32")
     assert not reads_self_only("self.training")
     assert not reads_self_only("x.shape[0] == self.weight.shape[0]")
     assert not reads_self_only("torch.is_grad_enabled()")

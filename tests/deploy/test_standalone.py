@@ -335,6 +335,31 @@ def test_what_decided_is_checked_when_the_model_is_called(tmp_path: Path):
         flat(torch.ones(5, 3))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_a_parameter_decided_is_checked_when_the_model_is_called(depth: int, tmp_path: Path):
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            if self.linear.weight.dtype == torch.float64:
+                return self.linear(x) * 100
+            if x.dtype != self.linear.weight.dtype or self.linear.weight.shape[1] != x.shape[-1]:
+                return self.linear(x.to(self.linear.weight.dtype)[..., :3])
+            return self.linear(x)
+
+    model = fxopt.optimize(Outer(Casting()) if depth else Casting(), [], example_inputs=(torch.randn(2, 3),))
+    flat = reloaded(model, tmp_path / "m")
+    x = torch.randn(4, 3)
+    same(flat(x), model(x))
+    for wrong in (x.double(), torch.randn(4, 5)):
+        with pytest.raises(GuardError):
+            flat(wrong)
+    with pytest.raises(GuardError, match="dtype"):
+        flat.double()(x.double())
+
+
 def test_gradient_mode_decides_again(tmp_path: Path):
     class Asking(nn.Module):
         def forward(self, x):

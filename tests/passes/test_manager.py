@@ -48,7 +48,7 @@ class Net(nn.Module):
         return y - x.sin()
 
 
-X = torch.randn(5, 4)
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 # -- passes --------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Exactly(SwapOperands):
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        part = edit.call(torch.mul, edit.call(torch.sub, *node.args), 0.7)
-        return edit.call(torch.div, part, 0.7)
+        part = edit.call(torch.add, edit.call(torch.sub, *node.args), 8.0)
+        return edit.call(torch.sub, part, 8.0)
 
 
 @dataclasses.dataclass(frozen=True)
