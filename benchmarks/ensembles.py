@@ -26,7 +26,7 @@ import fxopt
 from fxopt.passes.measure import Timings, time_candidates
 
 SEED = 20261121
-LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap")
+LOWERINGS = ("wide", "wide_input_first", "bmm", "grouped_conv", "vmap")
 BATCHES = (1, 32, 256)
 MEMBERS = (2, 4, 8, 16, 32, 64, 128)
 WIDTHS = (8, 16, 32, 64, 128, 256)

@@ -48,12 +48,19 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         behind one another, which elementwise operations keep and `batched_linear` takes up.
     """
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
-    wide_weight, columns = weight.flatten(0, 1), rows.t()
-    wide = torch.mm(wide_weight, columns) if bias is None else torch.addmm(bias.reshape(-1, 1), wide_weight, columns)
+    wide = _wide_product(rows, weight.flatten(0, 1), bias)
     results = wide.view(weight.shape[0], weight.shape[1], rows.shape[0]).mT
     if x.ndim == 2:
         return results
     return torch.unflatten(results, 1, x.shape[:-1]) if x.ndim > 2 else results.squeeze(1)
+
+
+def _wide_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a contiguous [N * out, rows], or [1, N * out] for one row, which has the same bytes and is faster."""
+    if rows.shape[0] == 1:
+        return F.linear(rows, weight, None if bias is None else bias.flatten())
+    columns = rows.t()
+    return torch.mm(weight, columns) if bias is None else torch.addmm(bias.reshape(-1, 1), weight, columns)
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

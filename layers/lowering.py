@@ -32,7 +32,7 @@ class Lowering:
 
     Attributes:
         ensemble: what to write.
-        choice: `wide`, `bmm`, `grouped_conv` or `vmap`.
+        choice: `wide`, `wide_input_first` (the same graph), `bmm`, `grouped_conv` or `vmap`.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
         add_module: registers a module in the home and returns its name (used by `vmap`).
         may_restart: whether the home may run its own forward after having begun with its graph.
@@ -196,7 +196,7 @@ def _linear_function(pack: Pack, choice: str) -> Callable[..., Any]:
     if isinstance(pack.operands[1], Shared):
         return F.linear
     shared = isinstance(pack.operands[0], Shared)
-    if choice == "wide":
+    if choice in ("wide", "wide_input_first"):
         return batched.wide_linear if shared else batched.batched_linear
     if choice == "grouped_conv":
         return batched.shared_grouped_linear if shared else batched.grouped_linear

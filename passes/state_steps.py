@@ -123,7 +123,8 @@ class Stack(StateStep):
         (stacked,) = tensors
         if stacked.ndim == 0 or stacked.shape[0] != len(self.olds):
             raise StateError(f"'{self.new}' has shape {list(stacked.shape)}; it stacks {len(self.olds)} tensors")
-        return stacked.detach().unbind(0)
+        # Slices of a tensor that lies otherwise in memory have gaps, which checkpoint writers refuse.
+        return [tensor.contiguous() for tensor in stacked.detach().unbind(0)]
 
     __str__ = StateStep.__str__
 

@@ -451,7 +451,7 @@ class Pure(nn.Module):
         return torch.cat([head(x) for head in self.heads], -1)
 
 
-@pytest.mark.parametrize("lowering", ["wide", "bmm", "grouped_conv"])
+@pytest.mark.parametrize("lowering", ["wide", "wide_input_first", "bmm", "grouped_conv"])
 def test_fused_models_compile_whole_and_export(lowering: str) -> None:
     fast = optimized(Pure(), f"fuse_ensembles{{lowering={lowering}}}")
     compiled = torch.compile(fast, fullgraph=True, backend="eager")

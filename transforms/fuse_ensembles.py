@@ -24,7 +24,7 @@ from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import reached_outputs, used_by
 from ..passes.isomorphism import find_ensembles
 from ..passes.joins import find_joins
-from ..passes.packs import Ensemble, attribute
+from ..passes.packs import Ensemble, Parameters, Shared, attribute
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 from ..tracing.captured import capture_of
@@ -48,6 +48,7 @@ class Lowering(enum.Enum):
 
     AUTO = "auto"
     WIDE = "wide"
+    WIDE_INPUT_FIRST = "wide_input_first"
     BMM = "bmm"
     GROUPED_CONV = "grouped_conv"
     VMAP = "vmap"
@@ -114,16 +115,19 @@ class FuseEnsembles(Pass):
             return (self.lowering.value,)
         if not any(pack.operator == "linear" for pack in ensemble.packs):
             return ("grouped_conv", "vmap")
-        candidates = ("wide", "bmm") if ensemble.shares_input else ("bmm",)
-        return (*candidates, "vmap", "grouped_conv")
+        if not ensemble.shares_input:
+            return ("bmm", "vmap", "grouped_conv")
+        return ("wide", "bmm", "wide_input_first", "vmap", "grouped_conv")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         expansion = expand(site.program, site.home)
         ensemble = _located(site)
         places = _store_names(ensemble)
-        store, names = _stack_parameters(ensemble, places, edit)
+        choice = site.choice or site.choices[0]
+        input_first = _weights_of_shared_input(ensemble) if choice == "wide_input_first" else ()
+        store, names = _stack_parameters(ensemble, places, input_first, edit)
         lowering = Lowered(
-            ensemble, site.choice or site.choices[0], names,
+            ensemble, choice, names,
             lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
             not any(writes(node, site.program, site.home) for node in site.graph.nodes),
         )  # fmt: skip
@@ -224,12 +228,13 @@ def _written_out(name: str) -> str:
 
 
 def _stack_parameters(
-    ensemble: Ensemble, places: dict[tuple[str, ...], str], edit: Edit
+    ensemble: Ensemble, places: dict[tuple[str, ...], str], input_first: Iterable[tuple[str, ...]], edit: Edit
 ) -> tuple[FusedMembers, dict[tuple[str, ...], str]]:
-    """Stack the members' tensors in one new child. Return it and the new names."""
+    """Stack the members' tensors in one new child, some with their inputs first. Return it and the new names."""
     home = edit.home
     members = {places[o.names]: [_parameter(home, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
+    stacked.update({places[names]: _input_first(stacked[places[names]]) for names in input_first})
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
@@ -237,6 +242,17 @@ def _stack_parameters(
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{places[operand.names]}"))
     return store, {names: f"{child}.{place}" for names, place in places.items()}
+
+
+def _weights_of_shared_input(ensemble: Ensemble) -> list[tuple[str, ...]]:
+    """Return the weights of the linears that all read one input."""
+    linears = (pack.operands for pack in ensemble.packs if pack.operator == "linear")
+    return [o[1].names for o in linears if isinstance(o[0], Shared) and isinstance(o[1], Parameters)]
+
+
+def _input_first(weight: torch.Tensor) -> torch.Tensor:
+    """Return a stacked weight [N, out, in] whose memory is that of a contiguous [in, N, out]."""
+    return weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
 def _leave_views(places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:

@@ -270,7 +270,7 @@ def test_a_training_step_changes_both_alike(tmp_path: Path):
         same(mine, theirs)
 
 
-@pytest.mark.parametrize("lowering", ["wide", "bmm", "grouped_conv", "vmap"])
+@pytest.mark.parametrize("lowering", ["wide", "wide_input_first", "bmm", "grouped_conv", "vmap"])
 def test_fused_ensembles_load_old_checkpoints_too(lowering: str, tmp_path: Path):
     model, call = optimized("multi-head", f"fuse_ensembles{{lowering={lowering}}}")
     flat = reloaded(model, tmp_path / "m")

@@ -140,7 +140,7 @@ SPELLINGS = [
     Comprehension, Loop, StackMean, PythonSum, RunningTotal, WeightedSum, Residual, SeparateInputs, UserMembers,
     Functional, Nested,
 ]  # fmt: skip
-LOWERINGS = ["wide", "bmm", "grouped_conv", "vmap"]
+LOWERINGS = ["wide", "wide_input_first", "bmm", "grouped_conv", "vmap"]
 
 
 def example(model: nn.Module, batch: int = 4) -> Tensor:
@@ -213,6 +213,24 @@ def test_empty_batch_and_extra_dimensions() -> None:
         for shape in ((2, 4, 5), (0, 4, 5), (3, 1, 5)):
             x = torch.randn(shape)
             torch.testing.assert_close(fast(x), model(x))
+
+
+def test_input_first_changes_the_memory_layout_of_the_shared_linear_alone() -> None:
+    model = Comprehension()
+    fast = fused(model, "wide_input_first")
+    strides = {name: weight.stride() for name, weight in fast.named_parameters() if weight.ndim == 3}
+    first, *others = strides.values()
+    assert first[1] == 1 and first[2] == max(first)
+    assert all(weight[2] == 1 for weight in others)
+    for copied in (copy.deepcopy(fast), copy.deepcopy(fast).double(), pickle.loads(pickle.dumps(fast))):
+        assert {name: w.stride() for name, w in copied.named_parameters() if w.ndim == 3} == strides
+    assert all(tensor.is_contiguous() for tensor in fxopt.state_dict(fast).values())
+    assert all(parameter.is_contiguous() for parameter in fxopt.restore(fast).parameters())
+    fxopt.load_state_dict(fast, {name: tensor * 2 for name, tensor in model.state_dict().items()})
+    torch.testing.assert_close(
+        fxopt.state_dict(fast), {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    )
+    assert {name: w.stride() for name, w in fast.named_parameters() if w.ndim == 3} == strides
 
 
 def test_nan_stays_where_it_was() -> None:
