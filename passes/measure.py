@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
 from .runner import Runner, runner
+from .supervision import collection_paused
 
 if sys.platform == "linux":
     import resource
@@ -132,7 +132,7 @@ def time_candidates(
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         samplings = {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
-        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(collection_paused())
         _sample_rounds(timings, samplings, seconds, least_rounds)
     return timings
 
@@ -204,14 +204,3 @@ class _Sampling:
         for _ in range(self.calls):
             self.candidate()
         return (time.perf_counter() - start) / self.calls
-
-
-@contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
