@@ -24,6 +24,7 @@ from .passes.registry import PassInfo, available
 from .passes.restoration import restored, transplanted
 from .passes.session import Request, copied, run_session
 from .passes.state_map import StateMap
+from .passes.supervision import collection_paused
 from .reporting.report import Report
 from .settings import current
 from .tracing.inputs import normalize_inputs
@@ -147,7 +148,8 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     Raises:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
-    return capture_program(copied(model), example_inputs)
+    with collection_paused():
+        return capture_program(copied(model), example_inputs)
 
 
 def report(model: nn.Module) -> Report:

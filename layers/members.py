@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters
 from ..errors import FusedMemberError
-from ..tracing.captured import Capture, capture_of, install, uninstall
+from ..tracing.captured import Capture, capture_of, install, own_class
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
 
 __all__ = ["FusedMembers", "attach_member", "detach_member", "seal"]
@@ -47,12 +47,15 @@ class FusedMembers(nn.Module):
         return ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in tensors)
 
 
-def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]]) -> Callable[[], None]:
+def attach_member(
+    module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]], sealed: Collection[str] = ()
+) -> Callable[[], None]:
     """Take parameters and buffers of `module` away and let it read them as slices of stacked ones.
 
     Args:
         module: a member; it keeps its identity, its class's name and its forward.
         views: name -> (module that holds the stacked tensor, its name there, index of the slice).
+        sealed: see `seal`.
 
     Returns:
         A function that puts everything back as it was, the old parameters' values included.
@@ -65,7 +68,7 @@ def attach_member(module: nn.Module, views: Mapping[str, tuple[nn.Module, str, i
         _check_slice(module, name, view)
     registers = _registers(module)
     before = [dict(register) for register in registers]
-    undo = _change(module, VIEWS, {**views_of(module), **slices})
+    undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: sealed_names(module) | frozenset(sealed)})
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     # The names stay, without a value: that keeps their order, and stops what looks for them there.
     for register in registers:
@@ -93,7 +96,7 @@ def detach_member(module: nn.Module) -> None:
     own = {name: view.read().detach().clone() for name, view in views.items()}
     if not own:
         return
-    _change(module, VIEWS, None)
+    _change(module, {VIEWS: None})
     parameters, buffers = _registers(module)
     for name, value in own.items():
         if name in buffers:
@@ -114,7 +117,7 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     Returns:
         A function that takes the seal off again.
     """
-    return _change(parent, SEALED, sealed_names(parent) | frozenset(names))
+    return _change(parent, {SEALED: sealed_names(parent) | frozenset(names)})
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
@@ -133,16 +136,17 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
 # -- classes -------------------------------------------------------------------------------------------------------
 
 
-def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
-    """Set or delete an entry of `__dict__` and give the module the class that goes with it; return how to go back."""
-    entry, capture, old_class = module.__dict__.get(key), capture_of(module), _class_under_graphs(module)
+def _change(module: nn.Module, entries: Mapping[str, Any]) -> Callable[[], None]:
+    """Set or delete entries of `__dict__` and give the module the class that goes with them; return how to go back."""
+    before = {key: module.__dict__.get(key) for key in entries}
+    capture, old_class = capture_of(module), own_class(module)
     owner = capture and capture.owner
-    _set(module, key, value)
+    _set(module, entries)
     _put_class(module, _class_for(module, old_class), capture, owner)
     installed = capture_of(module)
 
     def undo() -> None:
-        _set(module, key, entry)
+        _set(module, before)
         current = capture_of(module)
         if current is installed:
             _put_class(module, old_class, capture, owner)
@@ -152,16 +156,12 @@ def _change(module: nn.Module, key: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def _set(module: nn.Module, key: str, value: Any) -> None:
-    if value:
-        module.__dict__[key] = value
-    else:
-        module.__dict__.pop(key, None)
-
-
-def _class_under_graphs(module: nn.Module) -> type[nn.Module]:
-    capture = capture_of(module)
-    return type(module) if capture is None else capture.base
+def _set(module: nn.Module, entries: Mapping[str, Any]) -> None:
+    for key, value in entries.items():
+        if value:
+            module.__dict__[key] = value
+        else:
+            module.__dict__.pop(key, None)
 
 
 def _class_for(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
@@ -177,12 +177,8 @@ def _put_class(
     module: nn.Module, cls: type[nn.Module], capture: Capture | None, owner: weakref.ref[nn.Module] | None
 ) -> None:
     """Change the class below the module's graphs."""
-    uninstall(module)
-    module.__class__ = cls
     if capture is None:
+        module.__class__ = cls
         return
-    install(module, capture)
-    installed = capture_of(module)
-    if installed is not None:
-        # It may be a copy, for the other class: it belongs to whom the first belonged.
-        installed.owner = owner
+    # It may be a copy, for the other class: it belongs to whom the first belonged.
+    install(module, capture, cls).owner = owner

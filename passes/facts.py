@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..compat import modules_by_name
+from ..tracing.names import tensors_by_name
 from .regions import Region
 
 if TYPE_CHECKING:
@@ -50,10 +50,8 @@ class TensorOwners:
     @classmethod
     def compute(cls, program: Program) -> TensorOwners:
         names: defaultdict[int, list[str]] = defaultdict(list)
-        model = program.model
-        borrowed = tuple(f"{name}." for name, module in modules_by_name(model).items() if isinstance(module, Region))
-        parameters = model.named_parameters(remove_duplicate=False)
-        for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
+        borrowed = tuple(f"{name}." for name, module in program.names.modules.items() if isinstance(module, Region))
+        for name, tensor in tensors_by_name(program.model).items():
             if not name.startswith(borrowed):
                 names[id(tensor)].append(name)
         return cls({name: tuple(group) for group in names.values() for name in group})

@@ -24,6 +24,7 @@ __all__ = [
     "Slot",
     "attribute",
     "is_stacked",
+    "submodule",
 ]
 
 

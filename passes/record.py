@@ -9,6 +9,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from ..tracing.names import parameters_by_name
+
 if TYPE_CHECKING:
     from .manager import PassTrace
     from .plan import Plan
@@ -63,7 +65,7 @@ class Record:
         They are held weakly. A model that was itself an optimized one passes on what it remembers.
         """
         earlier = record_of(model)
-        names = earlier._originals if earlier else dict(model.named_parameters())
+        names = earlier._originals if earlier else parameters_by_name(model)
         self._originals.update(names)
 
     def original_names(self) -> dict[int, str]:

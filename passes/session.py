@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.inputs import Inputs
+from ..tracing.names import all_modules, parameters_by_name, tensors_by_name
 from ..tracing.preserve import RandomState
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
@@ -71,10 +72,9 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
         fast = copied(model)
         earlier = record_of(fast)
         outline = earlier.skeleton if earlier else skeleton(model)
-    training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+        training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+        program = capture_program(fast, list(request.inputs) or None, training=training)
     with _in_mode(fast, training):
-        with collection_paused():
-            program = capture_program(fast, list(request.inputs) or None, training=training)
         manager = _manager(program, request)
         if request.plan is None:
             manager.run(request.passes)
@@ -97,7 +97,7 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in tensors_by_name(model).items():
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
 
@@ -119,15 +119,17 @@ def copied(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Generator[None]:
     """Put the model into a mode for a while; flags that already agree at the root, mixed ones too, stay as they are."""
-    flags = {module: module.training for module in model.modules()}
+    flags = {module: module.training for module in all_modules(model)}
     if model.training != training:
         for module in flags:
             module.training = training
     try:
         yield
     finally:
-        for module in model.modules():
-            module.training = flags.get(module, model.training)
+        for module in all_modules(model):
+            flag = flags.get(module, model.training)
+            if module.training != flag:
+                module.training = flag
 
 
 def _manager(program: Program, request: Request) -> Manager:
@@ -148,8 +150,8 @@ def _record(program: Program, manager: Manager, request: Request, outline: nn.Mo
         graphs_before={**before, **(earlier.graphs_before if earlier else {})},
         graphs_after={**(earlier.graphs_after if earlier else {}), **after},
         coverage=str(program.coverage()),
-        parameters_before=len(list(outline.parameters())),
-        parameters_after=len(list(model.parameters())),
+        parameters_before=len(parameters_by_name(outline)),
+        parameters_after=len(parameters_by_name(model)),
         timings=manager.timings,
         checked=manager.checked(),
         messages=(),
@@ -165,9 +167,7 @@ def _named(state_map: StateMap, skeleton: nn.Module) -> StateMap:
     first: dict[int, str] = {}
     aliases: list[tuple[str, str]] = []
     names = list(skeleton.state_dict())
-    tensors = dict(
-        (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False))
-    )
+    tensors = tensors_by_name(skeleton)
     for name in names:
         tensor = tensors.get(name)
         known = name if tensor is None else first.setdefault(id(tensor), name)

@@ -154,10 +154,10 @@ class SiteTrial:
         }
 
     def unchecked(self) -> str:
-        if is_on_meta(self.home):
-            return "unverified: meta"
         if not self.check:
             return "unverified: verify=False"
+        if is_on_meta(self.home):
+            return "unverified: meta"
         if self.pass_.numerics is Numerics.SEMANTIC:
             return "unverified: changes the function by design"
         return "unverified: never called" if self.program.inputs else "unverified: no example inputs"

@@ -28,6 +28,7 @@ __all__ = [
     "class_for",
     "install",
     "own",
+    "own_class",
     "recompile",
     "select",
     "uninstall",
@@ -119,23 +120,29 @@ def _is_captured_class(cls: type) -> bool:
     return cls.__bases__[:1] == (Captured,)
 
 
-def install(module: nn.Module, capture: Capture) -> None:
-    """Make `module` run from the graphs of `capture`, which other modules may share.
+def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = None) -> Capture:
+    """Make `module` run from the graphs of `capture`, which other modules may share; return what it runs from now.
+
+    Args:
+        module: is changed in place.
+        capture: if it is of another class than the module's, a capture of the same graphs takes its place.
+        base: the class to have without the graphs; by default the one it has.
 
     Raises:
         CaptureError: if the class of the module was changed by something else since it was captured.
     """
-    base = _base_of(module)
+    base = base or own_class(module)
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__class__ = class_for(capture)
+    return capture
 
 
 def uninstall(module: nn.Module) -> None:
     """Give `module` its own forward back; nothing happens if it has it."""
     if "_fxopt_capture" in module.__dict__:
-        module.__class__ = _base_of(module)
+        module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
 
 
@@ -183,7 +190,12 @@ def recompile(module: nn.Module) -> None:
     install(module, capture)
 
 
-def _base_of(module: nn.Module) -> type[nn.Module]:
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that `module` has without its graphs.
+
+    Raises:
+        CaptureError: if its class was changed by something else since it was captured.
+    """
     cls = type(module)
     if _is_captured_class(cls):
         return _under(cls)

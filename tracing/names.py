@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_children, own_parameters
 
-__all__ = ["ModelNames", "all_modules"]
+__all__ = ["ModelNames", "all_modules", "parameters_by_name", "tensors_by_name"]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -21,6 +21,25 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
                 found[child] = None
                 pending.append(child)
     return list(found)
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
+    first: dict[nn.Parameter, str] = {}
+    for name, tensor in tensors_by_name(model).items():
+        if isinstance(tensor, nn.Parameter):
+            first.setdefault(tensor, name)
+    return {name: parameter for parameter, name in first.items()}
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer of `model`; one that has several names is there under each."""
+    found: dict[str, Tensor] = {}
+    for path, module in ModelNames(model).modules.items():
+        prefix = f"{path}." if path else ""
+        for registry in (own_parameters(module), own_buffers(module)):
+            found.update((prefix + name, tensor) for name, tensor in registry.items() if tensor is not None)
+    return found
 
 
 class ModelNames:

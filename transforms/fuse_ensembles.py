@@ -15,7 +15,7 @@ from ..compat import modules_by_name, own_children
 from ..errors import Unsuitable
 from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
-from ..layers.members import FusedMembers, attach_member, seal
+from ..layers.members import FusedMembers, attach_member
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import writes
 from ..passes.expansion import Expansion, Operation, expand, is_chain
@@ -24,7 +24,7 @@ from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import reached_outputs, used_by
 from ..passes.isomorphism import find_ensembles
 from ..passes.joins import find_joins
-from ..passes.packs import Ensemble, Parameters, Shared, attribute
+from ..passes.packs import Ensemble, Parameters, Shared, attribute, submodule
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 from ..tracing.captured import capture_of
@@ -134,9 +134,9 @@ class FuseEnsembles(Pass):
         covered = covered_operations(lowering)
         edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered))
         calls = dict.fromkeys(operation.call for operation in covered)
-        _leave_views(places, store, edit)
         called = [path for o in covered if o.kind == "call_module" for path in _inside(edit.home, str(o.target))]
-        _seal(ensemble, [*called, *(path for call in calls for path in expansion.opened.get(call, ()))], edit)
+        opened = [*called, *(path for call in calls for path in expansion.opened.get(call, ()))]
+        _close(_views(places, store), opened, edit)
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -255,29 +255,38 @@ def _input_first(weight: torch.Tensor) -> torch.Tensor:
     return weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
-def _leave_views(places: dict[tuple[str, ...], str], store: FusedMembers, edit: Edit) -> None:
-    views: dict[str, dict[str, tuple[FusedMembers, str, int]]] = {}
+_Views = dict[str, dict[str, tuple[FusedMembers, str, int]]]
+
+
+def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
+    """Return path of a member's module -> name of its tensor -> the slice that takes its place."""
+    views: _Views = {}
     for names, place in places.items():
         for index, name in enumerate(names):
             path, _, last = name.rpartition(".")
             views.setdefault(path, {})[last] = (store, place, index)
-    for path, slices in views.items():
-        edit.on_undo(attach_member(edit.home.get_submodule(path), slices))
+    return views
 
 
-def _seal(ensemble: Ensemble, opened: Iterable[str], edit: Edit) -> None:
-    """Refuse changes that would not reach the computation any more: to members, and to modules that were opened."""
-    owners = dict.fromkeys(name.rpartition(".")[0] for operand in ensemble.parameters for name in operand.names)
-    seals = _parents(owners)
+def _close(views: _Views, opened: Iterable[str], edit: Edit) -> None:
+    """Leave views of what was stacked, and refuse changes to members and opened modules that would have no effect."""
+    seals = _parents(views)
     for path in opened:
-        seals.setdefault(path, set()).update(_settings(edit.home.get_submodule(path)), ("forward",))
-    for path, names in seals.items():
-        edit.on_undo(seal(edit.home.get_submodule(path), names))
+        seals.setdefault(path, set()).update(_settings(_module(edit.home, path)), ("forward",))
+    for path in dict.fromkeys((*views, *seals)):
+        edit.on_undo(attach_member(_module(edit.home, path), views.get(path, {}), seals.get(path, ())))
+
+
+def _module(home: nn.Module, path: str) -> nn.Module:
+    module = submodule(home, path)
+    if module is None:
+        raise LookupError(f"there is no module '{path}'")
+    return module
 
 
 def _inside(home: nn.Module, path: str) -> list[str]:
     """Return the name of a module and those of all modules in it."""
-    return [f"{path}.{name}".rstrip(".") for name in modules_by_name(home.get_submodule(path))]
+    return [f"{path}.{name}".rstrip(".") for name in modules_by_name(_module(home, path))]
 
 
 def _settings(module: nn.Module) -> set[str]:
