@@ -42,7 +42,7 @@ class Edit:
         self.site: Site = site
         self.pass_name = pass_name
         self.home = program.module(site.home)
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._steps: list[StateStep] = []
         self._before = capture_of(self.home)
         self._owned = False
