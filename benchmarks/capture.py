@@ -1,0 +1,245 @@
+"""Capture real models: families of `transformers` drawn by a seed, models on graphs, and those known by name.
+
+    python benchmarks/capture.py --json benchmarks/results/capture.json
+
+Each model is looked at in a process of its own and in bounded time; one that fails is a row with its error. For each:
+graphs, opaque modules with their reasons, where the parameters are called from, equality in evaluation and training at
+two sizes (outputs, gradients, buffers), calls that fell back, the time of capturing, the speed of the captured model
+beside the eager one, and what `optimize(model, "inference")` makes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import time
+import warnings
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from model_zoo.examination import captured_row, inference_row, overhead_row
+from model_zoo.families import KINDS, SEED
+from model_zoo.subjects import Subject, candidates, graph_subjects, named_subjects
+
+import fxopt
+
+FLOOR = 0.95
+KEPT = ("class_kept", "untouched", "loads_old", "writes_old", "restored_class")
+
+
+def examine(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return one row; it has only an `unbuilt` where the model cannot be made."""
+    row: dict[str, Any] = {"name": subject.name, "kind": subject.kind}
+    try:
+        built = subject.make()
+    except Exception as error:
+        return {**row, "unbuilt": str(error)}
+    row |= built.details
+    try:
+        row["capture"], program = captured_row(built)
+        if arguments.seconds:
+            row["overhead"] = overhead_row(built, program.model, arguments.seconds)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    if not arguments.inference:
+        return row
+    try:
+        row["inference"], fast = inference_row(built, measure=bool(arguments.seconds))
+        if arguments.seconds:
+            row["inference"] |= overhead_row(built, fast, arguments.seconds)
+    except Exception as error:
+        row["inference"] = {"error": f"{type(error).__name__}: {error}"}
+    return row
+
+
+def apart(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a model that is looked at in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, subject, arguments))
+    process.start()
+    there.close()
+    failed = {"name": subject.name, "kind": subject.kind}
+    try:
+        if not here.poll(arguments.limit):
+            return {**failed, "error": f"not done in {arguments.limit} s"}
+        return here.recv()
+    except EOFError:
+        return {**failed, "error": "the process died"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(pipe: Connection, subject: Subject, arguments: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    pipe.send(examine(subject, arguments))
+
+
+def sweep(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of all models; the draw goes on past families that cannot be built."""
+    rows: list[dict[str, Any]] = []
+
+    def add(subject: Subject) -> dict[str, Any]:
+        rows.append(apart(subject, arguments))
+        print(line(rows[-1]), flush=True)
+        return rows[-1]
+
+    for subject in [*named_subjects(), *graph_subjects()]:
+        if _wanted(subject, arguments):
+            add(subject)
+    for kind, quota in KINDS.items():
+        built = 0
+        for subject in candidates(kind):
+            if built >= quota:
+                break
+            if _wanted(subject, arguments):
+                built += "unbuilt" not in add(subject)
+    return rows
+
+
+def warm_up() -> None:
+    """Import what is imported on first use, so that no model pays for it."""
+    model, inputs = torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.randn(2, 2),)
+    torch.fx.symbolic_trace(model)
+    fxopt.optimize(model, "inference", example_inputs=inputs)
+
+
+def _wanted(subject: Subject, arguments: argparse.Namespace) -> bool:
+    return not arguments.only or subject.name in arguments.only or subject.kind in arguments.only
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['kind']:16s} {row['name']:28s}"
+    if "unbuilt" in row:
+        return f"{head} left out: {row['unbuilt'][:120]}"
+    if "error" in row:
+        return f"{head} FAILED: {row['error'][:200]}"
+    found = row["capture"]
+    counts = found["parameters"]
+    parts = [
+        f"{found['graphs']:4d} graphs {len(found['opaque']):3d} opaque {_share(counts):5.0%} of parameters",
+        f"{sum(found['fallbacks'].values()):3d} fallbacks {found['seconds']:6.2f} s",
+    ]
+    if "overhead" in row:
+        parts.append(f"speed {row['overhead']['speed'][1]:5.2f}")
+    if found["different"]:
+        parts.append(f"DIFFERENT {found['different'][0]}")
+    inference = row.get("inference", {})
+    if "error" in inference:
+        parts.append(f"inference FAILED: {inference['error'][:150]}")
+    elif inference:
+        parts.append(f"inference {inference['seconds']:5.1f} s {verdict(inference)}")
+        if "speed" in inference:
+            parts.append(f"{inference['speed'][1]:.2f}x")
+    return f"{head} {'  '.join(parts)}"
+
+
+def verdict(inference: dict[str, Any]) -> str:
+    wrong = [key for key in KEPT if not inference[key]]
+    wrong += [key for key in ("different", "restored_different") if inference[key]]
+    return f"NOT {', '.join(wrong)}" if wrong else "ok"
+
+
+def _share(counts: dict[str, int]) -> float:
+    called = counts["graphs"] + counts["opaque"]
+    return counts["graphs"] / called if called else 1.0
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures that are promised, over the families and over the graph models."""
+    built = [row for row in rows if "unbuilt" not in row]
+    found: dict[str, Any] = {
+        "models": len(built),
+        "left_out": [row["name"] for row in rows if "unbuilt" in row],
+        "failed": [row["name"] for row in built if "error" in row],
+    }
+    families = [row for row in built if row["kind"] in KINDS and "capture" in row]
+    graphs = [row for row in built if row["kind"] == "graph" and "capture" in row]
+    both = [row for row in built if "capture" in row]
+    for name, part in (("transformers", families), ("graphs", graphs), ("all", both)):
+        if part:
+            found[name] = _figures(part)
+    reasons = Counter(opaque["reason"] for row in both for opaque in row["capture"]["opaque"])
+    found["reasons"] = dict(reasons.most_common())
+    return found
+
+
+def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    captures = [row["capture"] for row in rows]
+    counts = {key: sum(c["parameters"][key] for c in captures) for key in captures[0]["parameters"]}
+    traced = [c["seconds"] / c["symbolic_trace_seconds"] for c in captures if c["symbolic_trace_seconds"]]
+    return {
+        "count": len(rows),
+        "whole": sum(not c["opaque"] for c in captures),
+        "not_whole": [row["name"] for row in rows if row["capture"]["opaque"]],
+        "parameters_from_graphs": round(_share(counts), 4),
+        "parameters": counts,
+        "different": [row["name"] for row in rows if row["capture"]["different"]],
+        "with_fallbacks": [row["name"] for row in rows if row["capture"]["fallbacks"]],
+        "median_seconds": round(median(c["seconds"] for c in captures), 3),
+        "over_symbolic_trace": round(median(traced), 2) if traced else None,
+        "costs_something": [row["name"] for row in rows if _costs(row.get("overhead"))],
+        **_inference_figures([row for row in rows if "inference" in row]),
+    }
+
+
+def _inference_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    if not rows:
+        return {}
+    done = [row for row in rows if "error" not in row["inference"]]
+    timed = [row for row in done if "speed" in row["inference"]]
+    return {
+        "inference_failed": [row["name"] for row in rows if row not in done],
+        "inference_wrong": [row["name"] for row in done if verdict(row["inference"]) != "ok"],
+        "inference_slower": [row["name"] for row in timed if row["inference"]["speed"][2] < FLOOR],
+        "inference_speed": round(median(row["inference"]["speed"][1] for row in timed), 3) if timed else None,
+    }
+
+
+def _costs(overhead: dict[str, Any] | None) -> bool:
+    """Tell whether a captured model is slower than promised, by the whole 95% interval."""
+    if overhead is None:
+        return False
+    if overhead["eager_us"] > 200:
+        return overhead["speed"][2] < 0.97
+    least = overhead["eager_us"] / overhead["speed"][2] - overhead["eager_us"]
+    return least > 2 + 0.3 * overhead["modules"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="names or kinds: look at these only")
+    parser.add_argument("--seconds", type=float, default=0.5, help="timing budget of a model; 0 times nothing")
+    parser.add_argument("--no-inference", dest="inference", action="store_false", help="capture only")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one model")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warm_up()
+    start = time.perf_counter()
+    rows = sweep(arguments)
+    machine = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": 1,
+        "seconds": round(time.perf_counter() - start),
+    }
+    report = {"schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(rows), "models": rows}
+    print(json.dumps(report["summary"], indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

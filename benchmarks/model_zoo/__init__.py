@@ -1,0 +1,1 @@
+"""Small models of every kind with random weights, drawn by a seed; nothing is downloaded."""
