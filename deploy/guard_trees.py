@@ -147,10 +147,16 @@ def _attribute(owner: ast.expr, name: str) -> Tree:
 
 def _path_from_self(node: ast.expr) -> tuple[str, ...] | None:
     """Return the names on the way from `self` to what an expression means; None if it starts elsewhere."""
-    if isinstance(node, ast.Name):
-        return () if node.id == "self" else None
-    path = _path_from_self(node.value) if isinstance(node, ast.Attribute) else None
-    return (*path, node.attr) if path is not None and isinstance(node, ast.Attribute) else None
+    match node:
+        case ast.Name(id=name):
+            return () if name == "self" else None
+        case ast.Attribute(value=owner, attr=name):
+            path, step = _path_from_self(owner), name
+        case ast.Subscript(value=ast.Attribute(value=owner, attr="_modules"), slice=ast.Constant(value=str() as name)):
+            path, step = _path_from_self(owner), name
+        case _:
+            return None
+    return None if path is None else (*path, step)
 
 
 def _call(function: ast.expr, arguments: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> Tree:

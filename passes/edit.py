@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from ..errors import CaptureError
-from ..tracing.captured import capture_of, install, recompile, with_graph
+from ..tracing.capture import required_capture
+from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
 from ..tracing.preserve import AttributeState
 from .effects import has_effects
 from .foreign import run_function
@@ -46,6 +47,7 @@ class Edit:
         self._steps: list[StateStep] = []
         self._before = capture_of(self.home)
         self._owned = False
+        self._made_from: list[int] | None = None
 
     # -- the graph -------------------------------------------------------------------------------------------------
 
@@ -80,10 +82,19 @@ class Edit:
             self.site = site
 
     def graphs_before(self) -> dict[str, str]:
-        """Return the text of the graphs that the home had before, by their names in `Program.graphs`."""
-        variants = [] if self._before is None or not self._owned else self._before.variants
-        suffixes = (f"#{number}" if number else "" for number in range(len(variants)))
-        return {self.site.home + suffix: str(v.graph) for suffix, v in zip(suffixes, variants, strict=False)}
+        """Return the text of the graphs that those of the home were made from, by their names in `Program.graphs`."""
+        if not self._owned:
+            return {}
+        return {
+            f"{self.site.home}#{number}" if number else self.site.home: str(graph)
+            for number, graph in enumerate(self._graphs_made_from())
+        }
+
+    def _graphs_made_from(self) -> list[fx.Graph]:
+        """Return the graph that each of the home's graphs was made from."""
+        variants = [] if self._before is None else self._before.variants
+        numbers = range(len(variants)) if self._made_from is None else self._made_from
+        return [variants[number].graph for number in numbers]
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""
@@ -92,6 +103,27 @@ class Edit:
             if node.name not in known:
                 self._sign(node)
         self._own_graph(instead=graph)
+
+    def set_variants(self, variants: Sequence[Variant], made_from: Sequence[int]) -> None:
+        """Put other graphs in the places of all that the home has.
+
+        Args:
+            variants: the graphs, with what they hold under; nobody else may have them.
+            made_from: for each the number of the graph that it was made from.
+        """
+        before = self._before
+        if before is None:
+            raise CaptureError(f"module '{self.site.home}' has no graph to edit")
+        if not self._owned:
+            self._undo.append(lambda: install(self.home, before))
+        self._owned, self._made_from = True, list(made_from)
+        for new, old in zip(variants, self._graphs_made_from(), strict=True):
+            known = {node.name for node in old.nodes}
+            for node in new.graph.nodes:
+                if node.name not in known:
+                    self._sign(node)
+        with_variants(self.home, variants)
+        self.program.touch()
 
     def call(
         self, target: Callable[..., Any] | str, *args: Any, before: fx.Node | None = None, **kwargs: Any
@@ -236,31 +268,30 @@ class Edit:
         """
         if not self._owned:
             return
-        graph = self.program.graph(self.site.home, self.site.variant)
+        capture = required_capture(self.home)
         try:
-            graph.lint()
-            _check_targets(graph, self.home)
-            self._check_inputs(graph)
+            for variant, before in zip(capture.variants, self._graphs_made_from(), strict=True):
+                variant.graph.lint()
+                _check_targets(variant.graph, self.home)
+                _check_inputs(variant.graph, before)
         except (RuntimeError, AttributeError, ValueError) as error:
             raise CaptureError(f"the rewritten graph is malformed: {error}") from error
         recompile(self.home)
         self.program.touch()
-
-    def _check_inputs(self, graph: fx.Graph) -> None:
-        before = (
-            [] if self._before is None else self._before.variants[self.site.variant].graph.find_nodes(op="placeholder")
-        )
-        names, given = ([node.name for node in nodes] for nodes in (before, graph.find_nodes(op="placeholder")))
-        if names != given:
-            raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
 
     def undo(self) -> None:
         """Put everything back, last change first."""
         while self._undo:
             self._undo.pop()()
         self._steps.clear()
-        self._owned = False
+        self._owned, self._made_from = False, None
         self.program.touch()
+
+
+def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
+    names, given = ([node.name for node in g.find_nodes(op="placeholder")] for g in (before, graph))
+    if names != given:
+        raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
 
 
 def _behind_operands(graph: fx.Graph, arguments: Argument) -> fx.Node:

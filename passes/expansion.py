@@ -16,11 +16,12 @@ from torch import fx, nn
 
 from ..compat import own_children
 from ..errors import CaptureError
-from ..tracing.captured import Capture, capture_of
+from ..tracing.captured import Capture, Guard, Variant, capture_of
 from . import operators
 from .batchable_modules import module_operator
 from .effects import writes
-from .opening import checks_on_the_way, inner_graph, obstacle_to_opening, unmet_guards
+from .mode_guards import asks_for_training, mode_guard
+from .opening import checks_on_the_way, has_plain_output, leaf_graph, obstacle_to_opening, unmet_guards, variant_of_call
 from .opening_checks import write_checks
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Expansion:
         closed: name of each module call that must stay one -> why.
         conditional: name of each module call whose graph does not hold for every call -> under what it does.
         opened: name of each home node -> the modules that were opened to see what it calls, qualified from the home.
+        assumed: name of each home node -> what is taken to be the mode of modules in it, as guards of the home.
     """
 
     operations: tuple[Operation, ...]
@@ -90,6 +92,7 @@ class Expansion:
     closed: Mapping[str, str]
     conditional: Mapping[str, str]
     opened: Mapping[str, Sequence[str]]
+    assumed: Mapping[str, Sequence[Guard]]
 
     def __getitem__(self, name: str) -> Operation:
         for operation in self.operations:
@@ -106,40 +109,48 @@ class Expansions:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._known: dict[tuple[str, int], Expansion] = {}
+        self._known: dict[tuple[str, int, bool], Expansion] = {}
 
     @classmethod
     def compute(cls, program: Program) -> Expansions:
         return cls(program)
 
-    def of(self, home: str, variant: int) -> Expansion:
-        if (home, variant) not in self._known:
-            self._known[home, variant] = _expanded(self._program, home, variant)
-        return self._known[home, variant]
+    def of(self, home: str, variant: int, flipped: bool) -> Expansion:
+        key = (home, variant, flipped)
+        if key not in self._known:
+            self._known[key] = _expanded(self._program, *key)
+        return self._known[key]
 
 
-def expand(program: Program, home: str, variant: int = 0) -> Expansion:
-    """Return the dataflow of module `home` with captured children and `torch.nn` leaves opened up."""
-    return program.facts[Expansions].of(home, variant)
+def expand(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> Expansion:
+    """Return the dataflow of module `home` with captured children and `torch.nn` leaves opened up.
+
+    Children whose graphs differ by mode are taken to be in the mode that they are in or, if `flipped`, in the other.
+    """
+    return program.facts[Expansions].of(home, variant, flipped)
 
 
-def _expanded(program: Program, home: str, variant: int) -> Expansion:
+def _expanded(program: Program, home: str, variant: int, flipped: bool) -> Expansion:
     graph = program.graph(home, variant)
     may_restart = not any(writes(node, program, home) for node in graph.nodes)
-    builder = _Builder(program.module(home), may_restart)
+    builder = _Builder(program.module(home), may_restart, flipped)
     builder.run(graph, prefix="", path="", inputs=None, call=None)
-    return Expansion(tuple(builder.operations), builder.results, builder.closed, builder.conditional, builder.opened)
+    return Expansion(
+        tuple(builder.operations), builder.results, builder.closed, builder.conditional, builder.opened, builder.assumed
+    )
 
 
 class _Builder:
-    def __init__(self, root: nn.Module, may_restart: bool) -> None:
+    def __init__(self, root: nn.Module, may_restart: bool, flipped: bool) -> None:
         self.root = root
         self.may_restart = may_restart
+        self.flipped = flipped
         self.modules: dict[str, nn.Module] = {}
         self.operations: list[Operation] = []
         self.closed: dict[str, str] = {}
         self.conditional: dict[str, str] = {}
         self.opened: dict[str, list[str]] = {}
+        self.assumed: dict[str, list[Guard]] = {}
         self.results: dict[str, Any] = {}
 
     def run(
@@ -179,19 +190,41 @@ class _Builder:
         if obstacle is not None:
             self.closed[prefix + node.name] = obstacle
             return None
-        graph = inner_graph(module)
-        if graph is None:
-            if capture_of(module) is not None:
-                self.conditional[prefix + node.name] = "its graph differs by mode or kind of call"
+        capture = capture_of(module)
+        if capture is None:
+            return self.open_leaf(node, module, args, kwargs, prefix, target, call)
+        given = _given(capture, args, kwargs)
+        if given is None:
             return None
-        given = _given(capture_of(module), graph, args, kwargs)
-        bound = None if given is None else _bound(module, graph, given)
-        if given is None or bound is None:
+        variant = variant_of_call(module, capture, given, self.flipped)
+        if variant is None:
+            self.conditional[prefix + node.name] = "its graph differs by kind of call"
             return None
-        refusal = self.check(node, module, graph, given, prefix, call)
+        bound = _bound(variant, given)
+        if bound is None or not has_plain_output(variant.graph):
+            return None
+        refusal = self.check(node, module, variant, given, prefix, call)
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
+        modes = [mode_guard(guard, target) for guard in variant.guards if asks_for_training(guard)]
+        if modes:
+            self.assumed.setdefault(call, []).extend(modes)
+        return self.enter(node, variant.graph, bound, prefix, target, call)
+
+    def open_leaf(
+        self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, target: str, call: str
+    ) -> tuple[Any] | None:
+        graph = leaf_graph(module)
+        names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
+        plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
+        if graph is None or not plain:
+            return None
+        return self.enter(node, graph, dict(zip(names, args, strict=True)), prefix, target, call)
+
+    def enter(
+        self, node: fx.Node, graph: fx.Graph, bound: Mapping[str, Any], prefix: str, target: str, call: str
+    ) -> tuple[Any]:
         self.opened.setdefault(call, []).append(target)
         result = self.run(graph, prefix=f"{prefix}{node.name}/", path=target, inputs=bound, call=call)
         if isinstance(result, Operation) and result.example is None:
@@ -199,16 +232,15 @@ class _Builder:
         return (result,)
 
     def check(
-        self, node: fx.Node, module: nn.Module, graph: fx.Graph, given: Mapping[str, Any], prefix: str, call: str
+        self, node: fx.Node, module: nn.Module, variant: Variant, given: Mapping[str, Any], prefix: str, call: str
     ) -> str | None:
         """Append what checks that a module's graph holds for a call, or return under what it does."""
-        capture = capture_of(module)
-        guards = [] if capture is None else unmet_guards(module, capture, given)
+        guards = [guard for guard in unmet_guards(module, variant, given) if not asks_for_training(guard)]
         values = {name: value for name, value in given.items() if isinstance(value, Operation)}
         checks = write_checks(guards, values) if guards else None
         if guards and (checks is None or not self.may_restart):
             return f"its graph holds only where {guards[0].expression} ({guards[0].reason})"
-        if checks_on_the_way(graph) and not self.may_restart:
+        if checks_on_the_way(variant.graph) and not self.may_restart:
             return "it checks values on its way, and what calls it cannot start over once it has written something"
         if checks is not None:
             written, inputs = checks
@@ -258,25 +290,18 @@ def _is_item(container: Any, index: Any) -> bool:
     return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
 
 
-def _given(
-    capture: Capture | None, graph: fx.Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any] | None:
+def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return what a call passes by argument, or None where that is not plain."""
-    if capture is None:
-        names = [node.name for node in graph.nodes if node.op == "placeholder"]
-        return dict(zip(names, args, strict=True)) if not kwargs and len(args) == len(names) else None
     try:
         return capture.parameters.bind(args, dict(kwargs))
     except TypeError:
         return None
 
 
-def _bound(module: nn.Module, graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _bound(variant: Variant, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    capture = capture_of(module)
-    arguments: Mapping[str, str] = {} if capture is None else capture.variants[0].arguments
-    names: list[str] = [node.name for node in graph.nodes if node.op == "placeholder"]
-    bound = {name: given.get(arguments.get(name, name)) for name in names}
+    names: list[str] = [node.name for node in variant.graph.nodes if node.op == "placeholder"]
+    bound = {name: given.get(variant.arguments.get(name, name)) for name in names}
     return bound if all(isinstance(value, Operation) for value in bound.values()) else None
 
 

@@ -49,22 +49,23 @@ class Ensembles:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._known: dict[tuple[str, int], list[Ensemble]] = {}
+        self._known: dict[tuple[str, int, bool], list[Ensemble]] = {}
 
     @classmethod
     def compute(cls, program: Program) -> Ensembles:
         return cls(program)
 
-    def of(self, home: str, variant: int) -> list[Ensemble]:
-        if (home, variant) not in self._known:
-            expansion = expand(self._program, home, variant)
-            self._known[home, variant] = _search(expansion, self._program.module(home))
-        return self._known[home, variant]
+    def of(self, home: str, variant: int, flipped: bool) -> list[Ensemble]:
+        key = (home, variant, flipped)
+        if key not in self._known:
+            expansion = expand(self._program, home, variant, flipped=flipped)
+            self._known[key] = _search(expansion, self._program.module(home))
+        return self._known[key]
 
 
-def find_ensembles(program: Program, home: str, variant: int = 0) -> list[Ensemble]:
-    """Return the ensembles of at least two members in what `home` computes, in execution order."""
-    return program.facts[Ensembles].of(home, variant)
+def find_ensembles(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> list[Ensemble]:
+    """Return the ensembles of at least two members in what `home` computes, in execution order; see `expand`."""
+    return program.facts[Ensembles].of(home, variant, flipped)
 
 
 def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:

@@ -11,12 +11,21 @@ from torch.nn.utils import parametrize
 
 from ..compat import has_hooks
 from ..errors import CaptureError
-from ..tracing.captured import Capture, capture_of
+from ..tracing.captured import Capture, Variant
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from .batchable_modules import module_operator
+from .mode_guards import asks_for_training, runs_in_mode
 
-__all__ = ["checks_on_the_way", "inner_graph", "obstacle_to_opening", "unmet_guard", "unmet_guards"]
+__all__ = [
+    "checks_on_the_way",
+    "has_plain_output",
+    "leaf_graph",
+    "obstacle_to_opening",
+    "unmet_guard",
+    "unmet_guards",
+    "variant_of_call",
+]
 
 _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 """What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
@@ -34,12 +43,8 @@ def obstacle_to_opening(module: nn.Module) -> str | None:
     return None
 
 
-def inner_graph(module: nn.Module) -> fx.Graph | None:
-    """Return the graph that a module always runs, captured or traced from a `torch.nn` leaf; None if there is none."""
-    capture = capture_of(module)
-    if capture is not None:
-        graph = capture.variants[0].graph if len(capture.variants) == 1 else None
-        return None if graph is None or not _has_plain_output(graph) else graph
+def leaf_graph(module: nn.Module) -> fx.Graph | None:
+    """Return the graph that a `torch.nn` leaf always runs; None if there is none."""
     if type(module).__module__.split(".")[:2] != ["torch", "nn"] or any(module.children()):
         return None
     if module_operator(module) is not None:
@@ -52,12 +57,27 @@ def inner_graph(module: nn.Module) -> fx.Graph | None:
     return _LEAF_GRAPHS[key]
 
 
+def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool) -> Variant | None:
+    """Return the graph that a module runs for a call in its mode or, if `flipped`, in the other one.
+
+    None where it is not settled by what the call passes. Of a single graph the other conditions are left to the caller.
+    """
+    in_mode = [variant for variant in capture.variants if runs_in_mode(module, variant, flipped)]
+    if len(in_mode) == 1:
+        return in_mode[0]
+    for variant in in_mode:
+        if all(asks_for_training(guard) for guard in unmet_guards(module, variant, given)):
+            return variant
+    return None
+
+
 def checks_on_the_way(graph: fx.Graph) -> bool:
     """Say whether a graph starts over where a value in its middle is not as it was at capture."""
     return any(node.op == "call_function" and node.target is require for node in graph.nodes)
 
 
-def _has_plain_output(graph: fx.Graph) -> bool:
+def has_plain_output(graph: fx.Graph) -> bool:
+    """Say whether a graph returns a value or a plain structure of them."""
     return isinstance(graph.output_node().args[0], (fx.Node, tuple, list, dict))
 
 
@@ -102,13 +122,13 @@ def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -
         capture: its graph.
         given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
     """
-    return next(iter(unmet_guards(module, capture, given)), None)
+    return next(iter(unmet_guards(module, capture.variants[0], given)), None)
 
 
-def unmet_guards(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> list[Guard]:
+def unmet_guards(module: nn.Module, variant: Variant, given: Mapping[str, Any]) -> list[Guard]:
     """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
-    return [g for g in capture.variants[0].guards if _asks_for_mode(g.expression) or not g.holds(names)]
+    return [g for g in variant.guards if _asks_for_mode(g.expression) or not g.holds(names)]
 
 
 def _asks_for_mode(expression: str) -> bool:

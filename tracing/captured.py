@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "select",
     "uninstall",
     "with_graph",
+    "with_variants",
 ]
 
 
@@ -166,13 +168,24 @@ def with_graph(module: nn.Module, variant: int, graph: fx.Graph | None = None) -
     Raises:
         CaptureError: if the module has no graph.
     """
+    variants = required_capture(module).variants
+    with_variants(
+        module,
+        [
+            dataclasses.replace(v, graph=copy_graph(v.graph) if graph is None or number != variant else graph)
+            for number, v in enumerate(variants)
+        ],
+    )
+
+
+def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
+    """Give `module` other graphs, which nobody else may have; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
     capture = required_capture(module)
-    variants = [
-        Variant(
-            v.guards, copy_graph(v.graph) if graph is None or number != variant else graph, dict(v.arguments), v.reads
-        )
-        for number, v in enumerate(capture.variants)
-    ]
+    variants = [dataclasses.replace(v, arguments=dict(v.arguments)) for v in variants]
     new = Capture(capture.base, variants, capture.signature, Counter(capture.misses))
     new.owner = weakref.ref(module)
     module.__dict__["_fxopt_capture"] = new

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..compat import modules_by_name, own_children
+from ..compat import own_children
 from ..errors import Unsuitable
 from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
@@ -23,8 +23,9 @@ from ..passes.facts import TensorOwners
 from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import reached_outputs, used_by
 from ..passes.isomorphism import find_ensembles
-from ..passes.joins import find_joins
+from ..passes.mode_guards import Case
 from ..passes.packs import Ensemble, Parameters, Shared, attribute, submodule
+from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 from ..tracing.captured import capture_of
@@ -80,23 +81,32 @@ class FuseEnsembles(Pass):
         if self.lowering is Lowering.LOOP:
             return
         for home, capture in list(program.captures.items()):
-            if len(capture.variants) > 1 or is_chain(capture.variants[0].graph):
+            if all(is_chain(variant.graph) for variant in capture.variants):
                 continue
-            expansion = expand(program, home)
-            closed = _closed_families(expansion)
-            yield from (Refusal(reason, _qualified(home, path)) for path, reason in closed.items())
-            for ensemble in find_ensembles(program, home):
-                if not any(
-                    name.startswith(f"{path}.") for path in closed for o in ensemble.parameters for name in o.names
-                ):
-                    yield self._examine(ensemble, expansion, program, home)
+            closed: dict[str, str] = {}
+            seen: set[frozenset[Parameters]] = set()
+            for case in present_cases(program, home):
+                for path, reason in _closed_families(expand(program, home, case.variant)).items():
+                    if path not in closed:
+                        closed[path] = reason
+                        yield Refusal(reason, _qualified(home, path))
+                for ensemble in find_ensembles(program, home, case.variant):
+                    positions = frozenset(ensemble.parameters)
+                    names = (name for operand in positions for name in operand.names)
+                    if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
+                        yield self._examine(ensemble, case, program, home)
+                    seen.add(positions)
 
-    def _examine(self, ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> Site | Refusal:
-        reason = _obstacle(ensemble, expansion, program, home)
+    def _examine(self, ensemble: Ensemble, case: Case, program: Program, home: str) -> Site | Refusal:
         at = _qualified(home, _common_name(ensemble))
+        try:
+            places = places_of(ensemble, case, program, home)
+        except Unsuitable as unlike:
+            return Refusal(str(unlike), at)
+        reason = next((o for place in places if (o := _obstacle(place, program, home)) is not None), None)
         if reason is not None:
             return Refusal(reason, at)
-        phase, training_reason = _phase(ensemble, expansion, program, home)
+        phase, training_reason = _phase(places, program, home)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
         unmeasured = self.lowering is Lowering.AUTO and not program.inputs
@@ -105,7 +115,7 @@ class FuseEnsembles(Pass):
         count = sum(1 for _ in ensemble.parameters)
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
-            program, home, dict(members),
+            program, home, dict(members), case.variant,
             choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
         )  # fmt: skip
@@ -120,23 +130,31 @@ class FuseEnsembles(Pass):
         return ("wide", "bmm", "wide_input_first", "vmap", "grouped_conv")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        expansion = expand(site.program, site.home)
         ensemble = _located(site)
-        places = _store_names(ensemble)
-        choice = site.choice or site.choices[0]
-        input_first = _weights_of_shared_input(ensemble) if choice == "wide_input_first" else ()
-        store, names = _stack_parameters(ensemble, places, input_first, edit)
-        lowering = Lowered(
-            ensemble, choice, names,
-            lambda module: edit.add_module(module, name=f"vectorized_{_common_name(ensemble)}".replace(".", "_")),
-            not any(writes(node, site.program, site.home) for node in site.graph.nodes),
-        )  # fmt: skip
-        covered = covered_operations(lowering)
-        edit.set_graph(rebuild(site.graph, expansion, lower(lowering), covered))
-        calls = dict.fromkeys(operation.call for operation in covered)
-        called = [path for o in covered if o.kind == "call_module" for path in _inside(edit.home, str(o.target))]
-        opened = [*called, *(path for call in calls for path in expansion.opened.get(call, ()))]
-        _close(_views(places, store), opened, edit)
+        case = next(case for case in present_cases(site.program, site.home) if case.variant == site.variant)
+        places = places_of(ensemble, case, site.program, site.home)
+        stored = _store_names(ensemble)
+        input_first = _weights_of_shared_input(ensemble) if _choice(site) == "wide_input_first" else ()
+        store, names = _stack_parameters(ensemble, stored, input_first, edit)
+        graphs = [_lowered(place, site, names, edit) for place in places]
+        edit.set_variants(*rewritten_variants(places, graphs, site.program.captures[site.home].variants))
+        _close(_views(stored, store), [path for place in places for path in place.opened(edit.home)], edit)
+
+
+def _choice(site: Site) -> str:
+    return site.choice or site.choices[0]
+
+
+def _lowered(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edit: Edit) -> fx.Graph:
+    """Return a graph of the home with the ensemble in it written as batched operations."""
+    graph = site.program.graph(site.home, place.case.variant)
+    name = f"vectorized_{_common_name(place.ensemble)}".replace(".", "_")
+    lowering = Lowered(
+        place.ensemble, _choice(site), names,
+        lambda module: edit.add_module(module, name=name),
+        not any(writes(node, site.program, site.home) for node in graph.nodes),
+    )  # fmt: skip
+    return rebuild(graph, place.expansion, lower(lowering), covered_operations(lowering))
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -159,9 +177,9 @@ def _closed_families(expansion: Expansion) -> dict[str, str]:
     return closed
 
 
-def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> str | None:
+def _obstacle(place: Place, program: Program, home: str) -> str | None:
     owners = program.facts[TensorOwners]
-    for operand in ensemble.parameters:
+    for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
             return f"members share the parameter '{repeated}'"
@@ -169,12 +187,11 @@ def _obstacle(ensemble: Ensemble, expansion: Expansion, program: Program, home: 
             names = owners.names(_qualified(home, name))
             if len(names) > 1:
                 return f"the parameter '{names[0]}' is tied to '{names[1]}'"
-    return _order_obstacle(ensemble, expansion)
+    return _order_obstacle(place)
 
 
-def _order_obstacle(ensemble: Ensemble, expansion: Expansion) -> str | None:
-    inside = {member for pack in ensemble.packs for member in pack.members}
-    inside |= {removed for pack in ensemble.packs for join in find_joins(pack) for removed in join.removed}
+def _order_obstacle(place: Place) -> str | None:
+    ensemble, expansion, inside = place.ensemble, place.expansion, place.covered
     writing = [operation for operation in expansion.operations if operation.mutates and operation not in inside]
     for pack in ensemble.packs:
         first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
@@ -186,9 +203,9 @@ def _order_obstacle(ensemble: Ensemble, expansion: Expansion) -> str | None:
     return None
 
 
-def _phase(ensemble: Ensemble, expansion: Expansion, program: Program, home: str) -> tuple[Phase | None, str | None]:
+def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase | None, str | None]:
     """Return the phase that the rewrite is limited to, and why training is not covered."""
-    module = program.module(home)
+    module, ensemble = program.module(home), places[0].ensemble
     for operand in ensemble.parameters:
         trainable = [_parameter(module, name).requires_grad for name in operand.names]
         if len(set(trainable)) > 1:
@@ -200,7 +217,8 @@ def _phase(ensemble: Ensemble, expansion: Expansion, program: Program, home: str
     other = used_by(program, home, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
-    if len(set(reached_outputs(expansion, members))) > 1:
+    trained = [place.expansion for place in places if place.is_for(training=True, now=module.training)]
+    if any(len(set(reached_outputs(expansion, members))) > 1 for expansion in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None
 
@@ -216,7 +234,7 @@ def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
 def _located(site: Site) -> Ensemble:
     """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
     wanted = {_written_out(name) for name in site.nodes.values()}
-    for ensemble in find_ensembles(site.program, site.home):
+    for ensemble in find_ensembles(site.program, site.home, site.variant):
         if {_written_out(member.name) for pack in ensemble.packs for member in pack.members} == wanted:
             return ensemble
     raise Unsuitable("an earlier rewrite took some of its members")
@@ -282,11 +300,6 @@ def _module(home: nn.Module, path: str) -> nn.Module:
     if module is None:
         raise LookupError(f"there is no module '{path}'")
     return module
-
-
-def _inside(home: nn.Module, path: str) -> list[str]:
-    """Return the name of a module and those of all modules in it."""
-    return [f"{path}.{name}".rstrip(".") for name in modules_by_name(_module(home, path))]
 
 
 def _settings(module: nn.Module) -> set[str]:
