@@ -296,13 +296,9 @@ def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
 
 def _behind_operands(graph: fx.Graph, arguments: Argument) -> fx.Node:
     """Return the node before which a call with these arguments can stand: behind its last operand."""
-    operands: set[fx.Node] = set()
-    fx.map_arg(arguments, operands.add)
-    last = None
-    for node in graph.nodes:
-        if node.op == "placeholder" or node in operands:
-            last = node
-    return last.next if last is not None else next(iter(graph.nodes))
+    operands = graph.find_nodes(op="placeholder", sort=False)
+    fx.map_arg(arguments, operands.append)
+    return max(operands).next if operands else next(iter(graph.nodes))
 
 
 def _check_targets(graph: fx.Graph, home: nn.Module) -> None:

@@ -49,7 +49,7 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
             return False
         case "call_module":
             callee = program.callee(home, node)
-            return _module_has_effects(callee, program) or _may_leave_its_graph(node, callee)
+            return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee)
         case "call_method":
             return mutates(node) or is_random(node) or not hasattr(torch.Tensor, str(node.target))
         case _:
@@ -74,13 +74,17 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module) -> bool:
     return len(capture.variants) != 1 or unmet_guard(module, capture, given) is not None
 
 
-def _module_has_effects(module: nn.Module, program: Program) -> bool:
+def _name(home: str, node: fx.Node) -> str:
+    """Return a qualified name of the module that a node in the graph of `home` calls."""
+    return f"{home}.{node.target}" if home else str(node.target)
+
+
+def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
     if has_hooks(module):
         return True
     capture = capture_of(module)
     if capture is None or not capture.variants:
         return _leaf_has_effects(module)
-    name = program.name_of(module)
     return any(
         has_effects(node, program, name)
         for variant in capture.variants
@@ -125,18 +129,17 @@ def _is_pure_function(function: Any) -> bool:
 def writes(node: fx.Node, program: Program, home: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
-        return _module_writes(program.callee(home, node), program)
+        return _module_writes(program.callee(home, node), program, _name(home, node))
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
     return mutates(node) or (has_effects(node, program, home) and not is_random(node))
 
 
-def _module_writes(module: nn.Module, program: Program) -> bool:
+def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
         inplace = has_hooks(module) or getattr(module, "inplace", False)
         return inplace or (user_class(type(module)) not in _DRAWING and _leaf_has_effects(module))
-    name = program.name_of(module)
     nodes = (node for variant in capture.variants for node in variant.graph.nodes)
     return has_hooks(module) or any(writes(node, program, name) for node in nodes)
 

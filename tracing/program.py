@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
 
+from ..compat import own_children
 from ..errors import CaptureError, InputError
 from .captured import Capture, capture_of
 from .capturing import Opaque
@@ -88,13 +89,12 @@ class Program:
         self.version = 0
         self._leaves = tuple(leaves)
         self._names: tuple[int, ModelNames] | None = None
-        self._nodes: dict[fx.Graph, dict[str, fx.Node]] = {}
+        self._nodes: dict[tuple[str, int], tuple[fx.Graph, dict[str, fx.Node]]] = {}
         self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
 
     def touch(self) -> None:
         """Note that a module or graph has changed: facts, names and recordings are worked out anew."""
         self.version += 1
-        self._nodes.clear()
         self._recordings.clear()
 
     @property
@@ -126,7 +126,9 @@ class Program:
         Raises:
             CaptureError: if there is none; the message has the nearest names.
         """
-        module = self.names.modules.get(name)
+        module: nn.Module | None = self.model
+        for part in name.split(".") if name else ():
+            module = None if module is None else own_children(module).get(part)
         if module is None:
             raise CaptureError(f"the model has no module {name!r}{_nearest(name, self.names.modules)}")
         return module
@@ -160,9 +162,11 @@ class Program:
             CaptureError: if the graph has none of that name (any more); the message has the nearest names.
         """
         graph = self.graph(home, variant)
-        known = self._nodes.get(graph)
-        if known is None or len(known) != len(graph.nodes) or name not in known or known[name].graph is not graph:
-            known = self._nodes[graph] = {node.name: node for node in graph.nodes}
+        of_graph, known = self._nodes.get((home, variant), (None, {}))
+        # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
+        if of_graph is not graph or not _is_there(known.get(name), name):
+            known = {node.name: node for node in graph.nodes}
+            self._nodes[home, variant] = (graph, known)
         if name not in known:
             raise CaptureError(f"the graph of {home or '(root)'!r} has no node {name!r}{_nearest(name, known)}")
         return known[name]
@@ -207,6 +211,11 @@ class Program:
             with in_phase(self.model, self.training):
                 self._recordings[key] = record(self.model, self.inputs, modules)
         return self._recordings[key]
+
+
+def _is_there(node: fx.Node | None, name: str) -> bool:
+    """Say whether a node is still in its graph, under the same name."""
+    return node is not None and node.name == name and node.next.prev is node
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from ..passes.facts import CallSites, TensorOwners, TensorReads
 from ..passes.opening import obstacle_to_opening
 from ..passes.operators import POINTWISE, canonical_name, operator_of_module
 from ..passes.state_map import Fold
-from ..tracing.captured import Variant
+from ..tracing.capture import Variant, required_capture
 from ..tracing.dynamic import user_class
 from ..tracing.meta import TensorMeta
 
@@ -164,7 +164,7 @@ def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
         asks = (guard for guard in variant.guards if _ASKS_FOR_MODE.match(guard.expression))
         return all(guard.holds({"self": module}) for guard in asks)
 
-    return [item for item in enumerate(program.captures[home].variants) if can_run(item[1])]
+    return [item for item in enumerate(required_capture(module).variants) if can_run(item[1])]
 
 
 def _obstacle(pair: _Pair, program: Program) -> str | None:
