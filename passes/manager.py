@@ -14,11 +14,13 @@ from ..errors import PassError, PlanError, Unsuitable
 from ..settings import Settings
 from ..tracing.program import Program
 from . import measure
-from .base import Goal, Pass, Phase, Refusal, Site
+from .base import Goal, Numerics, Pass, Phase, Refusal, Site
 from .copying import twin
 from .edit import Edit
+from .equal_blocks import Block, EqualBlocks, Precedent
 from .facts import is_on_meta
 from .plan import Decision, Plan
+from .site_calls import SiteCalls
 from .site_trial import SiteTrial, timing_figures
 from .state_map import StateMap
 from .supervision import supervised
@@ -80,6 +82,11 @@ class Manager:
     landed: list[Landed] = field(default_factory=list["Landed"])
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
+    _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
+    _calls: SiteCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._calls = SiteCalls(self.program, ())
 
     # -- whole runs ------------------------------------------------------------------------------------------------
 
@@ -127,7 +134,9 @@ class Manager:
     # -- one pass --------------------------------------------------------------------------------------------------
 
     def _run_pass(self, pass_: Pass) -> None:
-        for item in self._found(pass_):
+        found = self._found(pass_)
+        self._calls = SiteCalls(self.program, (item.home for item in found if isinstance(item, Site)))
+        for item in found:
             if isinstance(item, Refusal):
                 self._refuse(pass_, item)
             else:
@@ -165,22 +174,68 @@ class Manager:
 
     def _land(self, pass_: Pass, site: Site) -> None:
         """Try every lowering of a site; keep the best that is right and pays, or leave the site as it was."""
-        trial = SiteTrial(self.program, pass_, site, self._apply, check=self.check, time=self.time, seed=self.seed)
+        block = self._block(pass_, site)
+        precedent = self._equal.precedent(block)
+        if block is not None and precedent is not None and self._follow(pass_, site, block, precedent):
+            return
+        trial = self._trial(pass_, site)
         if not trial.questions:
             self._land_unquestioned(pass_, trial)
             return
+        edit = self._land_tried(pass_, trial)
+        self._equal.remember(block, self.decisions[-1], edit)
+
+    def _land_tried(self, pass_: Pass, trial: SiteTrial) -> Edit | None:
+        """Let a trial decide; return the rewrite where it lands."""
+        site = trial.site
         attempts, wrong, unsuitable = trial.run()
         if not attempts:
             reasons = dict.fromkeys((*wrong.values(), *unsuitable.values()))
             self._decide(pass_, site, "undone" if wrong else "refused", reason="; ".join(reasons))
-            return
+            return None
         choice, figures, reason = trial.choose(attempts)
         if reason is not None:
             self._decide(pass_, site, "undone", reason=reason, figures=figures)
-            return
+            return None
         chosen = dataclasses.replace(site, choice=choice)
         decision = self._decision(pass_, chosen, "applied", figures=figures)
-        self._keep(pass_, chosen, self._apply(pass_, chosen), decision)
+        edit = self._apply(pass_, chosen)
+        self._keep(pass_, chosen, edit, decision)
+        return edit
+
+    def _block(self, pass_: Pass, site: Site) -> Block | None:
+        """Describe the block around a site, where its decision may serve others or be served by another's."""
+        calls = self._calls.of(site.home) if self.check or self.time else ()
+        if not calls:
+            return None
+        return self._equal.block(pass_, len(self.traces), site, self.program.module(site.home), calls)
+
+    def _follow(self, pass_: Pass, site: Site, block: Block, precedent: Precedent) -> bool:
+        """Do at a site what was done at an equal one; say whether that has settled it."""
+        first = precedent.decision
+        like = {**first.figures, "as": first.label}
+        if first.status != "applied":
+            self._decide(pass_, site, first.status, reason=first.reason, figures=like)
+            return True
+        chosen = dataclasses.replace(site, choice=first.choice)
+        trial = self._trial(pass_, chosen, time=False, brief=True)
+        try:
+            edit = self._apply(pass_, chosen)
+        except Unsuitable:
+            return False
+        verdict = trial.verdict(edit) if block.result_of(edit) == (precedent.result, precedent.state_map) else None
+        if verdict is None and self.check or verdict is not None and not verdict.ok:
+            edit.undo()
+            return False
+        figures = like if verdict is None else {**like, **trial.figures(verdict)}
+        self._keep(pass_, chosen, edit, self._decision(pass_, chosen, "applied", figures=figures))
+        return True
+
+    def _trial(self, pass_: Pass, site: Site, *, time: bool = True, brief: bool = False) -> SiteTrial:
+        return SiteTrial(
+            self.program, pass_, site, self._apply, self._calls.of(site.home) if self.check or self.time else (),
+            check=self.check, time=self.time and time, seed=self.seed, brief=brief,
+        )  # fmt: skip
 
     def _land_unquestioned(self, pass_: Pass, trial: SiteTrial) -> None:
         """Apply the first lowering that can be written, where nothing is to be checked or timed."""
@@ -210,6 +265,8 @@ class Manager:
     def _keep(self, pass_: Pass, site: Site, edit: Edit, decision: Decision) -> None:
         self.decisions.append(decision)
         self.landed.append(Landed(pass_, site, edit, decision))
+        if pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC):
+            self._calls.forget()
 
     def _refuse(self, pass_: Pass, refusal: Refusal) -> None:
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
@@ -279,7 +336,8 @@ class Manager:
         """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
         choices = () if landed.site.choice is None else (landed.site.choice,)
         site = dataclasses.replace(landed.site, choices=choices)
-        trial = SiteTrial(self.program, landed.pass_, site, self._apply, check=self.check, time=False, seed=self.seed)
+        self._calls = SiteCalls(self.program, [site.home])
+        trial = self._trial(landed.pass_, site, time=False)
         try:
             attempts, wrong, unsuitable = trial.run()
         except PassError as error:

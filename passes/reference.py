@@ -108,6 +108,7 @@ def reference(
     gradients: bool = True,
     seed: int = 0,
     keyed: bool | None = None,
+    brief: bool = False,
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
@@ -121,12 +122,13 @@ def reference(
         seed: of all noise and random draws.
         keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
             that has no graph. By default where the module has a graph.
+        brief: take no samples with noise.
 
     Raises:
         InputError: if the module does not run on its recorded calls.
     """
     by_node = capture_of(module) is not None
-    maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed)
+    maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed, brief)
     return maker.make(_spread([(call.args, call.kwargs) for call in calls]))
 
 
@@ -141,9 +143,12 @@ def _spread(arguments: list[Arguments]) -> list[Arguments]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool) -> None:
+    def __init__(
+        self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool, brief: bool
+    ) -> None:
         self.oracle = Oracle(stage, training, gradients, seed, keyed=keyed)
         self.stage = stage
+        self.brief = brief
         self.state = stage.state
         self.reason = ""
         self.epsilon = 0.0
@@ -171,7 +176,7 @@ class _Maker:
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.oracle.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
-        return [*recorded, *self._noisy(recorded[0])]
+        return recorded if self.brief else [*recorded, *self._noisy(recorded[0])]
 
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and let the oracle stay with it; gradients of inputs are given up last."""

@@ -17,6 +17,7 @@ from .copying import twin
 from .edit import Edit
 from .facts import is_on_meta
 from .modes import modes_to_check
+from .verify import RecordedCall
 
 __all__ = ["SiteTrial", "timing_figures"]
 
@@ -40,13 +41,25 @@ class SiteTrial:
         pass_: which found the site.
         site: with its choices.
         apply: rewrites the site with one choice.
+        calls: how the module around it is called.
         check: verify each lowering.
         time: time the lowerings, if the pass is for speed.
         seed: of verification's random inputs.
+        brief: compare on the recorded inputs only: an equal site was verified with noise.
     """
 
     def __init__(
-        self, program: Program, pass_: Pass, site: Site, apply: Apply, *, check: bool, time: bool, seed: int
+        self,
+        program: Program,
+        pass_: Pass,
+        site: Site,
+        apply: Apply,
+        calls: Sequence[RecordedCall],
+        *,
+        check: bool,
+        time: bool,
+        seed: int,
+        brief: bool = False,
     ) -> None:
         self.program, self.pass_, self.site, self.apply, self.check, self.seed = (
             program,
@@ -58,9 +71,9 @@ class SiteTrial:
         )
         self.home = program.module(site.home)
         self.phase = site.phase or pass_.phase
-        self.calls = self._calls() if check or time else ()
+        self.calls = calls if check or time else ()
         self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls) and not is_on_meta(self.home)
-        self.references = self._references()
+        self.references = self._references(brief)
         self.before = twin(self.home) if self.timed else None
 
     @property
@@ -68,16 +81,13 @@ class SiteTrial:
         """Say whether there is anything to check or to time."""
         return self.timed or bool(self.references)
 
-    def _calls(self) -> Sequence[Any]:
-        if not self.program.inputs:
-            return ()
-        return self.program.recording([self.home]).calls.get(self.home, ())
-
-    def _references(self) -> list[verify.Reference]:
+    def _references(self, brief: bool) -> list[verify.Reference]:
         if not self.check or not self.calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self.home):
             return []
         return [
-            verify.reference(self.home, self.calls, training=mode, gradients=self.phase.covers_training, seed=self.seed)
+            verify.reference(
+                self.home, self.calls, training=mode, gradients=self.phase.covers_training, seed=self.seed, brief=brief
+            )
             for mode in modes_to_check(self.home, self.phase, self.program.training)
         ]
 
@@ -117,13 +127,13 @@ class SiteTrial:
         """Return the lowering to keep, its figures, and why none is kept."""
         first = next(iter(attempts))
         if not self.timed or self.before is None:
-            return first, self.figures(attempts[first]), None
+            return first, self.figures(attempts[first].verdict), None
         timings = self.timings(attempts)
         names = {_label(choice): choice for choice in attempts}
         best = timings.fastest(prefer=tuple(names))
         speed = timings.ratio("before", best)
         figures = {
-            **self.figures(attempts[names[best]]),
+            **self.figures(attempts[names[best]].verdict),
             **timing_figures(timings, "before", best),
             "lowerings": {name: timings.microseconds(name) for name in names},
         }
@@ -143,10 +153,9 @@ class SiteTrial:
         }
         return measure.time_candidates(runs)
 
-    def figures(self, attempt: Attempt) -> dict[str, Any]:
-        if attempt.verdict is None:
+    def figures(self, verdict: verify.Verdict | None) -> dict[str, Any]:
+        if verdict is None:
             return {"checked": self.unchecked()}
-        verdict = attempt.verdict
         return {
             "checked": verdict.checked_in,
             "meaning_error": verdict.meaning_error,

@@ -33,11 +33,13 @@ class Stage:
         module: the module to run.
         parameters: its parameters by qualified name; a tied one under each of its names.
         buffers: its buffers likewise.
+        state: both.
     """
 
     module: nn.Module
     parameters: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
 
@@ -46,12 +48,8 @@ class Stage:
         self._modules = dict(named)
         self.parameters = self._named("_parameters")
         self.buffers = self._named("_buffers")
+        self.state = {**self.parameters, **self.buffers}
         self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by name."""
-        return {**self.parameters, **self.buffers}
 
     def _named(self, kind: str) -> dict[str, Tensor]:
         homes = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())

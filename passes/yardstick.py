@@ -131,10 +131,11 @@ class Yardstick:
 
         A `budget` replaces what was seen; it is relative to the scale.
         """
+        typical = _typical(self._native.distance.values())
         return {
             label: Tolerance(
                 0.0,
-                (self._share(sample, label) if budget is None else budget) * max(scale, 1e-6 * around),
+                (self._share(sample, label, typical) if budget is None else budget) * max(scale, 1e-6 * around),
                 self._unit(label, scale, around),
                 _FLIPS_FACTOR * self._native.places.get(label, 0) if budget is None else sample.exact[label].numel(),
             )
@@ -146,11 +147,11 @@ class Yardstick:
         is_noise = self._native.distance.get(label, 0.0) > _NOISE
         return around if is_noise else max(scale, 1e-12 * around)
 
-    def _share(self, sample: Measured, label: str) -> float:
-        """Return what part of its scale a tensor may be off by."""
+    def _share(self, sample: Measured, label: str, typical: float) -> float:
+        """Return what part of its scale a tensor may be off by; `typical` tensors were."""
         own = self._native.distance.get(label, 0.0)
         if sample.exact[label].numel() < _SMALL:
-            own = max(own, _typical(self._native.distance.values()))
+            own = max(own, typical)
         return _NATIVE_FACTOR * own + _NATIVE_UNITS * self._epsilon(sample, label)
 
     def _epsilon(self, sample: Measured, label: str) -> float:

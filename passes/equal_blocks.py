@@ -1,0 +1,91 @@
+"""Equal sites in equal blocks: one is decided, the others follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .base import Numerics, Pass, Site
+from .edit import Edit
+from .likeness import Likeness, Unlike
+from .plan import Decision
+from .reference import RecordedCall
+from .state_map import StateMap
+
+__all__ = ["Block", "EqualBlocks", "Precedent"]
+
+
+@dataclass(frozen=True)
+class Precedent:
+    """What was decided at the first of several equal sites.
+
+    Attributes:
+        decision: the site's own.
+        result: what the block was like afterwards, where it was rewritten.
+        state_map: what that did to tensors, by their names in the block.
+    """
+
+    decision: Decision
+    result: Hashable = None
+    state_map: StateMap | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A module around a site, before anything is done to it.
+
+    Attributes:
+        module: the site's home.
+        likeness: of the module as it was.
+        key: equal for sites that are to be decided alike.
+    """
+
+    module: nn.Module
+    likeness: Likeness
+    key: Hashable
+
+    def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
+        """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
+        state_map = edit.state_map()
+        try:
+            after = Likeness(self.module)
+        except Unlike:
+            return None
+        new = {name for tensor, name in after.tensors.items() if tensor not in self.likeness.tensors}
+        return (after.description, state_map) if new <= state_map.targets else None
+
+
+class EqualBlocks:
+    """Remember decisions by everything that they hang on; see docs/decisions/007-equal-blocks.md."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Precedent] = {}
+
+    def block(self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[RecordedCall]) -> Block | None:
+        """Describe the block around a site, or return None where it can have no equal."""
+        if pass_.numerics not in (Numerics.EXACT, Numerics.REASSOCIATED) or not site.home:
+            return None
+        try:
+            likeness = Likeness(module)
+            called = likeness.of_calls(calls)
+        except Unlike:
+            return None
+        wanted = tuple(site.nodes.items()), site.variant, site.choices, site.choice, site.phase, site.required
+        return Block(module, likeness, (step, wanted, likeness.description, called))
+
+    def precedent(self, block: Block | None) -> Precedent | None:
+        """Return what was decided at an equal site, if there was one."""
+        return None if block is None else self._known.get(block.key)
+
+    def remember(self, block: Block | None, decision: Decision, edit: Edit | None = None) -> None:
+        """Note a decision for the blocks to come; a site that nothing could be written for is tried again there."""
+        if block is None or decision.status == "refused":
+            return
+        if edit is None:
+            self._known.setdefault(block.key, Precedent(decision))
+            return
+        result = block.result_of(edit)
+        if result is not None:
+            self._known.setdefault(block.key, Precedent(decision, *result))
