@@ -61,9 +61,11 @@ class EqualBlocks:
     """Remember decisions by everything that they hang on; see docs/decisions/007-equal-blocks.md."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Precedent] = {}
+        self._known: dict[Hashable, Precedent | None] = {}
 
-    def block(self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[RecordedCall]) -> Block | None:
+    def block(
+        self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[RecordedCall]
+    ) -> Block | None:
         """Describe the block around a site, or return None where it can have no equal."""
         if pass_.numerics not in (Numerics.EXACT, Numerics.REASSOCIATED) or not site.home:
             return None
@@ -80,12 +82,12 @@ class EqualBlocks:
         return None if block is None else self._known.get(block.key)
 
     def remember(self, block: Block | None, decision: Decision, edit: Edit | None = None) -> None:
-        """Note a decision for the blocks to come; a site that nothing could be written for is tried again there."""
+        """Note the first decision at equal sites; one for which nothing could be written is tried again elsewhere."""
         if block is None or decision.status == "refused":
             return
         if edit is None:
             self._known.setdefault(block.key, Precedent(decision))
             return
         result = block.result_of(edit)
-        if result is not None:
-            self._known.setdefault(block.key, Precedent(decision, *result))
+        # Where tensors came in that nothing is known of, each block is decided by itself.
+        self._known.setdefault(block.key, None if result is None else Precedent(decision, *result))

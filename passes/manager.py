@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from ..errors import PassError, PlanError, Unsuitable
 from ..settings import Settings
 from ..tracing.program import Program
-from . import measure
-from .base import Goal, Numerics, Pass, Phase, Refusal, Site
+from .base import Goal, Numerics, Pass, Refusal, Site
 from .copying import twin
 from .edit import Edit
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .facts import is_on_meta
 from .plan import Decision, Plan
 from .site_calls import SiteCalls
-from .site_trial import SiteTrial, timing_figures
+from .site_trial import SiteTrial
 from .state_map import StateMap
 from .supervision import supervised
+from .whole_model import Landed, WholeModel
 
 __all__ = ["Landed", "Manager", "PassTrace"]
 
@@ -43,20 +43,6 @@ class PassTrace:
     seconds: float
     decided: int
     applied: int
-
-
-@dataclass
-class Landed:
-    """A rewrite that stands, with what is needed to take it back."""
-
-    pass_: Pass
-    site: Site
-    edit: Edit
-    decision: Decision
-
-    @property
-    def phase(self) -> Phase:
-        return self.site.phase or self.pass_.phase
 
 
 @dataclass
@@ -100,7 +86,7 @@ class Manager:
         for pass_ in passes:
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
         if baseline is not None:
-            self._never_slower(baseline)
+            self.timings = WholeModel(self, baseline).never_slower()
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that `plan` says were applied, without verifying or timing them.
@@ -151,7 +137,7 @@ class Manager:
 
     def _reapply(self, pass_: Pass, site: Site) -> Edit:
         try:
-            return self._apply(pass_, site)
+            return self.apply(pass_, site)
         except Unsuitable as refusal:
             raise PlanError(
                 f"the plan's site {site.key} of pass '{pass_.name}' cannot be rewritten: {refusal}"
@@ -178,7 +164,7 @@ class Manager:
         precedent = self._equal.precedent(block)
         if block is not None and precedent is not None and self._follow(pass_, site, block, precedent):
             return
-        trial = self._trial(pass_, site)
+        trial = self.trial(pass_, site)
         if not trial.questions:
             self._land_unquestioned(pass_, trial)
             return
@@ -199,7 +185,7 @@ class Manager:
             return None
         chosen = dataclasses.replace(site, choice=choice)
         decision = self._decision(pass_, chosen, "applied", figures=figures)
-        edit = self._apply(pass_, chosen)
+        edit = self.apply(pass_, chosen)
         self._keep(pass_, chosen, edit, decision)
         return edit
 
@@ -218,22 +204,23 @@ class Manager:
             self._decide(pass_, site, first.status, reason=first.reason, figures=like)
             return True
         chosen = dataclasses.replace(site, choice=first.choice)
-        trial = self._trial(pass_, chosen, time=False, brief=True)
+        trial = self.trial(pass_, chosen, time=False, brief=True)
         try:
-            edit = self._apply(pass_, chosen)
+            edit = self.apply(pass_, chosen)
         except Unsuitable:
             return False
         verdict = trial.verdict(edit) if block.result_of(edit) == (precedent.result, precedent.state_map) else None
-        if verdict is None and self.check or verdict is not None and not verdict.ok:
+        if (verdict is None and self.check) or (verdict is not None and not verdict.ok):
             edit.undo()
             return False
         figures = like if verdict is None else {**like, **trial.figures(verdict)}
-        self._keep(pass_, chosen, edit, self._decision(pass_, chosen, "applied", figures=figures))
+        self._keep(pass_, chosen, edit, self._decision(pass_, chosen, "applied", figures=figures), first)
         return True
 
-    def _trial(self, pass_: Pass, site: Site, *, time: bool = True, brief: bool = False) -> SiteTrial:
+    def trial(self, pass_: Pass, site: Site, *, time: bool = True, brief: bool = False) -> SiteTrial:
+        """Prepare to try the lowerings of a site, now that the program is as it is."""
         return SiteTrial(
-            self.program, pass_, site, self._apply, self._calls.of(site.home) if self.check or self.time else (),
+            self.program, pass_, site, self.apply, self._calls.of(site.home) if self.check or self.time else (),
             check=self.check, time=self.time and time, seed=self.seed, brief=brief,
         )  # fmt: skip
 
@@ -243,7 +230,7 @@ class Manager:
         for choice in trial.site.choices or (None,):
             site = dataclasses.replace(trial.site, choice=choice)
             try:
-                edit = self._apply(pass_, site)
+                edit = self.apply(pass_, site)
             except Unsuitable as refusal:
                 reasons.append(str(refusal))
                 continue
@@ -252,7 +239,7 @@ class Manager:
             return
         self._decide(pass_, trial.site, "refused", reason="; ".join(dict.fromkeys(reasons)))
 
-    def _apply(self, pass_: Pass, site: Site) -> Edit:
+    def apply(self, pass_: Pass, site: Site) -> Edit:
         """Rewrite a site; what fails is undone before the error goes on."""
         edit = Edit(self.program, site, pass_.name)
         try:
@@ -262,11 +249,11 @@ class Manager:
             raise
         return edit
 
-    def _keep(self, pass_: Pass, site: Site, edit: Edit, decision: Decision) -> None:
+    def _keep(self, pass_: Pass, site: Site, edit: Edit, decision: Decision, evidence: Decision | None = None) -> None:
         self.decisions.append(decision)
-        self.landed.append(Landed(pass_, site, edit, decision))
+        self.landed.append(Landed(pass_, site, edit, decision, evidence or decision))
         if pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC):
-            self._calls.forget()
+            self.forget_calls()
 
     def _refuse(self, pass_: Pass, refusal: Refusal) -> None:
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
@@ -289,70 +276,14 @@ class Manager:
             status=status, reason=reason, choice=site.choice, detail=site.detail, figures=dict(figures or {}),
         )  # fmt: skip
 
-    # -- the whole model -------------------------------------------------------------------------------------------
+    def forget_calls(self) -> None:
+        """Record anew how modules are called: the function has changed."""
+        self._calls.forget()
 
-    def _never_slower(self, baseline: nn.Module) -> None:
-        """Time the whole model; while it is slower, take back the speed rewrite that is least certain."""
-        if len(self.landed) == 1 and not self.landed[0].site.home and self._is_for_speed(self.landed[0]):
-            self.timings = _as_timings(self.landed[0].decision.figures)  # the site was the whole model
-            return
-        while any(self._is_for_speed(landed) for landed in self.landed):
-            timings = self.time_model(baseline)
-            speed = timings.ratio("before", "after")
-            if speed.high >= 1.0:
-                self.timings = _as_timings(timing_figures(timings, "before", "after"))
-                return
-            doubtful = [landed for landed in self.landed if self._is_for_speed(landed)]
-            worst = min(doubtful, key=lambda landed: landed.decision.figures.get("speedup_low") or 0.0)
-            self._take_back(worst, f"the whole model was slower with it ({speed.mid:.2f}x)")
+    # -- what came of it -------------------------------------------------------------------------------------------
 
-    def time_model(self, baseline: nn.Module) -> measure.Timings:
-        """Time the whole model against `baseline` on the example inputs."""
-        calls = self.program.recording([self.program.model]).calls[self.program.model]
-        training = self.program.training
-        runs = {
-            "before": measure.runner(baseline, calls, training=training),
-            "after": measure.runner(self.program.model, calls, training=training),
-        }
-        return measure.time_candidates(runs)
-
-    def _is_for_speed(self, landed: Landed) -> bool:
-        return landed.pass_.goal is Goal.SPEED and not landed.site.required
-
-    def _take_back(self, unwanted: Landed, reason: str) -> None:
-        """Undo one rewrite that others may stand on: unwind to it, then apply those again."""
-        position = self.landed.index(unwanted)
-        above = self.landed[position + 1 :]
-        for landed in reversed(self.landed[position:]):
-            landed.edit.undo()
-        del self.landed[position:]
-        self._replace_decision(
-            unwanted.decision, dataclasses.replace(unwanted.decision, status="undone", reason=reason)
-        )
-        for landed in above:
-            self._land_again(landed)
-
-    def _land_again(self, landed: Landed) -> None:
-        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
-        choices = () if landed.site.choice is None else (landed.site.choice,)
-        site = dataclasses.replace(landed.site, choices=choices)
-        self._calls = SiteCalls(self.program, [site.home])
-        trial = self._trial(landed.pass_, site, time=False)
-        try:
-            attempts, wrong, unsuitable = trial.run()
-        except PassError as error:
-            attempts, wrong, unsuitable = {}, {None: str(error)}, {}
-        if not attempts:
-            reasons = "; ".join((*wrong.values(), *unsuitable.values()))
-            reason = f"it stood on a rewrite that was taken back: {reasons}"
-            self._replace_decision(
-                landed.decision, dataclasses.replace(landed.decision, status="undone", reason=reason)
-            )
-            return
-        landed.edit = self._apply(landed.pass_, landed.site)
-        self.landed.append(landed)
-
-    def _replace_decision(self, old: Decision, new: Decision) -> None:
+    def replace_decision(self, old: Decision, new: Decision) -> None:
+        """Put another decision in the place of one that was changed afterwards."""
         self.decisions[next(i for i, decision in enumerate(self.decisions) if decision is old)] = new
 
     def changed_graphs(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -395,9 +326,3 @@ def _check_plan(passes: Sequence[Pass], plan: Plan) -> None:
                 f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, "
                 f"and here they are {', '.join(names) or 'none'}"
             )
-
-
-def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return what the report says of the whole model."""
-    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high")}
-    return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

@@ -72,12 +72,13 @@ def applied_rows(record: Record) -> list[Row]:
 def _row(decision: Decision) -> Row:
     figures: Mapping[str, Any] = decision.figures
     site = clipped(decision.label) + (f": {decision.detail}" if decision.detail else "")
+    first = figures.get("as")
     return Row(
         pass_name=decision.pass_name,
         site=printable(site),
         lowering=decision.choice or "",
         error=_error(figures),
-        speed=_speed(figures),
+        speed=_speed(figures) + (f", as {printable(clipped(str(first)))}" if first else ""),
         time=_time(figures),
         timed=_timed(figures.get("lowerings") or {}),
     )

@@ -162,7 +162,7 @@ class Program:
             CaptureError: if the graph has none of that name (any more); the message has the nearest names.
         """
         graph = self.graph(home, variant)
-        of_graph, known = self._nodes.get((home, variant), (None, {}))
+        of_graph, known = self._nodes.get((home, variant)) or (graph, dict[str, fx.Node]())
         # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
         if of_graph is not graph or not _is_there(known.get(name), name):
             known = {node.name: node for node in graph.nodes}

@@ -1,0 +1,136 @@
+"""Time the whole model, and take back what does not pay after all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import PassError
+from ..tracing.names import all_modules
+from . import measure
+from .base import Goal, Pass, Phase, Site
+from .edit import Edit
+from .plan import Decision
+from .site_trial import timing_figures
+
+if TYPE_CHECKING:
+    from .manager import Manager
+
+__all__ = ["Landed", "WholeModel"]
+
+
+@dataclass(eq=False)
+class Landed:
+    """A rewrite that stands, with what is needed to take it back.
+
+    Attributes:
+        pass_, site, edit: which it is.
+        decision: the site's own.
+        evidence: the decision at the first of several equal sites, whose timing counts for all of them.
+    """
+
+    pass_: Pass
+    site: Site
+    edit: Edit
+    decision: Decision
+    evidence: Decision
+
+    @property
+    def phase(self) -> Phase:
+        return self.site.phase or self.pass_.phase
+
+
+class WholeModel:
+    """Compare the rewritten model with what it was.
+
+    Args:
+        manager: has rewritten it.
+        baseline: a twin of the model as it was.
+    """
+
+    def __init__(self, manager: Manager, baseline: nn.Module) -> None:
+        self.manager, self.baseline = manager, baseline
+
+    def never_slower(self) -> dict[str, float] | None:
+        """Return the model's timings; while it is slower, take back the speed rewrites that are least certain.
+
+        Equal blocks have one timing between them, and go together.
+        """
+        landed = self.manager.landed
+        if len(landed) == 1 and not landed[0].site.home and _is_for_speed(landed[0]):
+            return _as_timings(landed[0].decision.figures)  # the site was the whole model
+        while doubtful := [each for each in self.manager.landed if _is_for_speed(each)]:
+            timings = self._timings()
+            speed = timings.ratio("before", "after")
+            if speed.high >= 1.0:
+                return _as_timings(timing_figures(timings, "before", "after"))
+            worst = min(doubtful, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
+            equal = [each for each in doubtful if each.evidence is worst.evidence]
+            self._take_back(equal, f"the whole model was slower with it ({speed.mid:.2f}x)")
+        return None
+
+    def _timings(self) -> measure.Timings:
+        program = self.manager.program
+        calls, training = program.recording([program.model]).calls[program.model], program.training
+        runs = {
+            "before": measure.runner(self.baseline, calls, training=training),
+            "after": measure.runner(program.model, calls, training=training),
+        }
+        return measure.time_candidates(runs)
+
+    def _take_back(self, unwanted: Sequence[Landed], reason: str) -> None:
+        """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
+        unwound = self._around(unwanted)
+        for landed in reversed(unwound):
+            landed.edit.undo()
+        self.manager.forget_calls()
+        self.manager.landed = [landed for landed in self.manager.landed if landed not in unwound]
+        for landed in unwound:
+            if landed in unwanted:
+                self._undone(landed, reason)
+            else:
+                self._land_again(landed)
+
+    def _around(self, unwanted: Sequence[Landed]) -> list[Landed]:
+        """Return rewrites, and those after them that changed some of the same modules, in order."""
+        touched: set[nn.Module] = set()
+        around: list[Landed] = []
+        for landed in self.manager.landed:
+            modules = all_modules(landed.edit.home)
+            if landed in unwanted or not touched.isdisjoint(modules):
+                around.append(landed)
+                touched.update(modules)
+        return around
+
+    def _undone(self, landed: Landed, reason: str) -> None:
+        decision = dataclasses.replace(landed.decision, status="undone", reason=reason)
+        self.manager.replace_decision(landed.decision, decision)
+
+    def _land_again(self, landed: Landed) -> None:
+        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
+        choices = () if landed.site.choice is None else (landed.site.choice,)
+        site = dataclasses.replace(landed.site, choices=choices)
+        try:
+            attempts, wrong, unsuitable = self.manager.trial(landed.pass_, site, time=False).run()
+        except PassError as error:
+            attempts, wrong, unsuitable = {}, {None: str(error)}, {}
+        if not attempts:
+            reasons = "; ".join((*wrong.values(), *unsuitable.values()))
+            self._undone(landed, f"it stood on a rewrite that was taken back: {reasons}")
+            return
+        landed.edit = self.manager.apply(landed.pass_, landed.site)
+        self.manager.landed.append(landed)
+
+
+def _is_for_speed(landed: Landed) -> bool:
+    return landed.pass_.goal is Goal.SPEED and not landed.site.required
+
+
+def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the report says of the whole model."""
+    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high")}
+    return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}
