@@ -5,7 +5,7 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
+    "autocast_settings",
+    "checkpoint",
     "draws_randomly",
     "has_hooks",
     "has_lazy_parameters",
@@ -51,6 +53,22 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def autocast_settings(context: torch.autocast) -> dict[str, Any]:
+    """Return what a `torch.autocast` was made with, as its arguments."""
+    own = vars(context)
+    return {
+        "device_type": own["device"],
+        "dtype": own["fast_dtype"],
+        "enabled": own["_enabled"],
+        "cache_enabled": own["_cache_enabled"],
+    }
+
+
+def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
+    """Call a function whose intermediate values are computed again for the backward pass; torch's is not typed."""
+    return cast("Any", torch.utils.checkpoint).checkpoint(function, *args, use_reentrant=False, **settings)
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

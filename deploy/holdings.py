@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 from ..compat import has_hooks, own_buffers, own_parameters, transient_buffers
 from ..errors import ArchiveError
 from ..layers.ensemble import VectorizedMembers
-from ..passes.regions import Region
 from ..tracing.dynamic import user_class
 from ..tracing.names import ModelNames
+from ..tracing.regions import ContextRegion, Region
 from .flat_tree import VECTORIZED, HeldModule, HeldTensor
 from .graph_json import FlatGraph
 from .nn_modules import class_name, settings_of
@@ -60,6 +60,8 @@ class Holdings:
         Raises:
             ArchiveError: if it does; the message is a clause.
         """
+        if isinstance(module, ContextRegion):
+            raise ArchiveError(f"its forward opens {module.context}, which archives do not")
         if has_hooks(module):
             raise ArchiveError("it has hooks, which no graph runs")
         if parametrize.is_parametrized(module):

@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import CaptureError
+from ..errors import CaptureError, Unsuitable
 from ..tracing.capture import required_capture
 from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
 from ..tracing.preserve import AttributeState
+from ..tracing.regions import Region
 from .effects import has_effects
 from .foreign import run_function
 from .state_map import StateMap, StateStep
@@ -251,7 +252,13 @@ class Edit:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def record_state(self, step: StateStep) -> None:
-        """Say what the rewrite does to tensors; names are qualified from the home module."""
+        """Say what the rewrite does to tensors; names are qualified from the home module.
+
+        Raises:
+            Unsuitable: in a region, which owns none.
+        """
+        if isinstance(self.home, Region):
+            raise Unsuitable(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
         self._steps.append(step)
 
     def state_map(self) -> StateMap:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ..tracing.names import tensors_by_name
-from .regions import Region
+from ..tracing.regions import Region
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

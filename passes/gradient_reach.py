@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..tracing.regions import Region
 from .expansion import Expansion, Operation
 
 if TYPE_CHECKING:
@@ -57,8 +58,11 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
         home: the qualified name of a module.
         names: of parameters, qualified from `home`.
     """
-    inside = f"{home}."
+    inside = f"{home}." if home else ""
     concerned = [inside + name for name in names]
+    region = _region_with(program, concerned)
+    if region is not None:
+        return f"region '{region}'"
     for place, graph in program.graphs.items() if home else ():
         other = place.partition("#")[0]
         if other == home or other.startswith(inside):
@@ -67,6 +71,16 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
             target = f"{other}.{node.target}" if other else str(node.target)
             if target.startswith(inside) and any(f"{name}.".startswith(f"{target}.") for name in concerned):
                 return f"module '{other or '(root)'}'"
+    return None
+
+
+def _region_with(program: Program, names: Sequence[str]) -> str | None:
+    """Return a region that calls a module which concerns these parameters; its home's graph does not show that."""
+    for name, module in program.names.modules.items():
+        for child in module.children() if isinstance(module, Region) else ():
+            target = program.name_of(child)
+            if any(f"{parameter}.".startswith(f"{target}.") for parameter in names):
+                return name
     return None
 
 
@@ -79,5 +93,7 @@ def _output_leaves(expansion: Expansion) -> dict[Operation, int]:
 
 
 def _stops_gradients(operation: Operation) -> bool:
+    if operation.node.meta.get("detached"):
+        return True
     name: Any = operation.operator or getattr(operation.target, "__name__", operation.target)
     return str(name) in _STOPS

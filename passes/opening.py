@@ -14,6 +14,7 @@ from ..errors import CaptureError
 from ..tracing.captured import Capture, Variant
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
+from ..tracing.regions import ContextRegion
 from .batchable_modules import module_operator
 from .mode_guards import asks_for_training, runs_in_mode
 
@@ -32,8 +33,10 @@ _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 
 
 def obstacle_to_opening(module: nn.Module) -> str | None:
-    """Return why a module must stay one call (hooks, parametrizations), or None."""
+    """Return why a module must stay one call (hooks, parametrizations, contexts), or None."""
     for submodule in module.modules():
+        if isinstance(submodule, ContextRegion):
+            return f"it opens {submodule.context}"
         if has_hooks(submodule):
             return "it has hooks"
         if parametrize.is_parametrized(submodule):

@@ -13,55 +13,16 @@ from typing import Any
 from torch import fx, nn
 
 from ..compat import has_hooks
-from ..errors import CaptureError, Unsuitable
+from ..errors import Unsuitable
 from ..tracing.captured import Capture, Variant, capture_of, install
 from ..tracing.guards import require
+from ..tracing.regions import ContextRegion, Region
 from ..tracing.signature import Signature
 from .edit import Edit
 from .expansion import map_structure
 from .opening import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]
-
-
-class Region(nn.Module):
-    """A part of its home's graph.
-
-    It calls children that its home still owns: names survive, so a region writes nothing into a state dict and takes
-    nothing from one. Tensors of the home come in as arguments.
-
-    Attributes:
-        origins: name of a child here -> its qualified name in the home.
-    """
-
-    def __init__(self, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
-        super().__init__()
-        self.origins = dict(origins)
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def forward(self, *args: Any) -> Any:
-        """Run the region's graph; it has no other forward."""
-        raise CaptureError("this region lost its graph")
-
-    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
-        """Write nothing: the home's own names cover the children."""
-        return {} if destination is None else destination
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
-        # The children are loaded under the home's names; here they get what they have.
-        for name, child in self.named_children():
-            state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))
 
 
 def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
@@ -195,6 +156,8 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
 
 def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
+    if isinstance(module, ContextRegion):
+        raise Unsuitable(f"'{name}' runs under {module.context}")
     if has_hooks(module):
         raise Unsuitable(f"'{name}' has hooks")
     guard = unmet_guard(module, capture, given)

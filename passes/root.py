@@ -22,7 +22,7 @@ _classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakre
 def crown(model: nn.Module, record: Record) -> None:
     """Make `model` the root of an optimized model, whether or not its own forward could be captured."""
     capture = capture_of(model)
-    uninstall(model)
+    uninstall(model, keep_regions=True)
     if not isinstance(model, LoadsOriginalNames):
         model.__class__ = loading_class(type(model))
     install(model, capture or Capture(type(model), []))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def expectations(
     """
     pairs = zip(inputs, recording.outputs, strict=True)
     expected = [Expectation(given, model.training, output) for given, output in pairs]
-    if any(_depends_on_mode(model.get_submodule(name), capture) for name, capture in captured.items()):
+    if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in captured.items()):
         with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
             for given in inputs:
                 try:
@@ -81,13 +81,24 @@ def disagreeing(
     return list(captured)
 
 
-def _depends_on_mode(module: nn.Module, capture: Capture) -> bool:
-    """Tell whether a graph has other code for the other mode, or takes apart what a child of the user's gave."""
+def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool:
+    """Tell whether a graph has other code for the other mode, or takes apart what a child of the user's gave.
+
+    Args:
+        find: returns a child of the module by its name.
+        capture: of the module; its regions are not made yet.
+    """
     if len(capture.variants) > 1:
         return True
     for node in capture.variants[0].graph.find_nodes(op="call_module"):
+        plan = capture.regions.get(str(node.target))
+        if plan is not None:
+            children = plan.children
+            if _depends_on_mode(lambda name, children=children: find(children[name]), plan.capture):
+                return True
+            continue
         takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
-        if takes_apart and not is_leaf(module.get_submodule(str(node.target))):
+        if takes_apart and not is_leaf(find(str(node.target))):
             return True
     return False
 

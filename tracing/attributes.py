@@ -71,7 +71,10 @@ class Attributes:
         self._new.add(id(module))
 
     def ask(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a question about a mode of torch."""
+        """Answer a question about a mode of torch; within a context that decides it, the answer never changes."""
+        known = self._tracer.contexts.knows(function.__name__, args)
+        if known is not None:
+            return known
         value = function(*args, **kwargs)
         if not args and not kwargs:
             value = self._answers.get(SWITCHES[function], function is torch.is_grad_enabled or value)

@@ -11,12 +11,13 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import CaptureError
+from .contexts import Context
 from .dynamic import class_recipe
 from .guards import Guard
 from .portable import PortableGraph, copy_graph
 from .signature import Signature, signature_of
 
-__all__ = ["Capture", "Variant", "capture_of", "required_capture"]
+__all__ = ["Capture", "RegionPlan", "Variant", "capture_of", "required_capture"]
 
 
 @dataclass
@@ -36,6 +37,21 @@ class Variant:
     reads: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, eq=False)
+class RegionPlan:
+    """How to make a region that a graph calls; every module that shares the graph gets one of its own.
+
+    Attributes:
+        context: what the region runs under.
+        capture: its graph.
+        children: name of a child there -> the name of the module in its home.
+    """
+
+    context: Context
+    capture: Capture
+    children: Mapping[str, str]
+
+
 @dataclass(eq=False)
 class Capture:
     """The graphs of one module, or of several equal ones.
@@ -47,6 +63,7 @@ class Capture:
         misses: reason -> how often no variant held and the module's own forward ran instead.
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
+        regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
     """
 
     base: type[nn.Module]
@@ -55,6 +72,7 @@ class Capture:
     misses: Counter[str] = field(default_factory=Counter[str])
     owner: weakref.ref[nn.Module] | None = None
     compiled: type[nn.Module] | None = None
+    regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
     _parameters: Signature | None = None
     _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
 
@@ -73,7 +91,9 @@ class Capture:
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self.owner = None
-        return Capture(self.base, list(self.variants), self.signature, Counter(self.misses), None, self.compiled)
+        return Capture(
+            self.base, list(self.variants), self.signature, Counter(self.misses), None, self.compiled, self.regions
+        )
 
     def rebased(self, base: type[nn.Module]) -> Capture:
         """Return a capture of the same graphs for another class; modules that share this one share that one too."""
@@ -89,7 +109,7 @@ class Capture:
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
         variants = [Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
-        return Capture(self.base, variants, self.signature, Counter(self.misses), None, self.compiled)
+        return Capture(self.base, variants, self.signature, Counter(self.misses), None, self.compiled, self.regions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         memo[id(self)] = new = self.copy()
@@ -97,7 +117,7 @@ class Capture:
 
     def __reduce__(self) -> tuple[Any, ...]:
         variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
-        return _rebuild_capture, (class_recipe(self.base), variants, self.signature, self.misses)
+        return _rebuild_capture, (class_recipe(self.base), variants, self.signature, self.misses, self.regions)
 
 
 def _rebuild_capture(
@@ -105,10 +125,11 @@ def _rebuild_capture(
     variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str]]],
     signature: Signature | None,
     misses: Counter[str],
+    regions: Mapping[str, RegionPlan],
 ) -> Capture:
     make, given = recipe
     rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
-    return Capture(make(*given), rebuilt, signature, misses)
+    return Capture(make(*given), rebuilt, signature, misses, regions=regions)
 
 
 def capture_of(module: nn.Module) -> Capture | None:

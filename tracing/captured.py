@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import fx, nn
 
+from ..compat import own_children
 from ..errors import CaptureError, ModeError
 from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, user_class
 from .guards import Guard
 from .portable import copy_graph
+from .regions import ContextRegion, Region, context_regions
 from .selection import explain_miss, select
 from .source import generate
 
@@ -138,14 +140,33 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__class__ = class_for(capture)
+    _add_regions(module, capture)
     return capture
 
 
-def uninstall(module: nn.Module) -> None:
-    """Give `module` its own forward back; nothing happens if it has it."""
+def _add_regions(module: nn.Module, capture: Capture) -> None:
+    """Give a module the regions that its graphs call, where it has not got them; its own `__setattr__` is not asked."""
+    for name, plan in capture.regions.items():
+        if name not in own_children(module):
+            borrowed = {mine: module.get_submodule(path) for mine, path in plan.children.items()}
+            region = ContextRegion(plan.context, borrowed, plan.children)
+            region.training = module.training
+            install(region, plan.capture)
+            own_children(module)[name] = region
+
+
+def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
+    """Give `module` its own forward back, and take its regions away; nothing happens if it has it.
+
+    Args:
+        module: the module.
+        keep_regions: leave the regions for graphs that will be installed again.
+    """
     if "_fxopt_capture" in module.__dict__:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
+        for name in () if keep_regions else context_regions(own_children(module)):
+            del own_children(module)[name]
 
 
 def own(module: nn.Module) -> Capture:
@@ -186,7 +207,7 @@ def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
     """
     capture = required_capture(module)
     variants = [dataclasses.replace(v, arguments=dict(v.arguments)) for v in variants]
-    new = Capture(capture.base, variants, capture.signature, Counter(capture.misses))
+    new = Capture(capture.base, variants, capture.signature, Counter(capture.misses), regions=capture.regions)
     new.owner = weakref.ref(module)
     module.__dict__["_fxopt_capture"] = new
 
@@ -234,7 +255,7 @@ def class_for(capture: Capture) -> type[nn.Module]:
         if not capture.variants:
             capture.compiled = _bare_class(capture.base)
         else:
-            source = generate(capture.parameters, capture.variants)
+            source = generate(capture.parameters, capture.variants, restarts=not issubclass(capture.base, Region))
             capture.compiled = dynamic_class(
                 capture.base, Captured, source, capture.parameters, _fxopt_names(capture.base)
             )

@@ -21,6 +21,7 @@ from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable, tracing_session
 from .signature import Signature, signature_of
+from .spans import with_regions
 from .tracer import ModuleTracer
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
@@ -125,7 +126,9 @@ class _Capturer:
             if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
                 variants += self._more(name, signature, call, variants)
         usual = self._signatures[type(module).forward][0]
-        return Capture(type(module), variants, None if signature is usual else signature, _parameters=signature)
+        variants, regions = with_regions(module, variants)
+        own = None if signature is usual else signature
+        return Capture(type(module), variants, own, regions=regions, _parameters=signature)
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""

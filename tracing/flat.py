@@ -98,7 +98,8 @@ def _given(capture: Capture, variant: Variant, call: fx.Node) -> dict[str, list[
         bound = capture.parameters.bind(call.args, dict(call.kwargs))
     except TypeError:
         bound = {}
-    return {name: _nodes_at(expression, bound, call) for name, expression in variant.arguments.items()}
+    names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
+    return {name: _nodes_at(variant.arguments.get(name, name), bound, call) for name in names}
 
 
 def _nodes_at(expression: str, bound: Mapping[str, Any], call: fx.Node) -> list[fx.Node]:

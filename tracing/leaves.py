@@ -10,13 +10,25 @@ from ..compat import own_children
 from .guards import Guard
 from .source import module_expression
 
-__all__ = ["CONTAINERS", "container_lengths", "is_container", "is_leaf", "is_library", "runs_as_sequential"]
+__all__ = [
+    "CONTAINERS",
+    "OWN_CHILDREN",
+    "container_lengths",
+    "is_container",
+    "is_leaf",
+    "is_library",
+    "runs_as_sequential",
+    "walks_children",
+]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
 
 _WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
 """Attributes through which a forward may loop over all of its children."""
+
+OWN_CHILDREN = "len(self._modules)"
+"""What a guard on the number of a module's children asks."""
 
 _LEAF_BASES = (
     "torch_geometric.nn.conv.message_passing.MessagePassing",
@@ -53,6 +65,20 @@ def is_leaf(module: nn.Module) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in _LEAF_BASES for base in cls.__mro__)
 
 
+def walks_children(module: nn.Module, read: Collection[str]) -> bool:
+    """Tell whether a forward may loop over all children of its module, so that one more would matter to it.
+
+    Args:
+        module: the traced module.
+        read: names of the module's attributes that were read; to list its parameters, torch reads some itself.
+    """
+    if isinstance(module, (*CONTAINERS, nn.Sequential)) or not {"children", "named_children", "modules"}.isdisjoint(
+        read
+    ):
+        return True
+    return "named_parameters" not in read and not {"_modules", "named_modules"}.isdisjoint(read)
+
+
 def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:
     """Return guards on the number of items in each container that a forward went through: loops are unrolled.
 
@@ -63,7 +89,9 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
     """
     guards: dict[str, Guard] = {}
     if not _WHOLE.isdisjoint(read):
-        guards[""] = _length_guard("it", "self._modules", len(own_children(module)))
+        guards[""] = Guard(
+            f"{OWN_CHILDREN} == {len(own_children(module))}", f"it has {len(own_children(module))} items"
+        )
     for node in graph.nodes:
         if node.op not in ("call_module", "get_attr"):
             continue

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..compat import own_buffers, own_parameters, version_of
 from ..errors import InputError
 from .names import all_modules
+from .regions import context_regions
 
 __all__ = [
     "AttributeState",
@@ -71,7 +72,7 @@ def host_random_state() -> tuple[Any, Any]:
 class AttributeState:
     """Hold a module's attributes, registries and plain containers, to put back or to compare.
 
-    What `install` keeps on a module (`_fxopt_capture`) is left alone.
+    What `install` keeps on a module (`_fxopt_capture`, and regions among its children) is left alone.
     """
 
     __slots__ = ("_attributes", "_copy", "_kept")
@@ -110,10 +111,13 @@ class AttributeState:
             self._attributes.update(self._copy)
             if capture is not None:
                 self._attributes["_fxopt_capture"] = capture
-        for _, container, copy in self._kept:
+        for name, container, copy in self._kept:
             if not _same(container, copy):
+                regions = context_regions(container) if name == "_modules" else {}
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+                if isinstance(container, dict):
+                    container.update(regions)
 
 
 def _same(container: Any, copy: Any) -> bool:

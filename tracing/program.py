@@ -18,6 +18,7 @@ from .model_capture import capture_model, inputs_for
 from .names import ModelNames
 from .preserve import in_phase
 from .record import Recording, record
+from .regions import Region
 
 if TYPE_CHECKING:
     from .flat import FlatView
@@ -193,7 +194,8 @@ class Program:
 
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""
-        return Coverage(tuple(self.captures), self._leaves, tuple(self.opaque.values()))
+        captured = [name for name in self.captures if not isinstance(self.module(name), Region)]
+        return Coverage(captured, self._leaves, tuple(self.opaque.values()))
 
     def recording(self, modules: Collection[nn.Module] | None = None) -> Recording:
         """Run the model on its example inputs, in the program's phase, and return how its modules are called.

@@ -21,6 +21,7 @@ from ..compat import torch_functions_off, untraceable_entries
 from .observe import Observers
 from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
+from .switches import patch_contexts
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -181,6 +182,7 @@ def tracing_session() -> Generator[Session]:
             if isinstance(function, types.BuiltinFunctionType):
                 session.wrap(math, name, _record_if_traced)
         _patch_refused(session)
+        patch_contexts(session)
         with calls_intercepted(_call_handler(session)), torch.no_grad():
             yield session
     finally:
@@ -204,8 +206,6 @@ def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
 def _patch_refused(session: Session) -> None:
     """Give up on what fx would drop or break open without a word."""
     refusals = [
-        (torch.autocast, "__enter__", "autocast is switched inside the forward"),
-        (torch.inference_mode, "__enter__", "inference_mode is switched inside the forward"),
         (torch, "manual_seed", "the random seed is set inside the forward"),
         (torch, "set_rng_state", "the random state is set inside the forward"),
         (torch.autograd, "grad", "gradients are computed inside the forward"),

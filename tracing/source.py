@@ -31,14 +31,20 @@ class Source:
     names: dict[str, Any]
 
 
-def generate(signature: Signature, variants: Sequence[Variant]) -> Source:
-    """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise."""
+def generate(signature: Signature, variants: Sequence[Variant], *, restarts: bool = True) -> Source:
+    """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise.
+
+    Args:
+        signature: the arguments.
+        variants: the graphs.
+        restarts: whether the module can start over with its own forward where a check fails; else its caller does.
+    """
     names = _Names({p.name for p in signature.parameters}, variants)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
     miss = f"return self._fxopt_miss({forwarding})"
     lines = [f"def forward({signature.header}):"]
     for variant in variants:
-        body = _variant(variant, names, forwarding)
+        body = _variant(variant, names, forwarding if restarts else None)
         condition = " and ".join(f"({guard.expression})" for guard in variant.guards)
         if variant is variants[-1]:
             if condition:
@@ -92,10 +98,10 @@ def _hint(value: Any) -> str:
     return repr(value).rpartition(".")[2] if isinstance(value, (torch.dtype, torch.layout)) else type(value).__name__
 
 
-def _variant(variant: Variant, names: _Names, forwarding: str) -> list[str]:
+def _variant(variant: Variant, names: _Names, forwarding: str | None) -> list[str]:
     """Write one graph; where it checks something on the way, a miss starts over with the module's own forward."""
     body = _Body(variant, names).lines()
-    if not any(node.op == "call_function" and node.target is require for node in variant.graph.nodes):
+    if forwarding is None or not any(node.target is require or node.meta.get("checks") for node in variant.graph.nodes):
         return body
     return [
         "try:",

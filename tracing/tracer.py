@@ -20,7 +20,7 @@ from .children import Children
 from .cleanup import drop_unused, late_checks
 from .dataflow import DataFlow
 from .decisions import Decisions
-from .leaves import container_lengths
+from .leaves import container_lengths, walks_children
 from .locate import source_of
 from .lowering import Lowering
 from .meta import meta_of
@@ -31,6 +31,7 @@ from .record import Call
 from .session import Session, Untraceable
 from .signature import Signature
 from .structure import copied, map_leaves, tensors_in
+from .switches import OpenContexts
 
 __all__ = ["ModuleTracer"]
 
@@ -75,6 +76,7 @@ class ModuleTracer:
         self.decisions = Decisions(self)
         self.attributes = Attributes(self, dict(answers or {}))
         self.children = Children(self, call)
+        self.contexts = OpenContexts(self)
         self._lowering = Lowering(self)
         self._stateful = stateful
         self._call = call
@@ -99,20 +101,27 @@ class ModuleTracer:
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
         finally:
+            self.contexts.close()
             state.restore()
         self._finish()
+        if self.contexts.used and walks_children(self.module, seen.names):
+            raise Untraceable("it opens a context, and loops over its own children")
         lengths = container_lengths(self.module, self.graph, seen.names)
         guards = (*arguments.guards, *lengths, *self.decisions.guards.values())
         return Variant(guards, self.graph, self.expressions, frozenset(seen.plain))
 
-    def fail(self, reason: str) -> NoReturn:
+    def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.
 
         Raises:
             Untraceable: always; code that catches it cannot save the graph.
         """
-        self.failure = Untraceable(reason, source_of())
-        raise self.failure
+        raise self.give_up(reason, location)
+
+    def give_up(self, reason: str, location: str | None = None) -> Untraceable:
+        """Note that the module cannot be captured, and let the forward run on."""
+        self.failure = Untraceable(reason, source_of() if location is None else location)
+        return self.failure
 
     def _ambient(self) -> AbstractContextManager[None]:
         """Return the autocast that the call was recorded under."""
@@ -132,6 +141,7 @@ class ModuleTracer:
     def _check(self, state: AttributeState, forward: Callable[..., Any], draws: Any) -> None:
         if self.failure is not None:
             raise self.failure
+        self.contexts.check()
         changed = state.changed()
         if changed is not None:
             self.fail(f"it changes self.{changed}")

@@ -21,6 +21,7 @@ from ..passes.state_map import Fold
 from ..tracing.capture import Variant, required_capture
 from ..tracing.dynamic import user_class
 from ..tracing.meta import TensorMeta
+from ..tracing.regions import Region
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -171,7 +172,7 @@ def _obstacle(pair: _Pair, program: Program) -> str | None:
     """Return why a pair must stay as it is, or None."""
     return (
         _obstacle_in_mode(pair, program)
-        or _obstacle_in_modules(pair)
+        or _obstacle_in_modules(pair, program)
         or _obstacle_in_calls(pair, program)
         or _obstacle_in_tensors(pair, program)
         or _obstacle_in_shapes(pair)
@@ -192,7 +193,9 @@ def _obstacle_in_mode(pair: _Pair, program: Program) -> str | None:
     return None
 
 
-def _obstacle_in_modules(pair: _Pair) -> str | None:
+def _obstacle_in_modules(pair: _Pair, program: Program) -> str | None:
+    if isinstance(program.module(pair.home), Region):
+        return "they are called in a region, which does not own them"
     for what, module in pair.both:
         reason = obstacle_to_opening(module)
         if reason is not None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import has_effects, is_written_to, reaches_output
+from ..tracing.regions import ContextRegion
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -49,6 +50,9 @@ class FoldConstants(Pass):
 
     def _examine(self, node: fx.Node, program: Program, home: str, variant: int) -> Site | Refusal:
         at = _qualified(home, node)
+        region = program.module(home)
+        if isinstance(region, ContextRegion) and region.context.kind == "autocast":
+            return Refusal(f"it is computed under {region.context}", at)
         if reaches_output(node):
             return Refusal("the constant is handed to the caller, who may write into it", at)
         size = evaluate(node).numel()

@@ -29,6 +29,7 @@ from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
 from ..tracing.captured import capture_of
+from ..tracing.regions import Region
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -178,6 +179,8 @@ def _closed_families(expansion: Expansion) -> dict[str, str]:
 
 
 def _obstacle(place: Place, program: Program, home: str) -> str | None:
+    if isinstance(program.module(home), Region):
+        return "they are called in a region, which does not own them"
     owners = program.facts[TensorOwners]
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):

@@ -8,7 +8,6 @@ from math import sqrt
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -84,18 +83,6 @@ def loop_over_data(self, x):
     return y
 
 
-def autocast(self, x):
-    y = self.inner(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # HERE
-        return F.linear(y, torch.ones(6, 6))
-
-
-def no_grad(self, x):
-    with torch.no_grad():  # HERE
-        y = self.inner(x)
-    return y + x
-
-
 def checkpointed(self, x):
     return checkpoint(self.inner, x, use_reentrant=False)  # HERE
 
@@ -146,8 +133,6 @@ CASES = {
     swallowed: "decides by the data in a tensor",
     boolean_shape: "decides by the data in a tensor",
     loop_over_data: "decides by the data in a tensor",
-    autocast: "autocast is switched",
-    no_grad: "grad mode is switched",
     checkpointed: "checkpoint is used",
     custom_function: "custom autograd function",
     assigns: "assigns self.last",

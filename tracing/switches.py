@@ -1,0 +1,185 @@
+"""Follow the contexts that a forward opens while it is traced: what happens under one is marked in the graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from ..compat import autocast_settings
+from .contexts import Context
+from .locate import source_of
+from .proxy import ValueProxy
+from .spans import mark
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .tracer import ModuleTracer
+
+__all__ = ["OpenContexts", "patch_contexts"]
+
+
+class _Open(NamedTuple):
+    key: object
+    context: Context
+    source: str
+    undo: Callable[[], None] | None
+
+
+class OpenContexts:
+    """Know which contexts are open at the place in a forward that is being traced.
+
+    Attributes:
+        used: whether any was opened.
+    """
+
+    def __init__(self, tracer: ModuleTracer) -> None:
+        self.used = False
+        self._tracer = tracer
+        self._open: list[_Open] = []
+
+    def enter(self, key: object, context: Context, undo: Callable[[], None] | None = None) -> None:
+        """Note that `key`, a context manager, opens a context; `undo` closes it where the forward never does."""
+        self.used = True
+        self._open.append(_Open(key, context, source_of(), undo))
+        mark(self._tracer.graph, context)
+
+    def leave(self, key: object, error: object = None) -> None:
+        """Note that `key` closes its context, perhaps because of an error.
+
+        Raises:
+            Untraceable: if it is not the last one that was opened.
+        """
+        place = next((i for i, entry in reversed(list(enumerate(self._open))) if entry.key is key), None)
+        entry = None if place is None else self._open.pop(place)
+        if self._tracer.failure is not None:
+            return
+        if entry is None or place != len(self._open):
+            self._tracer.fail("it does not close contexts in the order in which it opened them")
+        mark(self._tracer.graph, None)
+        if error is not None:
+            self._tracer.give_up(f"an exception leaves {entry.context.kind}")
+
+    def close(self) -> None:
+        """Close what the forward left open."""
+        while self._open:
+            undo = self._open.pop().undo
+            if undo is not None:
+                undo()
+
+    def check(self) -> None:
+        """Make sure that everything was closed.
+
+        Raises:
+            Untraceable: if it was not.
+        """
+        if self._open:
+            last = self._open[-1]
+            self._tracer.fail(f"it leaves {last.context.kind} switched on when it returns", last.source)
+
+    def knows(self, question: str, args: tuple[Any, ...]) -> bool | None:
+        """Return the answer to a question about a mode that the open contexts decide, or None where they do not.
+
+        Args:
+            question: the name of torch's function.
+            args: what it is called with.
+        """
+        for entry in reversed(self._open):
+            context, settings = entry.context, entry.context.settings
+            if question == "is_grad_enabled" and context.gradients is not None:
+                return context.gradients
+            if question == "is_inference_mode_enabled" and context.kind == "inference_mode":
+                return bool(settings["mode"])
+            if question == "is_autocast_enabled" and settings.get("device_type") == (args[0] if args else "cuda"):
+                with self._tracer.session.suspended():
+                    return torch.is_autocast_enabled(settings["device_type"])
+        return None
+
+    def plain(self, value: Any) -> Any:
+        """Return what a proxy stands for, as a decision; other values as they are."""
+        return self._tracer.decisions.plain(value) if issubclass(type(value), ValueProxy) else value
+
+
+def patch_contexts(session: Session) -> None:
+    """Send what traced code does with contexts to its tracer."""
+    for kind in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        _patch_mode(session, kind)
+    _patch_set_grad_enabled(session)
+    _patch_autocast(session)
+
+
+def _replace(session: Session, owner: Any, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Let traced code run `handler(tracer, self, ...)` in the place of a method; return the method."""
+    original = cast("Callable[..., Any]", getattr(owner, name))
+
+    @functools.wraps(original)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.tracer is None:
+            return original(self, *args, **kwargs)
+        return handler(session.tracer, self, *args, **kwargs)
+
+    session.patch(owner, name, replaced)
+    return original
+
+
+def _patch_mode(session: Session, owner: type) -> None:
+    """Follow a context that switches gradients; while tracing they are off, whatever it says."""
+
+    def enter(tracer: ModuleTracer, self: Any) -> None:
+        settings = {"mode": self.mode} if owner is torch.inference_mode else {}
+        tracer.contexts.enter(self, Context(owner.__name__, settings))
+
+    _replace(session, owner, "__enter__", enter)
+    _replace(session, owner, "__exit__", _leave)
+
+
+def _leave(tracer: ModuleTracer, self: Any, error: Any = None, *_: Any) -> None:
+    tracer.contexts.leave(self, error)
+
+
+def _patch_set_grad_enabled(session: Session) -> None:
+    """Follow `set_grad_enabled`, which switches when it is made, with or without a `with` around it."""
+
+    def make(tracer: ModuleTracer, self: Any, mode: Any) -> None:
+        self.prev, self.mode = True, bool(tracer.contexts.plain(mode))
+        tracer.contexts.enter(self, Context("set_grad_enabled", {"mode": self.mode}))
+
+    def decorate(tracer: ModuleTracer, *_: Any) -> None:
+        tracer.fail("it decorates a function with set_grad_enabled")
+
+    def enter(*_: Any) -> None:
+        """Do nothing: it was entered when it was made."""
+
+    for name, handler in (("__init__", make), ("__call__", decorate), ("__enter__", enter), ("__exit__", _leave)):
+        _replace(session, torch.set_grad_enabled, name, handler)
+
+
+def _patch_autocast(session: Session) -> None:
+    """Follow autocast, and switch it: the example values are to have its types."""
+    signature = inspect.signature(torch.autocast.__init__)
+    given: dict[int, tuple[object, Mapping[str, Any]]] = {}
+
+    def make(tracer: ModuleTracer, self: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(signature.bind(self, *args, **kwargs).arguments)
+        settings = {name: tracer.contexts.plain(value) for name, value in named.items() if name != "self"}
+        with tracer.session.suspended():
+            really_make(self, **settings)
+        given[id(self)] = self, settings
+
+    def enter(tracer: ModuleTracer, self: Any) -> Any:
+        settings = given[id(self)][1] if id(self) in given else autocast_settings(self)
+        tracer.contexts.enter(self, Context("autocast", settings), lambda: really_leave(self, None, None, None))
+        with tracer.session.suspended():
+            return really_enter(self)
+
+    def leave(tracer: ModuleTracer, self: Any, error: Any = None, *rest: Any) -> None:
+        with tracer.session.suspended():
+            really_leave(self, error, *rest)
+        tracer.contexts.leave(self, error)
+
+    really_make = _replace(session, torch.autocast, "__init__", make)
+    really_enter = _replace(session, torch.autocast, "__enter__", enter)
+    really_leave = _replace(session, torch.autocast, "__exit__", leave)
