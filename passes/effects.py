@@ -15,6 +15,7 @@ from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
+from .kinds import Kinds
 from .opening import unmet_guard
 from .operators import is_random, mutates
 
@@ -135,7 +136,25 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
     return mutates(node) or (has_effects(node, program, home) and not is_random(node))
 
 
+class _Writing:
+    """Which kinds of modules write, each looked at once until the program changes."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, bool] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _Writing:
+        return cls()
+
+
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
+    known, kind = program.facts[_Writing].known, program.facts[Kinds].of(module)
+    if kind not in known:
+        known[kind] = _kind_writes(module, program, name)
+    return known[kind]
+
+
+def _kind_writes(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
         inplace = has_hooks(module) or getattr(module, "inplace", False)

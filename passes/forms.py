@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, cast
 
 from .expansion import Operation, map_structure
 from .operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
 from .packs import Slot
 
-__all__ = ["may_share_memory", "normal_form", "packable", "same_shape", "same_type", "writes_to_fresh_value"]
+__all__ = [
+    "Form",
+    "form_of",
+    "may_share_memory",
+    "operands_of",
+    "packable",
+    "same_shape",
+    "same_type",
+    "writes_to_fresh_value",
+]
 
 _LINEAR = inspect.Signature(
     [
@@ -89,18 +99,49 @@ def same_type(one: Operation, other: Operation) -> bool:
     return dtypes[0] is not None and dtypes[0] == dtypes[1]
 
 
-def normal_form(operation: Operation) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Operation]]:
-    """Return the arguments with slots in the place of operands, and the operands; in-place flags are left out."""
-    args, kwargs = _bound(operation)
-    operands: list[Operation] = []
+@dataclass(frozen=True)
+class Form:
+    """The normal form of operations of one pattern.
+
+    Attributes:
+        arguments: positional and keyword arguments with slots in the place of operands; in-place flags are left out.
+        text: all that `arguments` say.
+        order: for each slot the operand's place among the inputs.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    text: str
+    order: tuple[int, ...]
+
+
+def form_of(operation: Operation) -> Form:
+    """Return the normal form of an operation, worked out once for its pattern."""
+    pattern = operation.pattern or operation
+    if pattern.form is None:
+        pattern.form = _form(pattern)
+    return pattern.form
+
+
+def _form(operation: Operation) -> Form:
+    places: dict[Operation, int] = {}
+    for place, read in enumerate(operation.inputs):
+        places.setdefault(read, place)
+    order: list[int] = []
 
     def slot(leaf: Any) -> Any:
         if not isinstance(leaf, Operation):
             return leaf
-        operands.append(leaf)
-        return Slot(len(operands) - 1)
+        order.append(places[leaf])
+        return Slot(len(order) - 1)
 
-    return map_structure((args, kwargs), slot), operands
+    arguments = map_structure(_bound(operation), slot)
+    return Form(arguments, repr(arguments), tuple(order))
+
+
+def operands_of(operation: Operation) -> list[Operation]:
+    """Return what fills the slots of an operation's normal form."""
+    inputs = list(operation.inputs)
+    return [inputs[place] for place in form_of(operation).order]
 
 
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -144,7 +185,7 @@ def same_shape(one: Operation, other: Operation, depth: int = 64) -> bool:
     if one.kind != other.kind or not alike or depth == 0 or one.kind == "call_module":
         return False
     sources = list(zip(one.inputs, other.inputs, strict=False))
-    if repr(normal_form(one)[0]) != repr(normal_form(other)[0]) and not _pick_alike(one, other):
+    if form_of(one).text != form_of(other).text and not _pick_alike(one, other):
         return False
     return all(same_shape(*pair, depth - 1) for pair in sources)
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from ..compat import own_children
 from .batchable_modules import module_signature, state_names
-from .expansion import Expansion, Operation, expand
-from .forms import normal_form, packable
+from .expand import expand
+from .expansion import Expansion, Operation
+from .forms import form_of, operands_of, packable
 from .operators import POINTWISE, function_path
 from .packs import (
     Ensemble,
@@ -34,6 +34,7 @@ from .packs import (
     is_stacked,
     submodule,
 )
+from .picks import is_one_of_several_places, selected, selection
 from .ranks import dimensional_slots, operand_ranks
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Ensembles", "find_ensembles"]
 
 _SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
+_NUMBER = re.compile(r"\d+")
 
 
 class Ensembles:
@@ -105,41 +107,51 @@ class _Search:
         self.same: dict[Operation, Operation] = {}
         self.sizes: dict[object, Operation] = {}
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
+        self.values: dict[str, object] = {}
+        self.places: dict[str, str] = {"": ""}
 
     def color(self, operation: Operation) -> None:
         """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
         if not packable(operation):
             return
-        if _is_one_of_several_places(operation):
+        if is_one_of_several_places(operation):
             return
-        template, operands = self.form_of(operation)
+        template, text, operands = self.form_of(operation)
         seed = operation.operator == "linear" or (operation.operator in _SIZES and selected(operands[0]) is not None)
         if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
-            self.number(operation, template, operands)
+            self.number(operation, text, operands)
             return
         what = operation.operator if _in_one_spelling(operation) else function_path(operation.node)
-        signature = (what, repr(template), *(self.describe(operand) for operand in operands))
+        signature = (what, text, *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
         self.classes.setdefault(signature, []).append(operation)
 
-    def number(self, operation: Operation, template: Any, operands: Sequence[Operation]) -> None:
+    def number(self, operation: Operation, text: str, operands: Sequence[Operation]) -> None:
         """Let equal calculations with sizes, which each member does for itself, count as one value."""
         if _is_size(operation):
-            key = (operation.operator, repr(template), *(id(self.same.get(o, o)) for o in operands))
+            key = (operation.operator, text, *(id(self.same.get(o, o)) for o in operands))
             self.same[operation] = self.sizes.setdefault(key, operation)
 
-    def form_of(self, operation: Operation) -> tuple[Any, list[Operation]]:
-        template, operands = normal_form(operation)
+    def form_of(self, operation: Operation) -> tuple[tuple[Any, ...], str, list[Operation]]:
+        """Return an operation's arguments with slots for the operands, the text of these, and the operands."""
+        form, operands = form_of(operation), operands_of(operation)
         if operation.kind != "call_module":
-            return template, operands
+            return form.arguments, form.text, operands
         path = str(operation.target)
         module = self.home.get_submodule(path)
         state = [state_operand(operation, f"{path}.{name}") for name in state_names(module)]
-        return (*template, module_signature(module), len(operands)), [*operands, *state]
+        template = (*form.arguments, module_signature(module), len(operands))
+        return template, repr(template), [*operands, *state]
 
     def is_state(self, operand: Operation) -> bool:
-        return operand.kind == "get_attr" and isinstance(attribute(self.home, str(operand.target)), nn.Parameter)
+        return operand.kind == "get_attr" and isinstance(self.value(str(operand.target)), nn.Parameter)
+
+    def value(self, name: str) -> object:
+        """Return the attribute of a dotted name, looked up once."""
+        if name not in self.values:
+            self.values[name] = attribute(self.home, name)
+        return self.values[name]
 
     def describe(self, operand: Operation) -> object:
         if operand in self.colors:
@@ -148,21 +160,29 @@ class _Search:
             return self.describe_attribute(str(operand.target))
         if operand in self.same:
             return "shared", self.same[operand].name
-        selection = selected(operand)
-        if selection is not None:
-            return "select", selection[0].name, selection[1]
+        picked = selected(operand)
+        if picked is not None:
+            return "select", picked[0].name, picked[1]
         if len(operand.users) > 1:
             return "shared", operand.name
         return "own", operand.level, repr(operand.example)
 
     def describe_attribute(self, name: str) -> object:
-        place = _place(self.home, name) if self.by_place else ""
-        tensor = attribute(self.home, name)
-        if _is_flag(self.home, name):
+        place = self.place(name) if self.by_place else ""
+        value = self.value(name)
+        if _is_flag(name, value):
             return "flag", place
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return "constant", name
-        return "attribute", place, tuple(tensor.shape), tensor.dtype, tensor.device
+        return "attribute", place, value.shape, value.dtype, value.device
+
+    def place(self, name: str) -> str:
+        """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
+        if name not in self.places:
+            path, _, last = name.rpartition(".")
+            in_dictionary = isinstance(submodule(self.home, path), (nn.ModuleDict, nn.ParameterDict))
+            self.places[name] = f"{self.place(path)}.{'*' if in_dictionary else _NUMBER.sub('*', last)}"
+        return self.places[name]
 
     def pack(self, members: Sequence[Operation]) -> None:
         for group in self.align(members):
@@ -250,10 +270,10 @@ class _Search:
         if all(operand.kind == "get_attr" for operand in column):
             return self.attributes(tuple(str(operand.target) for operand in column))
         distinct = len(set(column)) == len(column) and not any(map(_is_no_tensor, column))
-        return _selection(column) or (Gathered(column) if distinct else None)
+        return selection(column) or (Gathered(column) if distinct else None)
 
     def attributes(self, names: tuple[str, ...]) -> Operand | None:
-        if all(_is_flag(self.home, name) for name in names):
+        if all(_is_flag(name, self.value(name)) for name in names):
             return Flags(names)
         return Parameters(names) if all(_is_state(self.home, name) for name in names) else None
 
@@ -282,46 +302,12 @@ class _Search:
         return [ensemble for ensemble in unique if any(True for _ in ensemble.parameters)]
 
 
-def selected(operation: Operation) -> tuple[Operation, int, int] | None:
-    """Return (source, dim, index) where `operation` is `source[..., index, ...]` with full slices elsewhere."""
-    if operation.operator != "getitem" or len(operation.args) != 2 or not isinstance(operation.args[0], Operation):
-        return None
-    index = operation.args[1]
-    parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
-    places = [i for i, part in enumerate(parts) if isinstance(part, int) and not isinstance(part, bool)]
-    others = [part for part in parts if not isinstance(part, int)]
-    if len(places) != 1 or not _keeps_everything(others) or not _is_tensor(operation.args[0]):
-        return None
-    if others and others[0] is Ellipsis:
-        return (operation.args[0], places[0] - len(parts), parts[places[0]])
-    return operation.args[0], places[0], parts[places[0]]
-
-
-def _is_one_of_several_places(operation: Operation) -> bool:
-    """Say whether a member picks its own place from an attribute of which other places are picked, too."""
-    picked = selected(operation)
-    if picked is None or picked[0].kind != "get_attr":
-        return False
-    others = (selected(user) for user in picked[0].users)
-    return any(other is not None and other[2] != picked[2] for other in others)
-
-
-def _keeps_everything(parts: Sequence[object]) -> bool:
-    if any(part is Ellipsis for part in parts):
-        return len(parts) == 1
-    return all(part == slice(None) for part in parts)
-
-
-def _is_tensor(operation: Operation) -> bool:
-    return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
-
-
 def _is_no_tensor(operation: Operation) -> bool:
     return _is_size(operation) if operation.example is None else not hasattr(operation.example, "dtype")
 
 
-def _is_flag(home: nn.Module, name: str) -> bool:
-    return name.rpartition(".")[2] == "training" and isinstance(attribute(home, name), bool)
+def _is_flag(name: str, value: object) -> bool:
+    return isinstance(value, bool) and name.rpartition(".")[2] == "training"
 
 
 def _is_state(home: nn.Module, name: str) -> bool:
@@ -368,25 +354,8 @@ def _same_value(one: Operation, other: Operation) -> bool:
     return one is other or (one.kind == other.kind == "get_attr" and one.target == other.target)
 
 
-def _selection(column: Sequence[Operation]) -> Selected | None:
-    picks = [selected(operand) for operand in column]
-    first = picks[0]
-    if first is None or any(pick != (first[0], first[1], i) for i, pick in enumerate(picks)):
-        return None
-    return Selected(first[0], first[1])
-
-
 def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
     _, weight, *bias = operands
     if isinstance(weight, Shared):
         return all(isinstance(b, Shared) for b in bias)
     return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)
-
-
-def _place(home: nn.Module, name: str) -> str:
-    """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
-    module, parts = home, list[str]()
-    for part in name.split("."):
-        parts.append("*" if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) else re.sub(r"\d+", "*", part))
-        module = None if module is None else own_children(module).get(part)
-    return ".".join(parts)

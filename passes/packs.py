@@ -167,7 +167,10 @@ def attribute(home: nn.Module, name: str) -> object:
 
 def submodule(home: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
-    module: nn.Module | None = home
+    module = home
     for part in path.split(".") if path else ():
-        module = None if module is None else own_children(module).get(part)
+        child = own_children(module).get(part)
+        if child is None:
+            return None
+        module = child
     return module

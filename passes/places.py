@@ -13,7 +13,8 @@ from ..compat import modules_by_name
 from ..errors import Unsuitable
 from ..tracing.captured import Guard, Variant
 from ..tracing.portable import copy_graph
-from .expansion import Expansion, Operation, expand
+from .expand import expand
+from .expansion import Expansion, Operation
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .mode_guards import Case, cases_of

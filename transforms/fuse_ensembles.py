@@ -17,8 +17,8 @@ from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
 from ..layers.members import FusedMembers, attach_member
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.effects import writes
-from ..passes.expansion import Expansion, Operation, expand, is_chain
+from ..passes.expand import expand
+from ..passes.expansion import Expansion, Operation, is_chain
 from ..passes.facts import TensorOwners
 from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import reached_outputs, used_by
@@ -153,7 +153,7 @@ def _lowered(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edi
     lowering = Lowered(
         place.ensemble, _choice(site), names,
         lambda module: edit.add_module(module, name=name),
-        not any(writes(node, site.program, site.home) for node in graph.nodes),
+        place.expansion.may_restart,
     )  # fmt: skip
     return rebuild(graph, place.expansion, lower(lowering), covered_operations(lowering))
 

@@ -1,0 +1,65 @@
+"""Which modules are alike: what is found out about one of them holds for all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import has_hooks, own_children
+
+if TYPE_CHECKING:
+    from ..tracing.program import Program
+
+__all__ = ["Kinds"]
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+
+
+class Kinds:
+    """The kinds of a program's modules, each described once until the program changes.
+
+    Modules of one kind have one class, the same graphs, plain attributes of equal values (any other are the same
+    objects), the same mode, tensors of the same names, hooks or none, and under the same names children of one kind.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Module, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> Kinds:
+        return cls()
+
+    def of(self, module: nn.Module) -> int:
+        """Return the number of a module's kind."""
+        known = self._of.get(module)
+        if known is None:
+            known = self._of[module] = self._numbers.setdefault(self._described(module), len(self._numbers))
+        return known
+
+    def _described(self, module: nn.Module) -> Hashable:
+        attributes: dict[str, Any] = vars(module)
+        own = tuple((name, _value(value)) for name, value in attributes.items() if name not in _INTERNAL)
+        named = own_children(module).items()
+        children = tuple((name, None if child is None else self.of(child)) for name, child in named)
+        return type(module), module.training, has_hooks(module), own, tuple(_tensors(attributes)), children
+
+
+def _value(value: Any) -> Hashable:
+    """Return what tells a value from others; of a tensor only that it is one, of other objects which one."""
+    kind = cast("type[object]", type(value))
+    if kind in _PLAIN:
+        return kind, value
+    if kind is tuple or kind is list:
+        return kind, tuple(_value(item) for item in value)
+    return Tensor if isinstance(value, Tensor) else id(value)
+
+
+def _tensors(attributes: dict[str, Any]) -> Iterator[Hashable]:
+    for registry in ("_parameters", "_buffers"):
+        for name, tensor in attributes[registry].items():
+            yield registry, name, tensor is None
