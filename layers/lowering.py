@@ -17,10 +17,12 @@ from ..passes.joins import Join, find_joins
 from ..passes.operators import POINTWISE, function_of
 from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
 from ..passes.rebuild import Unit, Writer
+from ..passes.switching import Switch
 from ..tracing.guards import require
 from . import batched_layers
 from . import ensemble as batched
 from .batching_rules import call, write_layer
+from .switched import has_more_rows, switched_linear
 from .templates import Template
 
 __all__ = ["Lowering", "covered_operations", "lower"]
@@ -32,10 +34,11 @@ class Lowering:
 
     Attributes:
         ensemble: what to write.
-        choice: `wide`, `wide_input_first` (the same graph), `bmm`, `grouped_conv` or `vmap`.
+        choice: `wide`, `wide_input_first` (the same graph), `bmm`, `grouped_conv`, `vmap`, or a `Switch` as text.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
         add_module: registers a module in the home and returns its name (used by `vmap`).
         may_restart: whether the home may run its own forward after having begun with its graph.
+        sized: the input whose number of rows a switch asks for.
     """
 
     ensemble: Ensemble
@@ -43,10 +46,16 @@ class Lowering:
     names: Mapping[tuple[str, ...], str]
     add_module: Callable[[nn.Module], str]
     may_restart: bool
+    sized: Operation | None = None
     joins: dict[Pack, list[Join]] = field(default_factory=dict[Pack, list[Join]])
 
     def __post_init__(self) -> None:
         self.joins = {pack: list(find_joins(pack)) for pack in self.ensemble.packs}
+
+    @property
+    def switch(self) -> Switch | None:
+        """Return what decides between two lowerings of linear layers, where there are two."""
+        return Switch.parse(self.choice)
 
 
 def covered_operations(lowering: Lowering) -> set[Operation]:
@@ -120,7 +129,8 @@ def _pack_unit(pack: Pack, before: Collection[Pack], lowering: Lowering) -> Unit
         node.meta["origin"] = writer.origin_of(pack.members)
         writer.values[pack] = node
 
-    return Unit(_order(pack), [*before, *(key for o in pack.operands for key in _keys(o))], [pack], emit)
+    sized = [lowering.sized] if lowering.switch is not None and lowering.sized is not None else []
+    return Unit(_order(pack), [*before, *sized, *(key for o in pack.operands for key in _keys(o))], [pack], emit)
 
 
 def _order(pack: Pack) -> int:
@@ -188,8 +198,26 @@ def _in_dims(operands: Sequence[Operand]) -> tuple[int | None, ...]:
 
 def _write_linear(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
     operands = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
-    function = _linear_function(pack, lowering.choice)
-    return writer.graph.call_function(function, (operands[0], operands[1], operands[2] if len(operands) > 2 else None))
+    arguments = (operands[0], operands[1], operands[2] if len(operands) > 2 else None)
+    switch = lowering.switch
+    if switch is None:
+        return writer.graph.call_function(_linear_function(pack, lowering.choice), arguments)
+    small, large = (_linear_function(pack, choice) for choice in (switch.small, switch.large))
+    if small is large:
+        return writer.graph.call_function(small, arguments)
+    names = (choice.removesuffix("_input_first") for choice in (switch.small, switch.large))
+    shared = isinstance(pack.operands[0], Shared)
+    return writer.graph.call_function(switched_linear, (_many(switch, lowering, writer), *names, shared, *arguments))
+
+
+def _many(switch: Switch, lowering: Lowering, writer: Writer) -> fx.Node:
+    """Return the node that says whether the input has more rows than the switch's limit; it is written once."""
+    if lowering.sized is None:
+        raise Unsuitable("a graph of its module has no input whose rows could be counted")
+    key = ("many", lowering.sized)
+    if key not in writer.values:
+        writer.values[key] = writer.graph.call_function(has_more_rows, (writer.values[lowering.sized], switch.limit))
+    return writer.values[key]
 
 
 def _linear_function(pack: Pack, choice: str) -> Callable[..., Any]:

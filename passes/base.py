@@ -84,6 +84,9 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the home's name by default.
+        rows_of: the placeholder whose number of rows may decide between `switchable` lowerings, where calls of several
+            sizes are timed; see `passes.switching`.
+        switchable: the choices that can stand in one graph.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -96,6 +99,8 @@ class Site:
     required: bool = False
     detail: str = ""
     label: str = ""
+    rows_of: str = ""
+    switchable: tuple[str, ...] = ()
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""

@@ -74,8 +74,12 @@ class Timings:
 
     def fastest(self, prefer: Sequence[str]) -> str:
         """Return the fastest of `prefer`; of those that are not shown to be 2% slower than it, the first."""
-        best = self.quickest(prefer)
-        return next(name for name in prefer if name == best or self.ratio(name, best).low <= _NOISE)
+        return self.contenders(prefer)[0]
+
+    def contenders(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that are not shown to be 2% slower than the fastest, in their order."""
+        best = self.quickest(names)
+        return [name for name in names if name == best or self.ratio(name, best).low <= _NOISE]
 
     def quickest(self, names: Sequence[str]) -> str:
         """Return the one of `names` that took the least time, however close the others are."""

@@ -91,7 +91,9 @@ def _kept(
     last = {operation.call: operation.index for operation in expansion.operations}
     writing = {op.call for op in expansion.operations if op.mutates and not writes_to_fresh_value(op)}
     for node in graph.nodes:
-        if node.name not in opened:
+        result = expansion.results[node.name]
+        idle = isinstance(result, Operation) and result not in needed and _is_idle(result, covered)
+        if node.name not in opened and not idle:
             yield _node_unit(node, expansion, last.get(node.name, 0), node.name in writing)
 
 
@@ -100,7 +102,9 @@ def _origins(graph: fx.Graph) -> dict[str, Any]:
 
 
 def _is_idle(operation: Operation, covered: set[Operation]) -> bool:
-    return operation.kind == "get_attr" and all(user in covered for user in operation.users)
+    """Say whether nothing but covered operations reads a tensor of the home, or what one of them picks from a value."""
+    picks = operation.operator == "getitem" and bool(operation.users)
+    return (picks or operation.kind == "get_attr") and all(user in covered for user in operation.users)
 
 
 def _operation_unit(operation: Operation, origin: Any) -> Unit:

@@ -17,6 +17,7 @@ from .copying import twin
 from .edit import Edit
 from .facts import is_on_meta
 from .modes import modes_to_check
+from .switching import Switch, best_switch, calls_by_rows, pays
 from .verify import RecordedCall
 
 __all__ = ["SiteTrial", "timing_figures"]
@@ -31,6 +32,34 @@ class Attempt:
 
     verdict: verify.Verdict | None
     module: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a lowering was not to be had: it cannot be written, or verification found it wrong."""
+
+    reason: str
+    unsuitable: bool
+
+
+@dataclass(frozen=True)
+class Switched:
+    """Two lowerings in one graph, and the times that speak for it, by number of rows."""
+
+    choice: Switch
+    attempt: Attempt
+    alone: Mapping[int, measure.Timings]
+    together: Mapping[int, measure.Timings]
+
+    def figures(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return rows -> lowering -> microseconds of one call."""
+        return {
+            str(size): {
+                name: (self.together if name == str(self.choice) else self.alone)[size].microseconds(name)
+                for name in names
+            }
+            for size in self.alone
+        }
 
 
 class SiteTrial:
@@ -97,22 +126,28 @@ class SiteTrial:
         wrong: dict[str | None, str] = {}
         unsuitable: dict[str | None, str] = {}
         for choice in self.site.choices or (None,):
-            try:
-                edit = self.apply(self.pass_, dataclasses.replace(self.site, choice=choice))
-            except Unsuitable as refusal:
-                unsuitable[choice] = str(refusal)
-                continue
-            try:
-                verdict = self.verdict(edit)
-                if verdict is None or verdict.ok:
-                    attempts[choice] = Attempt(verdict, twin(self.home) if self.timed else None)
-                else:
-                    wrong[choice] = verdict.reason
-            finally:
-                edit.undo()
+            attempt = self.attempt(choice)
+            if isinstance(attempt, Attempt):
+                attempts[choice] = attempt
+            else:
+                (unsuitable if attempt.unsuitable else wrong)[choice] = attempt.reason
             if attempts and not self.timed:
                 break
         return attempts, wrong, unsuitable
+
+    def attempt(self, choice: str | None) -> Attempt | Failed:
+        """Write one lowering and verify it; the site is left as it was."""
+        try:
+            edit = self.apply(self.pass_, dataclasses.replace(self.site, choice=choice))
+        except Unsuitable as refusal:
+            return Failed(str(refusal), unsuitable=True)
+        try:
+            verdict = self.verdict(edit)
+            if verdict is not None and not verdict.ok:
+                return Failed(verdict.reason, unsuitable=False)
+            return Attempt(verdict, twin(self.home) if self.timed else None)
+        finally:
+            edit.undo()
 
     def verdict(self, edit: Edit) -> verify.Verdict | None:
         """Return the worst verdict over the phases, or None where nothing could be checked."""
@@ -131,23 +166,47 @@ class SiteTrial:
         timings = self.timings(attempts)
         names = {_label(choice): choice for choice in attempts}
         best = timings.fastest(prefer=tuple(names))
+        switch = self.switch(attempts, best)
+        if switch is not None:
+            best = str(switch.choice)
+            attempts, names = {**attempts, best: switch.attempt}, {**names, best: best}
+            timings = self.timings(attempts)
         speed = timings.ratio("before", best)
         figures = {
             **self.figures(attempts[names[best]].verdict),
             **timing_figures(timings, "before", best),
             "lowerings": {name: timings.microseconds(name) for name in names},
+            **({} if switch is None else {"rows": switch.figures(list(names))}),
         }
         if speed.low <= 1.0 and not self.site.required:
             return None, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
         return names[best], figures, None
 
-    def timings(self, attempts: Mapping[str | None, Attempt]) -> measure.Timings:
+    def switch(self, attempts: Mapping[str | None, Attempt], single: str) -> Switched | None:
+        """Return two lowerings to switch between by size, if that is faster than any single one, and right."""
+        able = {_label(choice) for choice in attempts} & set(self.site.switchable)
+        groups = calls_by_rows(self.home, self.calls, self.site.rows_of) if len(able) > 1 else {}
+        if len(groups) < 2:
+            return None
+        by_size = {size: self.timings(attempts, calls) for size, calls in groups.items()}
+        switch = best_switch(by_size, [_label(choice) for choice in attempts], able)
+        attempt = None if switch is None else self.attempt(str(switch))
+        if switch is None or not isinstance(attempt, Attempt):
+            return None
+        both: Mapping[str | None, Attempt] = {single: attempts[single], str(switch): attempt}
+        check = {size: self.timings(both, calls) for size, calls in groups.items()}
+        return Switched(switch, attempt, by_size, check) if pays(check, single, str(switch)) else None
+
+    def timings(self, attempts: Mapping[str | None, Attempt], calls: Sequence[Any] | None = None) -> measure.Timings:
+        """Time lowerings beside the module as it was, on all its calls or on some of them."""
         training = self.program.training and self.phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.site.home else None
         modules = {"before": self.before, **{_label(choice): attempt.module for choice, attempt in attempts.items()}}
         runs = {
-            name: measure.runner(module, self.calls, training=training, input_gradients=inner)
+            name: measure.runner(
+                module, self.calls if calls is None else calls, training=training, input_gradients=inner
+            )
             for name, module in modules.items()
             if module is not None
         }

@@ -45,6 +45,10 @@ which lose: benchmarks/ensembles.py draws the line between them.
 """
 
 
+SWITCHABLE = ("wide", "bmm", "wide_input_first", "grouped_conv")
+"""The lowerings that differ in how linear layers are written, so that one graph may hold two of them."""
+
+
 class Lowering(enum.Enum):
     """How the fused computation is written."""
 
@@ -119,6 +123,7 @@ class FuseEnsembles(Pass):
             program, home, dict(members), case.variant,
             choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
+            rows_of=_input_of(places[0]), switchable=SWITCHABLE,
         )  # fmt: skip
 
     def _choices(self, ensemble: Ensemble) -> tuple[str, ...]:
@@ -135,7 +140,7 @@ class FuseEnsembles(Pass):
         case = next(case for case in present_cases(site.program, site.home) if case.variant == site.variant)
         places = places_of(ensemble, case, site.program, site.home)
         stored = _store_names(ensemble)
-        input_first = _weights_of_shared_input(ensemble) if _choice(site) == "wide_input_first" else ()
+        input_first = _weights_of_shared_input(ensemble) if "wide_input_first" in _choice(site) else ()
         store, names = _stack_parameters(ensemble, stored, input_first, edit)
         graphs = [_lowered(place, site, names, edit) for place in places]
         edit.set_variants(*rewritten_variants(places, graphs, site.program.captures[site.home].variants))
@@ -154,6 +159,7 @@ def _lowered(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edi
         place.ensemble, _choice(site), names,
         lambda module: edit.add_module(module, name=name),
         place.expansion.may_restart,
+        next((o for o in place.expansion.operations if o.kind == "placeholder" and o.name == site.rows_of), None),
     )  # fmt: skip
     return rebuild(graph, place.expansion, lower(lowering), covered_operations(lowering))
 
@@ -224,6 +230,19 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     if any(len(set(reached_outputs(expansion, members))) > 1 for expansion in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None
+
+
+def _input_of(place: Place) -> str:
+    """Return the first input of the home that the first linear layer depends on; "" where there is none."""
+    first = next((pack.members[0] for pack in place.ensemble.packs if pack.operator == "linear"), None)
+    pending = [] if first is None else [first]
+    seen = set(pending)
+    while pending:
+        fresh = {source for source in pending.pop().inputs if source not in seen}
+        seen |= fresh
+        pending += fresh
+    inputs = (o for o in place.expansion.operations if o.kind == "placeholder" and o in seen)
+    return next((operation.name for operation in inputs), "")
 
 
 def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
