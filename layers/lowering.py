@@ -182,7 +182,7 @@ def _gathered(operations: Sequence[Operation], lowering: Lowering, writer: Write
 def _write_layer(pack: Pack, values: Sequence[fx.Node], lowering: Lowering, writer: Writer) -> fx.Node:
     if pack.operator != "module":
         return write_layer(pack, values, writer.graph)
-    vectorized = batched.VectorizedMembers(_template(pack), _in_dims(pack.operands))
+    vectorized = batched.VectorizedMembers(_template(pack), _in_dims(pack.operands), structured=True)
     return writer.graph.call_module(lowering.add_module(vectorized), tuple(values))
 
 
@@ -355,7 +355,8 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
         raise Unsuitable("somebody else reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
-    return batched.VectorizedMembers(fx.GraphModule(root, graph, "Member"), _in_dims(outer))
+    structured = any(pack.operator == "module" for pack in exits)
+    return batched.VectorizedMembers(fx.GraphModule(root, graph, "Member"), _in_dims(outer), structured)
 
 
 def _write_member(

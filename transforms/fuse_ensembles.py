@@ -45,6 +45,9 @@ which lose: benchmarks/ensembles.py draws the line between them.
 """
 
 
+MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
+"""Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
+
 SWITCHABLE = ("wide", "bmm", "wide_input_first", "grouped_conv")
 """The lowerings that differ in how linear layers are written, so that one graph may hold two of them."""
 
@@ -72,7 +75,8 @@ class FuseEnsembles(Pass):
 
     Options:
         lowering: `auto` takes the fastest measured (without example inputs: `wide` where the members share their input,
-            else `bmm`, and nothing where one weight has over 16,384 elements); any other name is taken as asked.
+            else `bmm`, and nothing where one weight has over 16,384 elements or members have convolutions, attention or
+            recurrent layers); any other name is taken as asked.
     """
 
     lowering: Lowering = Lowering.AUTO
@@ -115,8 +119,9 @@ class FuseEnsembles(Pass):
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
         unmeasured = self.lowering is Lowering.AUTO and not program.inputs
-        if unmeasured and _largest_weight(ensemble, program, home) > LARGEST_UNMEASURED_WEIGHT:
-            return Refusal("the members are large, so fusing them may be slower; give example_inputs to measure it", at)
+        doubt = _doubt(ensemble, program, home) if unmeasured else None
+        if doubt is not None:
+            return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
         count = sum(1 for _ in ensemble.parameters)
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
@@ -245,9 +250,14 @@ def _input_of(place: Place) -> str:
     return next((operation.name for operation in inputs), "")
 
 
-def _largest_weight(ensemble: Ensemble, program: Program, home: str) -> int:
+def _doubt(ensemble: Ensemble, program: Program, home: str) -> str | None:
+    """Return why it is not known without measuring whether an ensemble pays, or None where the rule is that it does."""
     module = program.module(home)
-    return max(_parameter(module, operand.names[0]).numel() for operand in ensemble.parameters)
+    if max(_parameter(module, operand.names[0]).numel() for operand in ensemble.parameters) > LARGEST_UNMEASURED_WEIGHT:
+        return "the members are large"
+    if any(pack.operator.startswith(MEASURED_OPERATORS) for pack in ensemble.packs):
+        return "how much the members' convolutions, attention or recurrent layers compute is not known"
+    return None
 
 
 # -- rewriting -----------------------------------------------------------------------------------------------------

@@ -401,3 +401,53 @@ def test_weights_picked_from_one_parameter() -> None:
     fast = fused(model, x := torch.randn(3, 5))
     assert_equivalent(model, fast, (x,), map_state=record_of(fast).state_map.forward)
     assert sum("linear" in str(n.target) for n in fxopt.graphs(fast)[""].nodes) == 2
+
+
+class Unweighted(nn.Module):
+    """Attention that returns None beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("lowering", ["bmm", "vmap"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_attention_without_its_weights(lowering: str, verify: bool) -> None:
+    model, x = Shared(Unweighted), torch.randn(5, 2, 8)
+    fast = fused(model, x, lowering, verify=verify)
+    assert_equivalent(model, fast, (x,), map_state=record_of(fast).state_map.forward)
+
+
+# -- without example inputs ----------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(layer(x) for layer in self.layers))
+
+
+@pytest.mark.parametrize("kind", ["cnn", "conv_1d", "attending", "lstm", "rms_norm", "batch_norm_1d"])
+def test_the_rule_where_nothing_can_be_measured(kind: str) -> None:
+    model = Shared(Attending if kind == "attending" else KINDS[kind][0])
+    decisions = fxopt.plan(fxopt.optimize(model, "fuse_ensembles")).decisions
+    decision = next(decision for decision in decisions if decision.label == "heads")
+    if kind in ("rms_norm", "batch_norm_1d"):
+        assert decision.status == "applied"
+    else:
+        assert decision.status == "refused" and "give example_inputs to measure it" in decision.reason
+    named = fxopt.plan(fxopt.optimize(model, FuseEnsembles(Lowering.BMM))).decisions
+    assert [d.status for d in named if d.label == "heads"] == ["applied"]
+
+
+@pytest.mark.parametrize(("rows", "status"), [(2048, "applied"), (2049, "refused")])
+def test_large_tables_are_left_alone_unmeasured(rows: int, status: str) -> None:
+    model = Shared(lambda: nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 3)))
+    assert [d.status for d in fxopt.plan(fxopt.optimize(model, "fuse_ensembles")).decisions] == [status]
