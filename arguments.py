@@ -45,6 +45,9 @@ def open_model(
     if Path(model).is_file():
         built, example_inputs = _read(Path(model), trust)
     else:
+        if Path(model).is_dir() or ":" not in model:
+            what = "a folder" if Path(model).is_dir() else "no file"
+            raise UsageError(f"{model!r} is {what}; name a saved model, or write package.module:factory")
         built, example_inputs = build_model(model), None
     if weights is not None:
         load_weights(built, weights)

@@ -143,7 +143,7 @@ def inspect(
     model: Model,
     weights: Weights = None,
     inputs: Inputs = None,
-    graph: Annotated[str | None, typer.Option(metavar="NAME", help="Print the graph of this module.")] = None,
+    graph: Annotated[str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root): of the model.")] = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
@@ -153,20 +153,25 @@ def inspect(
     """
     from . import api
     from .arguments import graphs_of
+    from .deploy.flat_model import FlatModel
     from .errors import UsageError
     from .passes.record import record_of
     from .passes.suggest import did_you_mean
-    from .reporting.inspection import inspection, inspection_json
+    from .reporting.inspection import inspection, inspection_json, inspection_of_graphs, inspection_of_graphs_json
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     if graph is not None:
-        graphs = graphs_of(opened, example_inputs)
-        if graph not in graphs:
-            raise UsageError(f"no graph for module {graph!r}{did_you_mean(graph, graphs)}")
-        return _show({"graph": str(graphs[graph])} if as_json else f"{graphs[graph]}\n", as_json)
+        graphs = {name or "(root)": found for name, found in graphs_of(opened, example_inputs).items()}
+        name = graph or "(root)"
+        if name not in graphs:
+            raise UsageError(f"no graph for module {graph!r}{did_you_mean(name, graphs)}")
+        return _show({"graph": str(graphs[name])} if as_json else f"{graphs[name]}\n", as_json)
     if record_of(opened) is not None:
         report = api.report(opened)
         return _show(report.to_json() if as_json else report.table(), as_json)
+    if isinstance(opened, FlatModel):
+        graphs = api.graphs(opened)
+        return _show(inspection_of_graphs_json(graphs) if as_json else inspection_of_graphs(graphs), as_json)
     program = api.capture(opened, example_inputs)
     return _show(inspection_json(program) if as_json else inspection(program), as_json)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.utils.checkpoint
@@ -134,11 +134,11 @@ def is_view_operator(operator: Any) -> bool:
     return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
 
 
-def load_exported_program(path: str) -> Any:
+def load_exported_program(file: BinaryIO) -> Any:
     """Return the `ExportedProgram` in a `.pt2` file; `torch.export.load` would try an older format where this fails."""
     from torch.export.pt2_archive._package import load_pt2
 
-    return load_pt2(path).exported_programs["model"]
+    return load_pt2(file).exported_programs["model"]
 
 
 def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str, nn.Module]:

@@ -18,6 +18,7 @@ __all__ = [
     "Unsuitable",
     "UsageError",
     "VerificationError",
+    "one_line",
 ]
 
 
@@ -107,3 +108,9 @@ class PassError(FxoptError):
     def __init__(self, message: str, reproducer: str | None = None) -> None:
         super().__init__(message)
         self.reproducer = reproducer
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error that somebody else raised, without line breaks, controls and C++ stack traces."""
+    text, _, _ = str(error).partition("\nException raised from")
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))

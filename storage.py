@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,27 +24,79 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     """Open a temporary file beside `path` that takes its place when the block ends, and vanishes if the block raises.
 
-    A link is followed; the content is on disk before the old file goes.
+    A link is followed; the content is on disk before the old file goes, and its rights are kept. If the process is
+    killed, the temporary file stays: `.NAME.<12 hex digits>.tmp`, which nothing reads.
+
+    Raises:
+        OSError: it cannot be written, or something else than a file is there (a folder, a device).
     """
-    target = Path(path).resolve()
-    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}.tmp")
+    target = _target(path)
+    rights = _rights(target)
+    start = target.name.encode(errors="surrogateescape")[:200].decode(errors="ignore")
+    temporary = target.with_name(f".{start}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with _naming(target, temporary), _opened(temporary, rights) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        # Where the temporary file cannot go either, the first error is the one to hear about.
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).resolve()
+    except RuntimeError as error:  # Python 3.11 and 3.12 say so of links that lead back to themselves
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path)) from error
+
+
+def _rights(target: Path) -> int | None:
+    """Return the rights of the file that is to be replaced, or None if there is none yet."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file, so it cannot be replaced", str(target))
+    return stat.S_IMODE(mode)
+
+
+def _opened(temporary: Path, rights: int | None) -> BinaryIO:
+    """Open a new file, with the rights of the old one from the start."""
+    mode = 0o666 if rights is None else rights
+    file = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+    if rights is not None and hasattr(os, "fchmod"):
+        with suppress(PermissionError):  # the mask of the process may have taken some away
+            os.fchmod(file.fileno(), rights)
+    return file
+
+
+@contextmanager
+def _naming(target: Path, temporary: Path) -> Generator[None]:
+    """Let an error name the file that was asked for."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(target)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:
     """Make the new name durable where the system can open folders; where it cannot, names are durable by themselves."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # a folder that one may write into and not list
+        return
     try:
         os.fsync(descriptor)
     finally:

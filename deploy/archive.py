@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name
-from ..errors import ArchiveError, UsageError
+from ..errors import ArchiveError, UsageError, one_line
 from ..passes.plan import Plan
 from ..passes.record import Record
 from ..version import VERSION
 from .container import read_container, read_json, write_container
-from .factory import build_model, find_factory, is_trusted, module_of, name_class
+from .factory import build_model, find_factory, home_of, is_trusted, module_of, name_class
 from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "factory_of", "load", "save"]
@@ -132,9 +132,9 @@ class _Description:
 
     def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state with tied tensors under each of their names."""
-        aliases: dict[str, str] = self._of_type("aliases", dict)
+        aliases: dict[str, Any] = self._of_type("aliases", dict)
         for alias, name in aliases.items():
-            if alias in state or name not in state:
+            if alias in state or not isinstance(name, str) or name not in state:
                 raise ArchiveError(f"{self.where} is damaged: {alias!r} is said to be tied to {name!r}")
         return state | {alias: state[name] for alias, name in aliases.items()}
 
@@ -156,26 +156,35 @@ def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
         raise ArchiveError(f"{where} does not say how to build its model; pass model=")
     try:
         package = module_of(factory).split(".")[0]
-        trusted = trust if isinstance(trust, bool) else is_trusted(factory, trust)
+        trusted = trust if isinstance(trust, bool) else is_trusted(module_of(factory), trust)
     except UsageError as error:
-        raise ArchiveError(f"{where} is damaged: {error}") from error
+        raise ArchiveError(f"{where} is damaged: {one_line(error)}") from error
     if not trusted:
-        raise ArchiveError(f"{where} would import and call {factory!r}; pass trust=[{package!r}] to let it, or model=")
+        raise ArchiveError(
+            f"{where} would import and call {factory!r}; pass trust=[{package!r}] "
+            f"(--trust {package} on the command line) to let it, or model="
+        )
+    if isinstance(trust, bool):
+        return build_model(factory)
+    home = home_of(factory)
+    if not is_trusted(home, trust):
+        # Else a file could have anything called that a trusted module happens to import.
+        raise ArchiveError(f"{where} would call {factory!r}, which comes from {home!r}; trust that too, or pass model=")
     return build_model(factory)
 
 
 def _load_weights(where: Path, model: nn.Module, state: Mapping[str, Tensor], frozen: Sequence[str]) -> None:
     """Give a model the weights, in the dtypes they were saved in, and its frozen parameters."""
+    for name, tensor in (*model.requires_grad_(False).named_parameters(), *model.named_buffers()):
+        if name in state and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
     for name, parameter in model.named_parameters():
         differentiable = parameter.is_floating_point() or parameter.is_complex()
         parameter.requires_grad_(differentiable and name not in frozen)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in state and tensor.dtype != state[name].dtype:
-            tensor.data = tensor.data.to(state[name].dtype)
     try:
         model.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
-        raise ArchiveError(f"the weights in {where} do not fit the model: {error}") from error
+        raise ArchiveError(f"the weights in {where} do not fit the model: {one_line(error)}") from error
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ArchiveError(f"{name!r} is on the meta device; build the model on a real one to load {where}")

@@ -18,7 +18,7 @@ from ..errors import ArchiveError
 from ..tracing.expressions import DESCRIPTIONS, SWITCHES
 from ..tracing.guards import Guard
 from ..tracing.signature import Absent
-from ..tracing.source import module_expression
+from ..tracing.source import attribute_expression, module_expression
 from .targets import checked_attribute
 from .values import DEEPEST, decode, encode
 
@@ -140,8 +140,7 @@ def _written(tree: Tree) -> str:
             return name
         case Read(target=target):
             *parents, name = target.split(".")
-            owner = module_expression(parents)
-            return f"{owner}.{name}" if name.isidentifier() else f"getattr({owner}, {name!r})"
+            return attribute_expression(module_expression(parents), name)
         case Literal(value=value):
             return _written_constant(value)
         case Attribute(owner=owner, name=name):

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import stat
 import struct
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import ArchiveError
+from ..errors import ArchiveError, one_line
 from ..storage import atomic_file
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "read_container",
     "read_json",
     "read_manifest",
+    "regular_file",
     "write_container",
 ]
 
@@ -34,7 +37,8 @@ FORMAT = "fxopt-archive"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 LONGEST_JSON = 64 * 2**20
-UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error)
+UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OverflowError, struct.error)
+_VERSION = re.compile(r"[\w.+-]{1,40}")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -58,7 +62,7 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
     Raises:
         ArchiveError: it is no archive, is damaged, holds anything else, or was written by a newer fxopt.
     """
-    where = Path(path)
+    where = regular_file(path)
     try:
         with zipfile.ZipFile(where) as archive:
             names = checked_entries(where, archive)
@@ -66,7 +70,7 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
             _check_names(where, names, {MANIFEST, *expected})
             members = {name: archive.read(names[name]) for name in expected}
     except UNREADABLE as error:
-        raise ArchiveError(f"{where} is not a readable fxopt archive: {error}") from error
+        raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
     _check_sums(where, manifest, members)
     return manifest, members
 
@@ -77,12 +81,28 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ArchiveError: as `read_container`.
     """
-    where = Path(path)
+    where = regular_file(path)
     try:
         with zipfile.ZipFile(where) as archive:
             return _manifest(where, archive, checked_entries(where, archive))
     except UNREADABLE as error:
-        raise ArchiveError(f"{where} is not a readable fxopt archive: {error}") from error
+        raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """Return a path that leads to a file; reading anything else (a folder, a pipe, a device) may never end.
+
+    Raises:
+        ArchiveError: if it does not.
+    """
+    where = Path(path)
+    try:
+        mode = where.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
+    if not stat.S_ISREG(mode):
+        raise ArchiveError(f"{where} is not a readable fxopt archive: it is no regular file")
+    return where
 
 
 def _manifest(where: Path, archive: zipfile.ZipFile, names: Mapping[str, zipfile.ZipInfo]) -> dict[str, Any]:
@@ -100,16 +120,33 @@ def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
     if len(data) > LONGEST_JSON:
         raise ArchiveError(f"{where}: {name} has {len(data):,} bytes; at most {LONGEST_JSON:,} are read")
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_object, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(f"{where}: {name} is not JSON: {error}") from error
+        raise ArchiveError(f"{where}: {name} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ArchiveError(f"{where}: {name} is not a JSON object")
     return cast("dict[str, Any]", value)
 
 
-def checked_entries(where: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys are distinct: readers differ in which of two they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _not_json(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
     """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold.
+
+    Args:
+        where: the file's path.
+        archive: the file, opened.
+        length: in bytes, if it is in memory.
 
     Raises:
         ArchiveError: if one is.
@@ -123,7 +160,7 @@ def checked_entries(where: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.
             raise ArchiveError(
                 f"{where}: {entry.filename!r} is compressed or encrypted, so nobody can tell what it unpacks to"
             )
-    if sum(entry.file_size for entry in entries) > where.stat().st_size:
+    if sum(entry.file_size for entry in entries) > (where.stat().st_size if length is None else length):
         raise ArchiveError(f"{where}: its members claim more bytes than the file has")
     return names
 
@@ -146,9 +183,10 @@ def _check_version(where: Path, manifest: Mapping[str, Any]) -> None:
     if manifest.get("format") != FORMAT or type(version) is not int or version < 1:
         raise ArchiveError(f"{where} is not an fxopt archive: its manifest says neither format nor version")
     if version > SCHEMA_VERSION:
-        writer = manifest.get("fxopt", "a newer version")
+        writer = manifest.get("fxopt")
+        by = f"fxopt {writer}" if isinstance(writer, str) and _VERSION.fullmatch(writer) else "a newer fxopt"
         raise ArchiveError(
-            f"{where} has format {version}, written by fxopt {writer}; this fxopt reads up to {SCHEMA_VERSION}: upgrade"
+            f"{where} has format {version}, written by {by}; this fxopt reads up to {SCHEMA_VERSION}: upgrade fxopt"
         )
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from ..errors import InputError, UsageError
+from ..errors import InputError, UsageError, one_line
 from ..passes.suggest import did_you_mean
 
-__all__ = ["build_model", "find_factory", "is_trusted", "name_class"]
+__all__ = ["build_model", "find_factory", "home_of", "import_module", "is_trusted", "module_of", "name_class"]
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -52,8 +53,8 @@ def build_model(spec: str) -> nn.Module:
     factory = find_factory(spec)
     try:
         model = factory()
-    except Exception as error:
-        raise InputError(f"{spec!r} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{spec!r} raised {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} returned {type(model).__name__}, expected a torch.nn.Module")
     return model
@@ -72,9 +73,9 @@ def import_module(name: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             folders = ", ".join(folder or "." for folder in sys.path[:2])
             raise UsageError(f"there is no module {error.name!r}; looked in {folders} and elsewhere") from error
-        raise InputError(f"importing {name!r} failed: {error}") from error
-    except Exception as error:
-        raise InputError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
+        raise InputError(f"importing {name!r} failed: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:  # a script may parse its own arguments and exit
+        raise InputError(f"importing {name!r} raised {type(error).__name__}: {one_line(error)}") from error
 
 
 def module_of(spec: str) -> str:
@@ -86,9 +87,22 @@ def module_of(spec: str) -> str:
     return _parts(spec)[0]
 
 
-def is_trusted(spec: str, packages: Iterable[str]) -> bool:
-    """Say whether a factory's module is one of these packages or inside one."""
-    module = _parts(spec)[0]
+def home_of(spec: str) -> str:
+    """Import what `package.module:factory` names, and return the module that it was defined in.
+
+    Raises:
+        UsageError, InputError: as `find_factory` says.
+    """
+    found: Any = find_factory(spec)
+    while isinstance(found, functools.partial):
+        found = cast("functools.partial[object]", found).func
+    found = inspect.unwrap(found)
+    home = getattr(found, "__module__", None) or type(found).__module__
+    return str(home)
+
+
+def is_trusted(module: str, packages: Iterable[str]) -> bool:
+    """Say whether a module is one of these packages or inside one."""
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 

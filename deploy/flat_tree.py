@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +19,7 @@ __all__ = ["VECTORIZED", "HeldModule", "HeldTensor", "furnish", "grow"]
 
 VECTORIZED = "fxopt.layers.ensemble.VectorizedMembers"
 DEEPEST = 100
+_EMPTY = nn.Module()
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,22 @@ def grow(root: nn.Module, modules: Iterable[HeldModule]) -> None:
             found[""] = root
             continue
         home, _, last = held.name.rpartition(".")
-        if home not in homes or not last or hasattr(nn.Module, last) or held.name.count(".") > DEEPEST:
+        if home not in homes or not _is_free(last) or held.name.count(".") > DEEPEST:
             raise ArchiveError(f"there is no place for a module called {held.name!r}")
         module = found[held.name] = _module(held, found)
         setattr(homes[home], last, module)
         if held.same is None and held.kind is None:
             homes[held.name] = module
+
+
+def _is_free(name: str) -> bool:
+    """Say whether a name is neither a module's own attribute nor one of those that fxopt keeps there.
+
+    Python folds the letters of names (`ﬁ` to `fi`), so generated code would read another attribute than that of a name
+    with letters to fold.
+    """
+    reserved = hasattr(_EMPTY, name) or name.startswith("_fxopt_")
+    return bool(name) and not reserved and unicodedata.normalize("NFKC", name) == name
 
 
 def _module(held: HeldModule, found: Mapping[str, nn.Module]) -> nn.Module:
@@ -112,7 +124,7 @@ def furnish(root: nn.Module, held: Iterable[HeldTensor], tensors: Mapping[str, T
         tensor = placed[entry.name] = _tensor(entry, placed, tensors)
         home, _, last = entry.name.rpartition(".")
         module = _found(root, home)
-        if module is None or not last:
+        if module is None or not _is_free(last):
             raise ArchiveError(f"there is no place for a tensor called {entry.name!r}")
         _place(module, last, entry, tensor)
     unknown = sorted(tensors.keys() - placed.keys())

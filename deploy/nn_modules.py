@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_parameters
-from ..errors import ArchiveError
+from ..errors import ArchiveError, one_line
 
 __all__ = ["build_module", "class_name", "settings_of"]
 
@@ -91,10 +92,11 @@ def build_module(name: object, settings: Mapping[str, Any]) -> nn.Module:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ArchiveError(f"{name} has {layers} layers; at most {_MOST_LAYERS} are read")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arguments that the model was built with, and warned about, before
             return cls(**settings)
-    except (TypeError, ValueError, RuntimeError, AssertionError, OverflowError, IndexError) as error:
-        raise ArchiveError(f"{name} cannot be built from its settings: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AssertionError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ArchiveError(f"{name} cannot be built from its settings: {one_line(error)}") from error
 
 
 @cache

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import ArchiveError, InputError, UsageError
+from ..errors import ArchiveError, InputError, UsageError, one_line
 from . import archive, standalone
-from .container import MANIFEST, UNREADABLE, read_manifest
+from .container import MANIFEST, UNREADABLE, read_manifest, regular_file
 from .exported import is_exported, load_exported
 
 __all__ = ["FileKind", "kind_of_file", "load_pickle", "open_file"]
@@ -60,10 +60,11 @@ def kind_of_file(path: Path) -> FileKind:
     Raises:
         ArchiveError: if it cannot be read, or holds no model.
     """
+    regular_file(path)
     try:
         start, names = _outline(path)
     except UNREADABLE as error:
-        raise ArchiveError(f"{path} is not a readable fxopt archive: {error}") from error
+        raise ArchiveError(f"{path} is not a readable fxopt archive: {one_line(error)}") from error
     if MANIFEST not in names and is_exported(names):
         return FileKind.EXPORTED
     if any(name.partition("/")[2].startswith("code/") for name in names):
@@ -108,7 +109,7 @@ def load_pickle(path: Path, *, trusted: bool) -> nn.Module:
     try:
         found = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # unpickling runs the classes' own code
-        raise ArchiveError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
+        raise ArchiveError(f"{path} cannot be unpickled: {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(found, nn.Module):
         raise InputError(f"{path} holds a {type(found).__name__}, expected a torch.nn.Module; weights go to --weights")
     return found

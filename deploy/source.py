@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import InputError, UsageError
+from ..errors import InputError, UsageError, one_line
 from .factory import import_module, module_of
 
 __all__ = ["inputs_beside", "load_weights", "read_inputs"]
@@ -30,8 +30,8 @@ def inputs_beside(spec: str) -> object:
         return None
     try:
         return function() if callable(function) else function
-    except Exception as error:
-        raise InputError(f"{module_of(spec)}:{BESIDE} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{module_of(spec)}:{BESIDE} raised {type(error).__name__}: {one_line(error)}") from error
 
 
 def read_inputs(path: Path) -> tuple[Tensor, ...] | dict[str, Tensor]:
@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(_with_tied(model, state))
     except RuntimeError as error:
-        raise InputError(f"the weights in {path} do not fit the model: {error}") from error
+        raise InputError(f"the weights in {path} do not fit the model: {one_line(error)}") from error
 
 
 def _with_tied(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,5 +77,5 @@ def _tensors(path: Path, what: str) -> dict[str, Tensor]:
         )
     try:
         return safetensors.torch.load_file(path)
-    except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise InputError(f"{path} is not a readable safetensors file: {error}") from error
+    except (OSError, LookupError, ValueError, TypeError, RuntimeError, OverflowError, SafetensorError) as error:
+        raise InputError(f"{path} is not a readable safetensors file: {one_line(error)}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArchiveError
+from ..errors import ArchiveError, one_line
 from ..passes.record import record_of
 from ..passes.state_map import StateMap
 from ..tracing.capture import capture_of, required_capture
@@ -73,7 +73,7 @@ def load(path: str | os.PathLike[str]) -> FlatModel:
     try:
         return FlatModel(FlatProgram.from_json(data), tensors)
     except ArchiveError as error:
-        raise ArchiveError(f"{where}: {error}") from error
+        raise ArchiveError(f"{where}: {one_line(error)}") from error
 
 
 def flat_program(model: nn.Module) -> tuple[FlatProgram, Mapping[str, Tensor]]:

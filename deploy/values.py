@@ -108,6 +108,8 @@ def decode(data: Any, nodes: Sequence[fx.Node] = (), depth: int = 0) -> Any:
     """
     if depth > DEEPEST:
         raise ArchiveError("a value is nested too deeply")
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ArchiveError("a number is too large")
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if isinstance(data, list):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import ArchiveError
+from ..errors import ArchiveError, one_line
 
 __all__ = ["WEIGHTS", "read_weights", "stored_once", "weights_bytes"]
 
@@ -54,8 +54,8 @@ def weights_bytes(stored: dict[str, Tensor]) -> bytes:
     """
     try:
         return safetensors.torch.save(stored)
-    except (KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ArchiveError(f"the weights cannot be stored: {error}") from error
+    except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ArchiveError(f"the weights cannot be stored: {one_line(error)}") from error
 
 
 def read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
@@ -66,5 +66,5 @@ def read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
     """
     try:
         return safetensors.torch.load(data)
-    except (KeyError, ValueError, TypeError, AttributeError, safetensors.SafetensorError) as error:
-        raise ArchiveError(f"{where}: its weights are unreadable: {error}") from error
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:
+        raise ArchiveError(f"{where}: its weights are unreadable: {one_line(error)}") from error

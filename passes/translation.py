@@ -105,7 +105,7 @@ class Translation:
             if found.shape != expected.shape:
                 raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
             if distance(expected, found, Tolerance(slack, 0.0)).problem:
-                raise Objection(f"{name} is not what the state map makes of the original tensors")
+                raise Objection(f"{name} does not have the values of the original tensors")
 
     def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""

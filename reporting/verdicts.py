@@ -73,7 +73,8 @@ class Comparison:
         for title in TITLES:
             table.add_column(title)
         for number, verdict in enumerate(self.verdicts):
-            errors = (f"{verdict.meaning_error:.1e}", f"{verdict.precision_error:.1e}")
+            compared = verdict.ok or verdict.meaning_error or verdict.precision_error
+            errors = (f"{verdict.meaning_error:.1e}", f"{verdict.precision_error:.1e}") if compared else ("-", "-")
             table.add_row(str(number), "yes" if verdict.ok else "no", *errors, verdict.checked_in)
         yield table
         for number, verdict in enumerate(self.verdicts):

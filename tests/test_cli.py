@@ -122,7 +122,7 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
 @pytest.mark.parametrize(
     ("model", "code", "message"),
     [
-        ("zoo", 2, "'zoo' does not name a model; write package.module:factory"),
+        ("zoo", 2, "'zoo' is no file; name a saved model, or write package.module:factory"),
         ("zoo.py:heads", 2, "'zoo.py:heads' names a file; write zoo:heads"),
         ("zou:heads", 2, "there is no module 'zou'"),
         ("zoo:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),

@@ -29,7 +29,10 @@ __all__ = [
     "restoring",
 ]
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_REGISTRIES = (
+    "_parameters", "_buffers", "_modules",
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 _INTERNAL = frozenset(nn.Module().__dict__)
 _RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 """With `max_norm` these rescale their weight whenever they are called."""

@@ -171,7 +171,7 @@ class _Recorder:
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
             self.recording.outputs.append(self._kept(model(*call.args, **call.kwargs)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             culprit = self.culprit if error is self.error and self.culprit is not None else model
             raise InputError(_failure(model, culprit, error)) from error
 
@@ -186,7 +186,7 @@ class _Recorder:
         self._stack.append(call)
         try:
             output = original(module, *args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if error is not self.error:
                 self.error, self.culprit = error, module
             raise

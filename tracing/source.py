@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,7 @@ from .structure import is_namedtuple
 if TYPE_CHECKING:
     from .capture import Variant
 
-__all__ = ["Source", "generate", "module_expression"]
+__all__ = ["Source", "attribute_expression", "generate", "module_expression"]
 
 _ATOMS = (bool, int, str, bytes, type(None), type(...))
 
@@ -58,6 +59,12 @@ def generate(signature: Signature, variants: Sequence[Variant], *, restarts: boo
 def module_expression(parts: Iterable[str]) -> str:
     """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
     return "self" + "".join(f"._modules[{part!r}]" for part in parts)
+
+
+def attribute_expression(owner: str, name: str) -> str:
+    """Return how generated code reads an attribute; a name need not be one that a dot takes (`lambda`, `0`)."""
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
 
 
 @dataclass
@@ -169,8 +176,8 @@ class _Body:
         form = operator_format(function)
         if form is not None and not node.kwargs:
             return form.format(*(self._operand(argument) for argument in node.args))
-        if function is getattr and len(node.args) == 2 and str(node.args[1]).isidentifier():
-            return f"{self._operand(node.args[0])}.{node.args[1]}"
+        if function is getattr and len(node.args) == 2 and isinstance(node.args[1], str):
+            return attribute_expression(self._operand(node.args[0]), node.args[1])
         return f"{self._names.name(function)}({self._arguments(node.args, node.kwargs)})"
 
     def _arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
@@ -230,4 +237,4 @@ def _container(node: fx.Node) -> str:
 def _attribute(target: str) -> str:
     *parents, name = target.split(".")
     owner = module_expression(parents)
-    return f"{owner}.{name}" if name.isidentifier() else f"getattr({owner}, {name!r})"
+    return attribute_expression(owner, name)

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fxopt.deploy.factory import build_model, find_factory, is_trusted, name_class
+from fxopt.deploy.factory import build_model, find_factory, home_of, is_trusted, name_class
 from fxopt.errors import InputError, UsageError
 
 SOURCE = """
+import functools
+import os
+
 from torch import nn
 
 LIMIT = 3
@@ -27,6 +30,9 @@ def build():
 
 def build_sized(size, *, depth, width=3, **more):
     return Net()
+
+made = functools.partial(build_sized, 3, depth=2)
+stopped = functools.partial(os.abort)
 
 def build_number():
     return 3
@@ -100,8 +106,24 @@ def test_a_class_is_named_where_importing_gives_it_back():
 
 
 def test_trust_covers_packages_not_prefixes():
-    assert is_trusted("zoo.models:build", ["zoo"])
-    assert is_trusted("zoo.models:build", ["other", "zoo.models"])
-    assert not is_trusted("zoology.models:build", ["zoo"])
-    assert not is_trusted("zoo:build", ["zoo.models"])
-    assert not is_trusted("zoo:build", [])
+    assert is_trusted("zoo.models", ["zoo"])
+    assert is_trusted("zoo.models", ["other", "zoo.models"])
+    assert not is_trusted("zoology.models", ["zoo"])
+    assert not is_trusted("zoo", ["zoo.models"])
+    assert not is_trusted("zoo", [])
+
+
+@pytest.mark.parametrize(
+    ("spec", "home"),
+    [
+        ("zoo.models:build", "zoo.models"),
+        ("zoo.models:Net", "zoo.models"),
+        ("zoo.models:Net.make", "zoo.models"),
+        ("zoo.models:made", "zoo.models"),
+        ("zoo.models:nn.Identity", "torch.nn.modules.linear"),
+        ("zoo.models:os.abort", "posix"),
+        ("zoo.models:stopped", "posix"),
+    ],
+)
+def test_the_home_of_what_a_module_merely_imports_is_elsewhere(spec: str, home: str):
+    assert home_of(spec) == home

@@ -236,7 +236,7 @@ def test_a_state_map_that_disagrees_with_the_module_is_found() -> None:
     with torch.no_grad():
         after.weight.copy_(after.weight.flip(0))
     verdict = judge(before, after, normal(3, 4), map_state=map_state)
-    assert verdict.reason == "weight is not what the state map makes of the original tensors"
+    assert verdict.reason == "weight does not have the values of the original tensors"
 
 
 def test_a_tensor_that_is_gone_is_found() -> None:
