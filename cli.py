@@ -143,7 +143,9 @@ def inspect(
     model: Model,
     weights: Weights = None,
     inputs: Inputs = None,
-    graph: Annotated[str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root): of the model.")] = None,
+    graph: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root): of the model.")
+    ] = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:

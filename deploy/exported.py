@@ -41,7 +41,7 @@ _GLOBAL = re.compile(
     r"torch\._utils _rebuild_(tensor(_v2|_v3)?|parameter)|torch (Size|\w+Storage|[a-z]\w*)|"
     r"torch\.storage (Unt|T)ypedStorage|torch\.serialization _get_layout|collections OrderedDict"
 )
-"""What the pickle of the example inputs may name; torch's weights-only reader alone would also make huge `bytearray`s."""
+"""What the pickle of the example inputs may name; torch's weights-only reader would also make huge `bytearray`s."""
 
 
 def is_exported(names: Iterator[str] | list[str]) -> bool:

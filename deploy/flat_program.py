@@ -118,6 +118,8 @@ def _tensor_to_json(tensor: HeldTensor) -> dict[str, Any]:
     data: dict[str, Any] = {"name": tensor.name}
     if tensor.same is not None:
         data["same"] = tensor.same
+    if tensor.strides is not None:
+        data["strides"] = list(tensor.strides)
     if tensor.is_parameter:
         return {**data, "kind": "parameter", "requires_grad": tensor.flag}
     return {**data, "kind": "buffer", "persistent": tensor.flag}
@@ -130,4 +132,13 @@ def _tensor_from_json(fields: Mapping[str, Any]) -> HeldTensor:
         raise ArchiveError("a tensor is malformed")
     if kind not in ("parameter", "buffer"):
         raise ArchiveError(f"{kind!r} is no kind of tensor")
-    return HeldTensor(name, same, kind == "parameter", flag)
+    return HeldTensor(name, same, kind == "parameter", flag, _strides(fields))
+
+
+def _strides(fields: Mapping[str, Any]) -> tuple[int, ...] | None:
+    if "strides" not in fields:
+        return None
+    strides = json_list(fields, "strides")
+    if not all(type(stride) is int and 0 < stride < 2**62 for stride in strides):
+        raise ArchiveError("a tensor's strides are malformed")
+    return tuple(strides)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..compat import modules_by_name, own_buffers, own_children, own_parameters
@@ -15,7 +17,7 @@ from ..layers.ensemble import VectorizedMembers
 from .graph_json import FlatGraph
 from .nn_modules import build_module
 
-__all__ = ["VECTORIZED", "HeldModule", "HeldTensor", "furnish", "grow"]
+__all__ = ["VECTORIZED", "HeldModule", "HeldTensor", "furnish", "grow", "strides_of"]
 
 VECTORIZED = "fxopt.layers.ensemble.VectorizedMembers"
 DEEPEST = 100
@@ -50,12 +52,14 @@ class HeldTensor:
         same: the name of the tensor that this one is too, or None.
         is_parameter: or else it is a buffer.
         flag: of a parameter, whether it requires a gradient; of a buffer, whether state dicts hold it.
+        strides: of one that is not contiguous but dense, as with `torch.channels_last`; None for the others.
     """
 
     name: str
     same: str | None = None
     is_parameter: bool = True
     flag: bool = True
+    strides: tuple[int, ...] | None = None
 
 
 def grow(root: nn.Module, modules: Iterable[HeldModule]) -> None:
@@ -145,11 +149,36 @@ def _tensor(entry: HeldTensor, placed: Mapping[str, Tensor], tensors: Mapping[st
     if entry.name not in tensors:
         raise ArchiveError(f"the tensor {entry.name!r} is missing")
     tensor = tensors[entry.name]
+    if entry.strides is not None:
+        tensor = _laid_out(entry, tensor)
     if not entry.is_parameter:
         return tensor
     if entry.flag and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ArchiveError(f"the parameter {entry.name!r} cannot require a gradient: it is of {tensor.dtype}")
     return nn.Parameter(tensor, entry.flag)
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor whose elements fill its memory once, in some order; of any other, None."""
+    strides = tuple(tensor.stride())
+    return strides if _are_dense(tuple(tensor.shape), strides) else None
+
+
+def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return math.prod(shape) > 0 and min(strides, default=1) > 0
+
+
+def _laid_out(entry: HeldTensor, tensor: Tensor) -> Tensor:
+    """Return a tensor with its elements in another order in memory."""
+    strides = entry.strides or ()
+    if len(strides) != tensor.ndim or not _are_dense(tuple(tensor.shape), strides):
+        raise ArchiveError(f"{entry.name!r} cannot have the strides {list(strides)} with shape {list(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def _found(root: nn.Module, name: str) -> nn.Module | None:

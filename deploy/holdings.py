@@ -15,7 +15,7 @@ from ..layers.ensemble import VectorizedMembers
 from ..tracing.dynamic import user_class
 from ..tracing.names import ModelNames
 from ..tracing.regions import ContextRegion, Region
-from .flat_tree import VECTORIZED, HeldModule, HeldTensor
+from .flat_tree import VECTORIZED, HeldModule, HeldTensor, strides_of
 from .graph_json import FlatGraph
 from .nn_modules import class_name, settings_of
 
@@ -112,7 +112,9 @@ class Holdings:
     def _kind_of(self, name: str) -> HeldModule | None:
         """Return how archives hold a module that is called, or None if they do not."""
         module = self.names.modules[name]
-        if isinstance(module, VectorizedMembers) and isinstance(module.member, fx.GraphModule):
+        if isinstance(module, VectorizedMembers):
+            if not isinstance(module.member, fx.GraphModule) or module.member.graph.find_nodes(op="call_module"):
+                return None
             operands = module.member.graph.find_nodes(op="placeholder")
             paths = {node.name: (f"operand_{position}",) for position, node in enumerate(operands)}
             return HeldModule(
@@ -152,8 +154,10 @@ class Holdings:
             if type(tensor) not in _PLAIN_TENSORS:
                 raise ArchiveError(f"{name!r} is a {type(tensor).__name__}, not a plain tensor")
             known = first.setdefault(id(tensor), name)
-            held.append(HeldTensor(name, known if known != name else None, isinstance(tensor, nn.Parameter), flag))
-            if known == name:
+            same = known if known != name else None
+            strides = None if same is not None or tensor.is_contiguous() else strides_of(tensor)
+            held.append(HeldTensor(name, same, isinstance(tensor, nn.Parameter), flag, strides))
+            if same is None:
                 stored[name] = tensor
         return held, stored
 

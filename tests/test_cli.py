@@ -212,7 +212,7 @@ def test_weights_and_inputs_come_from_safetensors(fxopt: Fxopt, zoo: Path):
 
     import fxopt as library
 
-    assert library.load("o.fxopt", trust=["bare"])(torch.ones(1, 4)).abs().max() == 0
+    assert library.load("o.fxopt", trust=["bare", "zoo"])(torch.ones(1, 4)).abs().max() == 0
 
     refused = fxopt("inspect", "bare:heads", "--inputs", "wrong.safetensors")
     assert refused.code == 3

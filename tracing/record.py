@@ -242,7 +242,7 @@ def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
     return Inputs(*map_tensors(copy_once, call.args), **map_tensors(copy_once, call.kwargs))
 
 
-def _failure(model: nn.Module, culprit: nn.Module, error: Exception) -> str:
+def _failure(model: nn.Module, culprit: nn.Module, error: BaseException) -> str:
     name = next((name for name, module in modules_by_name(model).items() if module is culprit), "")
     where = f"module {name!r} ({type(culprit).__name__})" if name else f"the model ({type(model).__name__})"
     return f"{where} raised {type(error).__name__} on the example inputs: {error}"

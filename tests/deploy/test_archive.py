@@ -141,6 +141,21 @@ def test_code_is_imported_only_from_trusted_packages(zoo: Any, tmp_path: Path):
     assert len(zoo.IMPORTED) == built
 
 
+@pytest.mark.parametrize("factory", ["zoo:nn.Identity", "zoo:torch.seed", "zoo:sys.exit"])
+def test_trust_in_a_package_covers_no_others_that_it_imports(factory: str, zoo: Any, tmp_path: Path):
+    zoo.sys = sys
+    path = save(zoo.Tied(), tmp_path / "m", factory=factory)
+    assert "; trust that too, or pass model=" in refusal(path, trust=["zoo"])
+
+
+def test_weights_of_other_types_come_back_with_them(zoo: Any, tmp_path: Path):
+    model = zoo.Tied()
+    state = {name: (tensor * 10).to(torch.int8) for name, tensor in model.state_dict().items()}
+    loaded = load(save(model, tmp_path / "m", state=state), trust=["zoo"])
+    assert {p.dtype for p in loaded.parameters()} == {torch.int8}
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
 def test_a_class_that_needs_arguments_wants_a_factory_or_a_model(zoo: Any, tmp_path: Path):
     model = zoo.Sized(3)
     assert "does not say how to build its model; pass model=" in refusal(save(model, tmp_path / "m"), trust=["zoo"])
@@ -188,6 +203,7 @@ def test_a_model_on_the_meta_device_gets_no_values(zoo: Any, tmp_path: Path):
         ("aliases", {"b.weight": "nowhere"}, "'b.weight' is said to be tied to 'nowhere'"),
         ("aliases", {"a.bias": "a.weight"}, "'a.bias' is said to be tied to 'a.weight'"),
         ("aliases", [], "no proper 'aliases'"),
+        ("aliases", {"b.weight": []}, "'b.weight' is said to be tied to []"),
         ("factory", 3, "no proper 'factory'"),
         ("factory", "os:system('x')", "is damaged: \"os:system('x')\" does not name a model"),
     ],

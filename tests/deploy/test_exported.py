@@ -185,6 +185,15 @@ TOUCH = "__import__('pathlib').Path('ran').touch()"
         lambda m: first_expression(m).update(expr_str="Symbol('s0').func.__globals__"),
         lambda m: first_expression(m).update(expr_str="(lambda: 1)()"),
         lambda m: first_expression(m).update(expr_str="Symbol(\"a'+__import__('os').getcwd()+'\")"),
+        lambda m: first_expression(m).update(expr_str="Pow(Integer(10), Integer(10000000000))"),
+        lambda m: first_expression(m).update(expr_str="10**10**10"),
+        lambda m: first_expression(m).update(expr_str="Pow(Pow(10, 60), 60)"),
+        lambda m: first_expression(m).update(expr_str="Pow(2, Symbol('s0'))"),
+        lambda m: first_expression(m).update(expr_str="LShift(1, 100000000000)"),
+        lambda m: first_expression(m).update(expr_str="Float('1e10000000000')"),
+        lambda m: first_expression(m).update(expr_str="1e-10000000000"),
+        lambda m: first_expression(m).update(expr_str="Float('1.5', precision=10000000000)"),
+        lambda m: first_expression(m).update(expr_str="+".join(["s0"] * 10_000)),
         lambda m: m.update(guards_code=[TOUCH]),
         lambda m: m.update(guards_code=["L['x'].size()[0] == 2 or " + TOUCH]),
         lambda m: m.update(guards_code=["L['x\"+" + TOUCH + "+\"'].size()[0] == 2"]),
@@ -193,6 +202,10 @@ TOUCH = "__import__('pathlib').Path('ran').touch()"
         lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.ops.aten.save.default"),
         lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.ops.evil.run.default"),
         lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="#evil:run"),
+        lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="_operator.attrgetter"),
+        lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="_operator.call"),
+        lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.ops.aten.set_data.default"),
+        lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.ops.aten._resize_output_.default"),
         lambda m: m["graph_module"]["graph"]["nodes"][0].update(name=f"x, y={TOUCH}"),
         lambda m: root_call(m).update(forward_arg_names=[f"x={TOUCH}"]),
         lambda m: root_call(m).update(in_spec=spec("collections.defaultdict", {"default_factory_module": "this"})),
@@ -245,6 +258,48 @@ def test_tensors_larger_than_the_file_are_refused(exported: Path, tmp_path: Path
         entries[f"data/weights/{payload['path_name']}"] = b""
 
     assert "has no data" in refusal(rewritten(exported, tmp_path / "m.pt2", change), tmp_path / "ran")
+
+
+def test_tensors_that_are_views_of_less_are_refused(exported: Path, tmp_path: Path):
+    """A stride of 0 makes a huge tensor out of one number; a copy of it takes the memory."""
+
+    def change(entries: dict[str, bytes]) -> None:
+        config = json.loads(entries["data/weights/model_weights_config.json"])
+        config["config"]["shift"]["tensor_meta"].update(sizes=[{"as_int": 10**12}], strides=[{"as_int": 0}])
+        entries["data/weights/model_weights_config.json"] = json.dumps(config).encode()
+
+    path = rewritten(exported, tmp_path / "m.pt2", change)
+    assert "has more elements than bytes" in refusal(path, tmp_path / "ran")
+
+
+class Huge:
+    def __reduce__(self) -> Any:
+        return (bytearray, (10**11,))
+
+
+def test_example_inputs_take_no_more_memory_than_they_have_bytes(exported: Path, tmp_path: Path):
+    bomb = pickled(Huge(), legacy=False)
+    path = rewritten(exported, tmp_path / "m.pt2", lambda e: e.update({"data/sample_inputs/model.pt": bomb}))
+    assert "bytearray' is none that fxopt reads" in refusal(path, tmp_path / "ran")
+    plain, deflated = io.BytesIO(pickled((ARGS, KWARGS), legacy=False)), io.BytesIO()
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name) + bytes(10**6))
+    path = rewritten(
+        exported, tmp_path / "n.pt2", lambda e: e.update({"data/sample_inputs/model.pt": deflated.getvalue()})
+    )
+    assert "is compressed" in refusal(path, tmp_path / "ran")
+
+
+def test_two_zip_files_in_one_are_read_as_the_one_that_was_checked(exported: Path, tmp_path: Path):
+    """Readers of zip files differ in what they make of offsets that do not fit; torch must not read another program."""
+    evil = edited(exported, tmp_path / "evil", lambda m: first_expression(m).update(expr_str=TOUCH)).read_bytes()
+    clean = rewritten(exported, tmp_path / "clean", lambda entries: None).read_bytes()
+    polyglot = tmp_path / "both.pt2"
+    polyglot.write_bytes(evil + clean)
+    torch.testing.assert_close(load_exported(polyglot)[0](*ARGS, **KWARGS), load_exported(exported)[0](*ARGS, **KWARGS))
+    polyglot.write_bytes(clean + evil)
+    refusal(polyglot, tmp_path / "ran")
 
 
 def test_compressed_doubled_and_cut_files(exported: Path, tmp_path: Path):

@@ -50,6 +50,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (package / "__init__.py").touch()
     (package / "models.py").write_text(SOURCE)
     (package / "broken.py").write_text("1 / 0")
+    (package / "script.py").write_text("raise SystemExit(2)")
     (package / "needy.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
@@ -81,6 +82,7 @@ def test_builds_a_model(spec: str):
         ("zoo.models:build_number", InputError, "returned int, expected a torch.nn.Module"),
         ("zoo.models:build_badly", InputError, "raised RuntimeError: no disk"),
         ("zoo.broken:build", InputError, "importing 'zoo.broken' raised ZeroDivisionError"),
+        ("zoo.script:build", InputError, "importing 'zoo.script' raised SystemExit: 2"),
         ("zoo.needy:build", InputError, "importing 'zoo.needy' failed: No module named 'no_such_dependency'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files damaged at random, whole and inside, are read rightly or refused in one line: in a process with little memory."""
+"""Files damaged at random, whole and inside, are read rightly or refused in one line, with little memory."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ warnings.simplefilter("ignore")
 kind, seed, rounds, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 STRANGE = [
-    None, True, False, -1, 0, 2**63, 10**30, 1e308, "", "x.y", "self", "__class__", "training", "_fxopt_program", "a\\nb",
-    [], {}, [[]], {"node": 0}, {"tuple": [1]}, {"as_int": -1}, {"as_int": 2**62}, "Pow(s0, s0)", ["x"] * 50,
+    None, True, False, -1, 0, 2**63, 10**30, 1e308, "", "x.y", "self", "__class__", "training", "_fxopt_program",
+    "a\\nb", [], {}, [[]], {"node": 0}, {"tuple": [1]}, {"as_int": -1}, {"as_int": 2**62}, "Pow(s0, s0)", ["x"] * 50,
 ]
 
 
@@ -153,7 +153,9 @@ main()
 '''
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are told and set otherwise elsewhere")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="limits of memory are told and set otherwise elsewhere"
+)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("kind", "rounds"), [("standalone", 300), ("recipe", 80), ("pt2", 160)])
 def test_damaged_files_are_read_rightly_or_refused(kind: str, rounds: int, seed: int, tmp_path: Path):

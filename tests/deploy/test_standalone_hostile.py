@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import os
 import random
 import zipfile
 from collections.abc import Callable
@@ -294,6 +295,23 @@ INJECTION = "x, y=__import__('pathlib').Path('ran').touch()"
         lambda p: p["modules"].append({"name": "forward"}),
         lambda p: p["modules"].append({"name": "__class__"}),
         lambda p: p["modules"].append({"name": ".".join("a" * 200)}),
+        lambda p: p["modules"].append({"name": "_fxopt_program"}),
+        lambda p: p["modules"].append({"name": "_parameters"}),
+        lambda p: p["modules"].append({"name": "_modules"}),
+        lambda p: p["modules"].append({"name": "training"}),
+        lambda p: p["modules"].append({"name": "_forward_hooks"}),
+        lambda p: p["modules"].append(
+            {"name": "evil", "class": "torch.nn.GroupNorm", "settings": {"num_groups": 0, "num_channels": 4}}
+        ),
+        lambda p: p["modules"].append(
+            {"name": "evil", "class": "torch.nn.GRUCell", "settings": {"input_size": 2**70, "hidden_size": 1}}
+        ),
+        lambda p: p["tensors"].append({"name": "_fxopt_x", "same": "scale", "kind": "buffer", "persistent": True}),
+        lambda p: p["tensors"][0].update(strides=[0]),
+        lambda p: p["tensors"][0].update(strides=[1, 1]),
+        lambda p: p["tensors"][1].update(strides=[-3, 1]),
+        lambda p: p["tensors"][1].update(strides="31"),
+        lambda p: p["tensors"][1].update(strides=[10**9, 1]),
         lambda p: p["tensors"].append({"name": "forward", "kind": "buffer", "persistent": True}),
         lambda p: p["tensors"].append({"name": "forward", "same": "scale", "kind": "buffer", "persistent": True}),
         lambda p: p["tensors"].append({"name": "w", "same": "scale", "kind": "parameter", "requires_grad": True}),
@@ -315,6 +333,66 @@ def test_programs_that_lie_are_refused(
     monkeypatch.chdir(tmp_path)
     refused(change, archive, tmp_path / "m")
     assert not (tmp_path / "ran").exists()
+
+
+def test_names_that_python_would_read_as_others_are_refused(archive: Path, tmp_path: Path):
+    """Python folds `\uff43lass` to `class`: generated code would read what the file must not name."""
+
+    def change(program: dict[str, Any]) -> None:
+        name = "__\uff43lass__"
+        program["tensors"].append({"name": name, "same": "scale", "kind": "buffer", "persistent": True})
+        program["code"]["attributes"].append(name)
+        nodes = nodes_of(program)
+        nodes[-1:] = [{"op": "get_attr", "name": "evil", "target": name}, nodes[-1]]
+        nodes[-1]["args"] = [{"node": len(nodes) - 2}]
+
+    assert "no place for a tensor" in refused(change, archive, tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"code": {}, "code": {}}', "an object has a key twice"),
+        (b'{"code": NaN}', "NaN is no number of JSON"),
+        (b'{"code": -Infinity}', "-Infinity is no number of JSON"),
+        (b'{"code": ' + b"1" * 5000 + b"}", "is not JSON"),
+    ],
+)
+def test_json_that_readers_understand_differently_is_refused(text: bytes, why: str, archive: Path, tmp_path: Path):
+    assert why in problem(by_hand(tmp_path / "m", text, weights_of(archive)))
+
+
+def test_numbers_that_overflow_are_refused(archive: Path, tmp_path: Path):
+    text = json.dumps(program_of(archive)).replace("1e-05", "1e999").encode()
+    assert "a number is too large" in problem(by_hand(tmp_path / "m", text, weights_of(archive)))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [0, 2**40, 2**40, 2**40], [2**40, 2**40, 0]])
+def test_shapes_that_no_tensor_has_are_refused_in_one_line(shape: list[int], archive: Path, tmp_path: Path):
+    program, weights = program_of(archive), weights_of(archive)
+    length = int.from_bytes(weights[:8], "little")
+    header, data = json.loads(weights[8 : 8 + length]), weights[8 + length :]
+    header["evil"] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data)]}
+    program["tensors"].append({"name": "evil", "kind": "buffer", "persistent": True})
+    text = json.dumps(header).encode()
+    path = by_hand(tmp_path / "m", program, len(text).to_bytes(8, "little") + text + data)
+    assert "its weights are unreadable" in problem(path)
+
+
+def test_what_a_file_says_reaches_no_terminal_raw(archive: Path, tmp_path: Path):
+    path = by_hand(tmp_path / "m", {}, b"", schema_version=SCHEMA_VERSION + 1, fxopt="9\n\x1b[31mred")
+    assert "written by a newer fxopt" in problem(path)
+    program = program_of(archive)
+    program["state_map"]["steps"] = [{"kind": "rename", "old": "a\n\x1b[31m", "new": "b"}] * 2
+    text = problem(by_hand(tmp_path / "m", program, weights_of(archive)))
+    assert "\x1b" not in text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_what_is_no_file_is_never_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
+        assert "it is no regular file" in problem(path)
 
 
 def nested(depth: int) -> Any:
