@@ -46,6 +46,7 @@ class Edit:
         self.home = program.module(site.home)
         self._undo: list[Callable[[], object]] = []
         self._steps: list[StateStep] = []
+        self._journalled: set[nn.Module] = set()
         self._before = capture_of(self.home)
         self._owned = False
         self._made_from: list[int] | None = None
@@ -242,7 +243,9 @@ class Edit:
 
     def _journal(self, module: nn.Module) -> None:
         """Note what a module holds, in its order, to put it back on undoing."""
-        self._undo.append(AttributeState(module).restore)
+        if module not in self._journalled:
+            self._journalled.add(module)
+            self._undo.append(AttributeState(module).restore)
 
     def on_undo(self, undo: Callable[[], None]) -> None:
         """Journal a change that was made through another module's own interface."""

@@ -22,7 +22,7 @@ from .operators import is_random, mutates
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["has_effects", "is_written_to", "reaches_output", "writes"]
+__all__ = ["has_effects", "reaches_output", "writes", "written_values"]
 
 _PURE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Bilinear, nn.Identity, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Flatten,
@@ -39,6 +39,18 @@ _MODE_MODULES = (*_DRAWING, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _EFFECTFUL = frozenset("manual_seed seed save load batch_norm instance_norm native_batch_norm".split())
 _EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
 _RENORMALISING = frozenset("embedding embedding_bag".split())
+
+
+class _KnownModules:
+    """What was found out about captured modules, kept until the program changes: nested ones are asked many times."""
+
+    def __init__(self) -> None:
+        self.effects: dict[nn.Module, bool] = {}
+        self.writes: dict[nn.Module, bool] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _KnownModules:
+        return cls()
 
 
 def has_effects(node: fx.Node, program: Program, home: str) -> bool:
@@ -86,12 +98,13 @@ def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
         return _leaf_has_effects(module)
-    return any(
-        has_effects(node, program, name)
-        for variant in capture.variants
-        for node in variant.graph.nodes
-        if node.op not in ("placeholder", "output")
-    )
+    known = program.facts[_KnownModules].effects
+    if module not in known:
+        nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+        known[module] = any(
+            has_effects(node, program, name) for node in nodes if node.op not in ("placeholder", "output")
+        )
+    return known[module]
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:
@@ -159,26 +172,25 @@ def _kind_writes(module: nn.Module, program: Program, name: str) -> bool:
     if capture is None or not capture.variants:
         inplace = has_hooks(module) or getattr(module, "inplace", False)
         return inplace or (user_class(type(module)) not in _DRAWING and _leaf_has_effects(module))
-    nodes = (node for variant in capture.variants for node in variant.graph.nodes)
-    return has_hooks(module) or any(writes(node, program, name) for node in nodes)
+    known = program.facts[_KnownModules].writes
+    if module not in known:
+        nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+        known[module] = has_hooks(module) or any(writes(node, program, name) for node in nodes)
+    return known[module]
 
 
-def is_written_to(node: fx.Node, program: Program, home: str) -> bool:
-    """Say whether a value, or anything computed from it (which may be a view), is written to."""
-    return any(writes(user, program, home) for user in _downstream(node))
+def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+    """Return the nodes whose value, or anything computed from it (which may be a view), is written to."""
+    written: set[fx.Node] = set()
+    writers: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user in written or user in writers for user in node.users):
+            written.add(node)
+        if writes(node, program, home):
+            writers.add(node)
+    return written
 
 
 def reaches_output(node: fx.Node) -> bool:
     """Say whether the module hands this very value to its caller."""
     return any(user.op == "output" for user in node.users)
-
-
-def _downstream(node: fx.Node) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        if user not in seen and user.op != "output":
-            seen.add(user)
-            pending.extend(user.users)
-    return seen

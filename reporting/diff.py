@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+
+from .line_diff import diff_lines
 
 __all__ = ["diff_graphs"]
 
@@ -29,17 +29,17 @@ def diff_graphs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
         before: the text of each graph by the qualified name of its module ("" is the root).
         after: the same after the rewrite.
     """
+    bodies = {name: _body(before.get(name, ""), after.get(name, "")) for name in dict.fromkeys((*before, *after))}
     changes: dict[tuple[str, ...], list[str]] = {}
-    for name in [*before, *(name for name in after if name not in before)]:
-        body = tuple(_body(before.get(name, ""), after.get(name, "")))
+    for name, body in bodies.items():
         if body:
             changes.setdefault(_shape(body), []).append(name)
-    return "\n".join(_section(names, before, after) for names in changes.values())
+    return "\n".join(_section(names, bodies[names[0]], before, after) for names in changes.values())
 
 
-def _section(names: Sequence[str], before: Mapping[str, str], after: Mapping[str, str]) -> str:
+def _section(names: Sequence[str], lines: Sequence[str], before: Mapping[str, str], after: Mapping[str, str]) -> str:
     first = names[0]
-    body = collapse(list(_body(before.get(first, ""), after.get(first, ""))))
+    body = collapse(lines)
     title = _title(names)
     old = f"--- {title}" + ("" if first in before else " (new)")
     new = f"+++ {title}" + ("" if first in after else " (no graph of its own any more)")
@@ -51,10 +51,8 @@ def _title(names: Sequence[str]) -> str:
     return first if len(names) == 1 else f"{first} and {len(names) - 1} more, up to {names[-1]}"
 
 
-def _body(before: str, after: str) -> Iterator[str]:
-    old, new = before.splitlines(), after.splitlines()
-    lines = difflib.unified_diff(old, new, n=CONTEXT, lineterm="")
-    return islice(lines, 2, None)
+def _body(before: str, after: str) -> list[str]:
+    return list(diff_lines(before.splitlines(), after.splitlines(), CONTEXT))
 
 
 def _shape(lines: Sequence[str]) -> tuple[str, ...]:

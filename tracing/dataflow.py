@@ -32,6 +32,7 @@ class DataFlow:
         self._shaped: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()
         self._made: set[fx.Node] = set()
+        self._decides: dict[fx.Node, bool] = {}
 
     def note(self, node: fx.Node, *, fixed: bool = False) -> None:
         """Follow a new node; `fixed` says that the structure of its value never changes."""
@@ -46,6 +47,7 @@ class DataFlow:
             self._fixed.add(node)
         if self._shapes_by_data(node) or any(used in self._shaped for used in inputs):
             self._shaped.add(node)
+        self._decides[node] = self._hangs_on_data(node)  # now, while what it uses is known: a chain may be long
 
     def is_fixed(self, node: fx.Node) -> bool:
         """Tell whether the number of items in a node's value can never change."""
@@ -65,6 +67,10 @@ class DataFlow:
 
     def decides(self, node: fx.Node) -> bool:
         """Tell whether a value that is no tensor was computed from the data in one (`.item()`, say)."""
+        known = self._decides.get(node)
+        return self._hangs_on_data(node) if known is None else known
+
+    def _hangs_on_data(self, node: fx.Node) -> bool:
         if self._holds_tensor_itself(node) or node.op in ("placeholder", "get_attr", "call_module"):
             return False
         describes = _describes(node)

@@ -26,6 +26,9 @@ DESCRIPTIONS = frozenset(
 )
 """Methods that tell a tensor's shape, type or layout, and nothing of its data."""
 
+_MOST_PARTS = 64
+"""What is made of more values is checked where the graph computes it."""
+
 
 def expression_of(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
     """Return Python for the value of `node`, or None where it needs an intermediate result.
@@ -34,6 +37,21 @@ def expression_of(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
         node: a node whose value is no tensor.
         arguments: name of a placeholder -> Python for it.
     """
+    return _expression(node, arguments) if _is_short(node) else None
+
+
+def _is_short(node: fx.Node) -> bool:
+    """Say whether the expression of a node stays readable, what occurs in it twice counted twice."""
+    pending, seen = [node], 0
+    while pending:
+        seen += 1
+        if seen + len(pending) > _MOST_PARTS:
+            return False
+        pending.extend(pending.pop().all_input_nodes)
+    return True
+
+
+def _expression(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
     if node.op == "placeholder":
         return arguments.get(node.name)
     if node.op == "get_attr":
@@ -74,7 +92,7 @@ def _function(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
 
 def _part(argument: Any, arguments: Mapping[str, str]) -> str | None:
     if isinstance(argument, fx.Node):
-        return expression_of(argument, arguments)
+        return _expression(argument, arguments)
     if isinstance(argument, slice):
         limits = cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step))
         bounds = [_part(bound, arguments) for bound in limits]

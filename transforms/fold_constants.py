@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.effects import has_effects, is_written_to, reaches_output
+from ..passes.effects import has_effects, reaches_output, written_values
 from ..tracing.regions import ContextRegion
 
 if TYPE_CHECKING:
@@ -45,25 +45,41 @@ class FoldConstants(Pass):
                 constants = Constants(captured.graph, program, home)
                 for node in constants.written:
                     yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
+                sizes: dict[fx.Node, int] = {}
                 for node in constants.ends():
-                    yield self._examine(node, program, home, variant)
+                    size = evaluate(node).numel()
+                    reason = self._obstacle(node, size, program.module(home))
+                    if reason is None:
+                        sizes[node] = size
+                    else:
+                        yield Refusal(reason, _qualified(home, node))
+                if sizes:
+                    yield _site(sizes, program, home, variant)
 
-    def _examine(self, node: fx.Node, program: Program, home: str, variant: int) -> Site | Refusal:
-        at = _qualified(home, node)
-        region = program.module(home)
-        if isinstance(region, ContextRegion) and region.context.kind == "autocast":
-            return Refusal(f"it is computed under {region.context}", at)
+    def _obstacle(self, node: fx.Node, size: int, home: nn.Module) -> str | None:
+        if isinstance(home, ContextRegion) and home.context.kind == "autocast":
+            return f"it is computed under {home.context}"
         if reaches_output(node):
-            return Refusal("the constant is handed to the caller, who may write into it", at)
-        size = evaluate(node).numel()
+            return "the constant is handed to the caller, who may write into it"
         if size > self.limit:
-            return Refusal(f"the constant has {size:,} elements, more than limit={self.limit:,}", at)
-        return Site(program, home, {"constant": node.name}, variant, detail=f"{size:,} elements", label=at)
+            return f"the constant has {size:,} elements, more than limit={self.limit:,}"
+        return None
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("constant")
-        name = edit.add_constant(evaluate(node), name=f"constant_{node.name}")
-        edit.replace(node, edit.get_attr(name, before=node))
+        values = {label: evaluate(edit.graph_node(label)) for label in site.nodes}
+        for label, value in values.items():
+            node = edit.graph_node(label)
+            name = edit.add_constant(value, name=f"constant_{node.name}")
+            edit.replace(node, edit.get_attr(name, before=node))
+
+
+def _site(sizes: Mapping[fx.Node, int], program: Program, home: str, variant: int) -> Site:
+    """Return one site for all constants of a graph: each by itself would cost a copy of the graph."""
+    nodes = {f"constant_{number}": node.name for number, node in enumerate(sizes)}
+    elements = f"{sum(sizes.values()):,} elements"
+    if len(sizes) > 1:
+        return Site(program, home, nodes, variant, detail=f"{len(sizes)} constants, {elements}")
+    return Site(program, home, nodes, variant, detail=elements, label=_qualified(home, next(iter(sizes))))
 
 
 class Constants:
@@ -77,12 +93,13 @@ class Constants:
     def __init__(self, graph: fx.Graph, program: Program, home: str) -> None:
         self.nodes: set[fx.Node] = set()
         self.written: list[fx.Node] = []
+        written = written_values(graph, program, home)
         for node in graph.nodes:
             if node.op not in ("call_function", "call_method") or has_effects(node, program, home):
                 continue
             if not all(source in self.nodes for source in node.all_input_nodes):
                 continue
-            if not is_written_to(node, program, home):
+            if node not in written:
                 self.nodes.add(node)
             elif not node.all_input_nodes:
                 self.written.append(node)
@@ -90,8 +107,7 @@ class Constants:
     def ends(self) -> list[fx.Node]:
         """Return the constant tensors that something else reads."""
         ends = [node for node in self.nodes if any(user not in self.nodes for user in node.users)]
-        order = {node: number for number, node in enumerate(ends[0].graph.nodes)} if ends else {}
-        return [node for node in sorted(ends, key=order.__getitem__) if isinstance(evaluate(node), torch.Tensor)]
+        return [node for node in sorted(ends) if isinstance(evaluate(node), torch.Tensor)]
 
 
 def _qualified(home: str, node: fx.Node) -> str:
@@ -101,9 +117,8 @@ def _qualified(home: str, node: fx.Node) -> str:
 def evaluate(node: fx.Node) -> Any:
     """Return the value of a node that depends on literals alone."""
     values: dict[fx.Node, Any] = {}
-    order = list(_ancestry(node))
     with torch.no_grad():
-        for step in order:
+        for step in _ancestry(node):
             args = fx.map_arg(step.args, values.__getitem__)
             kwargs = fx.map_arg(step.kwargs, values.__getitem__)
             if step.op == "call_method":
@@ -113,10 +128,12 @@ def evaluate(node: fx.Node) -> Any:
     return values[node]
 
 
-def _ancestry(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a node is computed from and the node itself, in execution order."""
+def _ancestry(node: fx.Node) -> list[fx.Node]:
+    """Return what a node is computed from and the node itself, in execution order."""
     wanted = {node}
-    for candidate in reversed(node.graph.nodes):
-        if candidate in wanted:
-            wanted.update(candidate.all_input_nodes)
-    return (candidate for candidate in node.graph.nodes if candidate in wanted)
+    pending = [node]
+    while pending:
+        new = [source for source in pending.pop().all_input_nodes if source not in wanted]
+        wanted.update(new)
+        pending.extend(new)
+    return sorted(wanted)
