@@ -21,7 +21,7 @@ def patched(old: Sequence[str], hunks: Sequence[str]) -> list[str]:
     position = 0
     for line in hunks:
         if line.startswith("@@"):
-            start, length = re.match(r"@@ -(\d+)(?:,(\d+))?", line).groups()  # pyright: ignore
+            start, length = re.match(r"@@ -(\d+)(?:,(\d+))?", line).groups()  # pyright: ignore[reportOptionalMemberAccess]
             until = int(start) - (length != "0")
             new += old[position:until]
             position = until
@@ -52,7 +52,7 @@ def test_many_changes_cost_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> N
     plain = difflib.SequenceMatcher.find_longest_match
 
     def counting(self: difflib.SequenceMatcher[str], low: int = 0, high: int | None = None, *rest: int) -> object:
-        compared.append((len(self.a) if high is None else high) - low)  # pyright: ignore
+        compared.append((len(self.a) if high is None else high) - low)  # pyright: ignore[reportAttributeAccessIssue]
         return plain(self, low, high, *rest)
 
     monkeypatch.setattr(difflib.SequenceMatcher, "find_longest_match", counting)
