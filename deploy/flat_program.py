@@ -10,7 +10,7 @@ from ..errors import ArchiveError, StateError
 from ..passes.state_map import StateMap
 from .flat_code import FlatCode, json_list, json_object
 from .flat_tree import VECTORIZED, HeldModule, HeldTensor
-from .graph_json import Known, decode_graph, encode_graph
+from .held_members import member_from_json
 from .values import decode, encode
 
 __all__ = ["FlatProgram"]
@@ -97,7 +97,7 @@ def _module_to_json(module: HeldModule) -> dict[str, Any]:
     if module.kind is not None:
         data |= {"class": module.kind, "settings": {key: encode(value) for key, value in module.settings.items()}}
     if module.member is not None:
-        data["member"] = encode_graph(module.member)
+        data |= module.member.to_json()
     return data
 
 
@@ -110,8 +110,7 @@ def _module_from_json(fields: Mapping[str, Any]) -> HeldModule:
         return HeldModule(name, same, kind, settings)
     in_dims: Any = settings.get("in_dims")
     count = len(cast("tuple[Any, ...]", in_dims)) if isinstance(in_dims, tuple) else 0
-    operands = {f"operand_{position}" for position in range(count)}
-    return HeldModule(name, same, kind, settings, decode_graph(fields.get("member"), Known(operands)))
+    return HeldModule(name, same, kind, settings, member_from_json(fields, count))
 
 
 def _tensor_to_json(tensor: HeldTensor) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_children, own_parameters
 from ..errors import ArchiveError
 from ..layers.ensemble import VectorizedMembers
-from .graph_json import FlatGraph
+from .held_members import HeldMember
 from .nn_modules import build_module
 
 __all__ = ["VECTORIZED", "HeldModule", "HeldTensor", "furnish", "grow", "strides_of"]
@@ -33,14 +33,14 @@ class HeldModule:
         same: the name of the module that this one is too, or None.
         kind: the class of a module that is called ("torch.nn.Linear"), or None for one that only holds others.
         settings: what builds it.
-        member: the graph of one member, where `kind` is that of members under `vmap`.
+        member: what one member computes, where `kind` is that of members under `vmap`.
     """
 
     name: str
     same: str | None = None
     kind: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    member: FlatGraph | None = None
+    member: HeldMember | None = None
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def _module(held: HeldModule, found: Mapping[str, nn.Module]) -> nn.Module:
         return nn.Module()
     if held.kind != VECTORIZED:
         return build_module(held.kind, held.settings)
-    in_dims = held.settings.get("in_dims")
+    in_dims, structured = held.settings.get("in_dims"), held.settings.get("structured", False)
     if held.member is None or not isinstance(in_dims, tuple) or not set(cast("tuple[Any, ...]", in_dims)) <= {0, None}:
         raise ArchiveError(f"the members of {held.name!r} are malformed")
-    return VectorizedMembers(fx.GraphModule(nn.Module(), held.member.graph), cast("tuple[int | None, ...]", in_dims))
+    return VectorizedMembers(held.member.module(), cast("tuple[int | None, ...]", in_dims), structured is True)
 
 
 def furnish(root: nn.Module, held: Iterable[HeldTensor], tensors: Mapping[str, Tensor]) -> None:

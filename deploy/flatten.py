@@ -149,7 +149,7 @@ class Flattening:
             if is_leaf(module):
                 return self._call_leaf(name, module, args, kwargs)
             if isinstance(module, VectorizedMembers):
-                raise ArchiveError("its members call a module that has no graph")
+                raise ArchiveError("its members call a module that archives do not hold")
             raise ArchiveError(self.opaque.get(name, ("", f"this {type(module).__name__} has no graph"))[1])
 
     def _call_captured(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..compat import has_hooks, own_buffers, own_parameters, transient_buffers
@@ -16,7 +16,7 @@ from ..tracing.dynamic import user_class
 from ..tracing.names import ModelNames
 from ..tracing.regions import ContextRegion, Region
 from .flat_tree import VECTORIZED, HeldModule, HeldTensor, strides_of
-from .graph_json import FlatGraph
+from .held_members import held_member
 from .nn_modules import class_name, settings_of
 
 __all__ = ["Found", "Holdings"]
@@ -113,13 +113,9 @@ class Holdings:
         """Return how archives hold a module that is called, or None if they do not."""
         module = self.names.modules[name]
         if isinstance(module, VectorizedMembers):
-            if not isinstance(module.member, fx.GraphModule) or module.member.graph.find_nodes(op="call_module"):
-                return None
-            operands = module.member.graph.find_nodes(op="placeholder")
-            paths = {node.name: (f"operand_{position}",) for position, node in enumerate(operands)}
-            return HeldModule(
-                name, None, VECTORIZED, {"in_dims": module.in_dims}, FlatGraph(module.member.graph, paths)
-            )
+            member = held_member(module.member, len(module.in_dims))
+            settings = {"in_dims": module.in_dims, "structured": module.structured}
+            return member and HeldModule(name, None, VECTORIZED, settings, member)
         settings = settings_of(module)
         return None if settings is None else HeldModule(name, None, class_name(module), settings)
 

@@ -388,6 +388,40 @@ def test_what_a_file_says_reaches_no_terminal_raw(archive: Path, tmp_path: Path)
     assert "\x1b" not in text
 
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList(nn.MultiheadAttention(4, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        return torch.stack([member(x, x, x, need_weights=False)[0] for member in self.members])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda template: template.update({"class": "os.system"}),
+        lambda template: template.update({"class": None}),
+        lambda template: template.update(settings={"embed_dim": 4, "num_heads": 0}),
+        lambda template: template.update(settings=[]),
+        lambda template: template.update(state="training"),
+        lambda template: template.update(state=[1]),
+        lambda template: template.update(arguments={"node": 99}),
+        lambda template: template.update(arguments=[[], {}]),
+        lambda template: template.update(arguments={"tuple": [[], {"dict": [[1, 2]]}]}),
+        lambda template: template.clear(),
+    ],
+)
+def test_modules_of_members_that_lie_are_refused(change: Callable[[Any], object], tmp_path: Path):
+    call = fxopt.Inputs(torch.randn(2, 3, 4))
+    model = fxopt.optimize(Attending().eval(), "fuse_ensembles", example_inputs=call, measure=False)
+    fxopt.save(model, tmp_path / "intact", kind="standalone")
+    program, weights = program_of(tmp_path / "intact"), weights_of(tmp_path / "intact")
+    [templates] = [module["templates"] for module in program["modules"] if "templates" in module]
+    change(next(iter(templates.values())))
+    problem(by_hand(tmp_path / "m", program, weights))
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_what_is_no_file_is_never_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")

@@ -34,6 +34,15 @@ class Recurrent(nn.Module):
         return self.out(self.recurrent(x)[0])
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(4, 2, batch_first=True), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.attention(x, x, x, need_weights=False)[0] + x)
+
+
 class Norms(nn.Module):
     """Batch norms behind a convolution, a transposed one and a linear."""
 
@@ -89,12 +98,18 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2))
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.ConvTranspose1d(3, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.AvgPool1d(2))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.dtype]] = {
     "mlp members": (lambda: Members(mlp), (5, 4), torch.float32),
     "bfloat16 members": (lambda: Members(mlp), (5, 4), torch.bfloat16),
     "convolution members with norms": (lambda: Members(cnn), (2, 3, 8, 8), torch.float32),
     "LSTM members": (lambda: Members(lambda: Recurrent(nn.LSTM)), (2, 6, 4), torch.float32),
     "GRU members": (lambda: Members(lambda: Recurrent(nn.GRU)), (2, 6, 4), torch.float32),
+    "attention members": (lambda: Members(Attending), (2, 6, 4), torch.float32),
+    "members with instance norms": (lambda: Members(normalised), (2, 3, 9), torch.float32),
     "folded norms": (Norms, (2, 3, 9), torch.float32),
     "folded norms in float64": (Norms, (2, 3, 9), torch.float64),
 }
