@@ -5,27 +5,35 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, BinaryIO, cast
 
 import torch
+import torch._functorch.utils as functorch_utils  # pyright: ignore[reportPrivateUsage]
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.fx.graph import inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
     "DispatchMode",
     "autocast_settings",
     "checkpoint",
+    "checkpoint_generator",
+    "checkpoints_off",
     "draws_randomly",
+    "function_entries",
     "has_hooks",
     "has_lazy_parameters",
     "has_pre_hooks",
     "in_place_format",
+    "is_reentrant_checkpoint",
     "is_registered_operator",
     "is_torch_wrapper",
     "is_view_operator",
@@ -68,7 +76,37 @@ def autocast_settings(context: torch.autocast) -> dict[str, Any]:
 
 def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
     """Call a function whose intermediate values are computed again for the backward pass; torch's is not typed."""
-    return cast("Any", torch.utils.checkpoint).checkpoint(function, *args, use_reentrant=False, **settings)
+    return cast("Any", _checkpoint(function, *args, use_reentrant=False, **settings))
+
+
+def checkpoint_generator() -> tuple[Any, str]:
+    """Return owner and name of the function that checkpoints without reentering.
+
+    It returns a generator, which yields once, while the checkpointed function runs.
+    """
+    return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+
+
+@contextmanager
+def checkpoints_off() -> Generator[None]:
+    """Let checkpointed functions just run: what they compute twice elsewhere is computed once."""
+
+    def generator(*_: Any, **__: Any) -> Generator[None]:
+        yield
+
+    def apply(function: Callable[..., Any], _: Any, *args: Any) -> Any:
+        return function(*args)
+
+    owner, name = checkpoint_generator()
+    reentrant = owner.CheckpointFunction
+    original = getattr(owner, name)
+    setattr(owner, name, generator)
+    reentrant.apply = staticmethod(apply)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+        del reentrant.apply
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -91,6 +129,14 @@ def _is_tagged_random(operator: Any) -> bool:
 def _dropout_position(operator: Any) -> int | None:
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
+    """Return owner and name of what applies a custom autograd function, and of what treats its arguments first.
+
+    `Function.apply` itself is no place to step in: bound methods of it are kept by the users' modules.
+    """
+    return (_SingleLevelFunction, "apply"), (functorch_utils, "unwrap_dead_wrappers")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -116,6 +162,11 @@ def in_place_format(function: Any) -> str | None:
     if getattr(function, "__module__", None) != "_operator":
         return None
     return inplace_methods.get(function.__name__)
+
+
+def is_reentrant_checkpoint(function: type) -> bool:
+    """Say whether an autograd function is the one behind `checkpoint(..., use_reentrant=True)`."""
+    return issubclass(function, torch.utils.checkpoint.CheckpointFunction)
 
 
 def is_registered_operator(function: Any) -> bool:
@@ -205,11 +256,33 @@ def transient_buffers(module: nn.Module) -> set[str]:
 
 def untraceable_entries() -> list[tuple[Any, str, str]]:
     """Return owner, name and description of each function behind which a forward does what no graph can say."""
+    kernels = [(*setter, "the kernels of attention are chosen") for setter in _setters("sdp_", "math_sdp_")]
+    settings = [(*setter, f"a setting of torch is changed ({setter[1]})") for setter in _setters(*_SETTINGS)]
+    modes = ("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled")
+    autocast = [(torch, name, "autocast is switched by hand") for name in modes]
     return [
-        (torch.utils.checkpoint, "checkpoint", "checkpoint is used"),
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", "checkpoint is used"),
-        (torch.autograd.function, "_is_setup_context_defined", "a custom autograd function is called"),
+        *kernels,
+        *settings,
+        *autocast,
+        (TorchFunctionMode, "__enter__", "a torch function mode is entered"),
+        (TorchDispatchMode, "__enter__", "a torch dispatch mode is entered"),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", "what autograd saves is hooked into"),
+        (torch.cuda.StreamContext, "__enter__", "another CUDA stream is chosen"),
+        (torch.cuda.device, "__enter__", "another CUDA device is chosen"),
     ]
+
+
+def _setters(*prefixes: str) -> list[tuple[Any, str]]:
+    """Return owner and name of the functions that change those settings of torch by which operators differ."""
+    owner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    starts = tuple(f"_set_{prefix}" for prefix in prefixes)
+    return [(owner, name) for name in dir(owner) if name.startswith(starts)]
+
+
+_SETTINGS = (
+    "blas", "cpu_allow", "cublas", "cudnn", "default", "deterministic", "float32", "fp32", "linalg", "miopen",
+    "mkldnn", "nnpack", "onednn", "qengine", "rocm",
+)  # fmt: skip
 
 
 def version_of(tensor: Tensor) -> int:

@@ -73,7 +73,7 @@ FORMS: Mapping[str, tuple[str, int]] = {
     "sub": ("({} - {})", 2), "mul": ("({} * {})", 2), "floordiv": ("({} // {})", 2), "truediv": ("({} / {})", 2),
     "mod": ("({} % {})", 2), "pow": ("({} ** {})", 2), "getitem": ("{}[{}]", 2), "len": ("len({})", 1),
     "type": ("type({})", 1), "type_name": ("type({}).__name__", 1),
-    **{f"torch.{function.__name__}": (text, 0) for function, text in SWITCHES.items()},
+    **{name: (f"{name}()", 0) for name in SWITCHES.values()},
 }  # fmt: skip
 """How each operation is written, and on how many values."""
 
@@ -82,7 +82,7 @@ METHODS = DESCRIPTIONS - {"type_as"}
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in FORMS if hasattr(operator, name)},
-    **{f"torch.{function.__name__}": function for function in SWITCHES},
+    **{name: function for function, name in SWITCHES.items()},
     "len": len,
 }
 """What the operations do; but for "in" and those that ask for a type."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..compat import native_functions
+from ..tracing.functions import FunctionCall
 
 __all__ = [
     "KEEP_RANK",
@@ -242,6 +243,8 @@ def mutates(node: fx.Node) -> bool:
         return True
     if "out" in node.kwargs or _asks_in_place(node):
         return True
+    if isinstance(node.target, FunctionCall):
+        return bool(node.meta.get("writes", True))
     name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

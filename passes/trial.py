@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import version_of
+from ..compat import checkpoints_off, version_of
 from .float64 import Float64Mode, double_defaults, widened
 from .interpret import Arguments, graph_forward
 from .stage import Stage, random_state_kept
@@ -85,6 +85,8 @@ class Trial:
             stack.enter_context(random_state_kept(self.seed))
             stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
             stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
+            if self.tape is not None:
+                stack.enter_context(checkpoints_off())  # a second computation would draw from the tape again
             if self.by_node:
                 self._interpret(like or arguments)
             return self._run(arguments, stand_ins)

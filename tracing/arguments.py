@@ -104,6 +104,8 @@ class Arguments:
 
     def _traced(self, expression: str, name: str, value: Any) -> Any:
         self._guard(f"{expression} is not None", f"{expression} is given")
+        if self._signature.decorated and expression.isidentifier():
+            self._guard(f"{expression} is not Absent", f"{expression} is given")
         proxy = self._placeholder(name, value)
         self._expressions[proxy.node.name] = expression
         return proxy

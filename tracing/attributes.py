@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from .expressions import SWITCHES
+from .expressions import question
 from .proxy import ValueProxy
 
 if TYPE_CHECKING:
@@ -72,12 +72,14 @@ class Attributes:
 
     def ask(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a question about a mode of torch; within a context that decides it, the answer never changes."""
+        args = tuple(self._tracer.contexts.plain(argument) for argument in args)
         known = self._tracer.contexts.knows(function.__name__, args)
         if known is not None:
             return known
         value = function(*args, **kwargs)
-        if not args and not kwargs:
-            value = self._answers.get(SWITCHES[function], function is torch.is_grad_enabled or value)
+        asked = None if kwargs else question(function, args)
+        if asked is not None:
+            value = self._answers.get(asked, function is torch.is_grad_enabled or value)
         return self._tracer.source_node("call_function", function, value, args, kwargs)
 
     def accepts(self, module: nn.Module, name: str, value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from .expressions import SWITCHES, expression_of, literal
+from .expressions import expression_of, is_question, literal
 from .guards import Guard, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
@@ -187,7 +187,7 @@ class Decisions:
 
 def _is_switch(expression: str) -> bool:
     """Tell whether an expression asks for a mode that may differ from call to call."""
-    return expression in SWITCHES.values() or re.fullmatch(r"self\.(.*\.)?training", expression) is not None
+    return is_question(expression) or re.fullmatch(r"self\.(.*\.)?training", expression) is not None
 
 
 def _condition(expression: str, value: Any, *, truth: bool) -> str | None:

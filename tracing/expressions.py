@@ -11,12 +11,12 @@ from torch import fx
 
 from ..compat import operator_format
 
-__all__ = ["DESCRIPTIONS", "SWITCHES", "expression_of", "literal"]
+__all__ = ["DESCRIPTIONS", "SWITCHES", "expression_of", "is_question", "literal", "question"]
 
 SWITCHES = {
-    torch.is_grad_enabled: "torch.is_grad_enabled()",
-    torch.is_inference_mode_enabled: "torch.is_inference_mode_enabled()",
-    torch.is_autocast_enabled: "torch.is_autocast_enabled()",
+    torch.is_grad_enabled: "torch.is_grad_enabled",
+    torch.is_inference_mode_enabled: "torch.is_inference_mode_enabled",
+    torch.is_autocast_enabled: "torch.is_autocast_enabled",
 }
 """Questions about a mode of torch, asked again at every call."""
 
@@ -75,8 +75,8 @@ def _method(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
 
 def _function(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
     function: Any = node.target
-    if function in SWITCHES and not node.args:
-        return SWITCHES[function]
+    if function in SWITCHES:
+        return question(function, node.args)
     parts = [_part(argument, arguments) for argument in node.args]
     if None in parts or node.kwargs:
         return None
@@ -88,6 +88,17 @@ def _function(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
         return f"{parts[0]}[{parts[1]}]"
     form = operator_format(function)
     return None if form is None else f"({form.format(*parts)})"
+
+
+def question(function: Any, args: tuple[Any, ...]) -> str | None:
+    """Return Python that asks for a mode of torch, for that of a device (`args`) where it takes one."""
+    texts = [literal(argument) for argument in args]
+    return None if None in texts else f"{SWITCHES[function]}({', '.join(map(str, texts))})"
+
+
+def is_question(expression: str) -> bool:
+    """Tell whether `question` wrote an expression."""
+    return expression.startswith(tuple(f"{name}(" for name in SWITCHES.values()))
 
 
 def _part(argument: Any, arguments: Mapping[str, str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 __all__ = ["raised_at", "source_of", "user_frame"]
 
 _TRACER = str(Path(__file__).with_name("tracer.py"))
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__, "<frozen", "<string>")
 
 
 @lru_cache(maxsize=4096)

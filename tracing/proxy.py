@@ -110,6 +110,12 @@ class ValueProxy(fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
+    def __enter__(self) -> Any:
+        return self.tracer.fail("enters a device, or another value, as a context")
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: it was not entered."""
+
     def __delitem__(self, key: Any) -> None:
         self.tracer.fail("deletes items of a value")
 

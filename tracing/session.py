@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off, untraceable_entries
+from .functions import patch_functions
 from .observe import Observers
 from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
@@ -89,14 +90,14 @@ class Session:
     @contextmanager
     def tracing(self, tracer: ModuleTracer) -> Generator[None]:
         """Send what happens inside to `tracer`."""
-        self.tracer = tracer
-        builtins.isinstance = _isinstance_of_proxies
-        try:
-            with _Mode(self):
+        with _Mode(self):
+            self.tracer = tracer
+            builtins.isinstance = _isinstance_of_proxies
+            try:
                 yield
-        finally:
-            builtins.isinstance = _isinstance
-            self.tracer = None
+            finally:
+                builtins.isinstance = _isinstance
+                self.tracer = None
 
     def suspended(self) -> _Suspension:
         """Let what happens inside happen for real: the operations themselves, children whose results are not known."""
@@ -183,6 +184,7 @@ def tracing_session() -> Generator[Session]:
                 session.wrap(math, name, _record_if_traced)
         _patch_refused(session)
         patch_contexts(session)
+        patch_functions(session)
         with calls_intercepted(_call_handler(session)), torch.no_grad():
             yield session
     finally:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ..compat import in_place_format, operator_format
+from .functions import FunctionCall
 from .guards import GUARD_NAMES, GuardMiss, require
 from .signature import Signature, given
 from .structure import is_namedtuple
@@ -178,6 +179,8 @@ class _Body:
             return form.format(*(self._operand(argument) for argument in node.args))
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], str):
             return attribute_expression(self._operand(node.args[0]), node.args[1])
+        if isinstance(function, FunctionCall):
+            return f"{self._names.name(function.function)}.apply({self._arguments(node.args, node.kwargs)})"
         return f"{self._names.name(function)}({self._arguments(node.args, node.kwargs)})"
 
     def _arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ..compat import autocast_settings
+from ..compat import autocast_settings, checkpoint_generator
 from .contexts import Context
 from .locate import source_of
 from .proxy import ValueProxy
@@ -109,6 +109,7 @@ def patch_contexts(session: Session) -> None:
         _patch_mode(session, kind)
     _patch_set_grad_enabled(session)
     _patch_autocast(session)
+    _patch_checkpoint(session)
 
 
 def _replace(session: Session, owner: Any, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,3 +184,40 @@ def _patch_autocast(session: Session) -> None:
     really_make = _replace(session, torch.autocast, "__init__", make)
     really_enter = _replace(session, torch.autocast, "__enter__", enter)
     really_leave = _replace(session, torch.autocast, "__exit__", leave)
+
+
+def _patch_checkpoint(session: Session) -> None:
+    """Follow checkpointing that does not reenter: what runs meanwhile is to be run, and computed again, as one."""
+    owner, name = checkpoint_generator()
+    original = getattr(owner, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def follow(*args: Any, **kwargs: Any) -> Generator[None]:
+        tracer = session.tracer
+        if tracer is None:
+            yield from original(*args, **kwargs)
+            return
+        key, settings = object(), _settings(signature, args, kwargs, tracer)
+        tracer.contexts.enter(key, Context("checkpoint", settings))
+        try:
+            yield
+        except BaseException as error:
+            tracer.contexts.leave(key, error)
+            raise
+        tracer.contexts.leave(key)
+
+    session.patch(owner, name, follow)
+
+
+def _settings(signature: inspect.Signature, args: Any, kwargs: Any, tracer: ModuleTracer) -> dict[str, Any]:
+    """Return the settings of a checkpoint that are not torch's defaults."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    settings = {name: tracer.contexts.plain(given[name]) for name in _CHECKPOINT if name in given}
+    settings = {name: value for name, value in settings.items() if value != signature.parameters[name].default}
+    if "<locals>" in getattr(settings.get("context_fn"), "__qualname__", ""):
+        tracer.fail("it makes the context_fn of a checkpoint itself")
+    return settings
+
+
+_CHECKPOINT = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")

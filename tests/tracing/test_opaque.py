@@ -8,8 +8,10 @@ from math import sqrt
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import BaseTorchFunctionMode
 
 from fxopt.errors import CaptureError, InputError
 from fxopt.tracing.capturing import Opaque
@@ -19,19 +21,6 @@ from fxopt.tracing.program import capture_program
 X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)
 CONSTANT = torch.ones(6)
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-straight = Straight.apply
 
 
 def data_if(self, x):
@@ -83,12 +72,43 @@ def loop_over_data(self, x):
     return y
 
 
-def checkpointed(self, x):
-    return checkpoint(self.inner, x, use_reentrant=False)  # HERE
+def chooses_kernels(self, x):
+    with sdpa_kernel(SDPBackend.MATH):  # HERE
+        return F.scaled_dot_product_attention(x, x, self.inner(x))
 
 
-def custom_function(self, x):
-    return straight(self.inner(x))  # HERE
+def changes_setting(self, x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # HERE
+    y = self.inner(x)
+    torch.set_default_dtype(before)
+    return y
+
+
+def enters_mode(self, x):
+    with torch.device("cpu"):  # HERE
+        return self.inner(x)
+
+
+def enters_own_mode(self, x):
+    with BaseTorchFunctionMode():  # HERE
+        return self.inner(x)
+
+
+def hooks_saved_tensors(self, x):
+    with torch.autograd.graph.save_on_cpu():  # HERE
+        return self.inner(x)
+
+
+def hooks_always(self, x):
+    y = self.inner(x)
+    y.register_hook(lambda gradient: gradient)  # HERE
+    return y
+
+
+def autocast_by_hand(self, x):
+    torch.set_autocast_enabled("cpu", False)  # HERE
+    return self.inner(x)
 
 
 def assigns(self, x):
@@ -133,8 +153,13 @@ CASES = {
     swallowed: "decides by the data in a tensor",
     boolean_shape: "decides by the data in a tensor",
     loop_over_data: "decides by the data in a tensor",
-    checkpointed: "checkpoint is used",
-    custom_function: "custom autograd function",
+    chooses_kernels: "kernels of attention are chosen",
+    changes_setting: "a setting of torch is changed",
+    enters_mode: "enters a device, or another value, as a context",
+    enters_own_mode: "a torch function mode is entered",
+    hooks_saved_tensors: "what autograd saves is hooked into",
+    hooks_always: "calls .register_hook on a value",
+    autocast_by_hand: "autocast is switched by hand",
     assigns: "assigns self.last",
     foreign_tensor: "no parameter, buffer or attribute",
     numpy: "numpy",

@@ -308,6 +308,38 @@ def test_what_decides_in_a_region_starts_the_module_over(agree):
     assert captured._fxopt_capture.misses
 
 
+class Rotary(nn.Module):
+    """As `transformers` write theirs: autocast is switched off only where it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(4.0) / 3)
+
+    @torch.no_grad()
+    def forward(self, x, positions):
+        device = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+        with off_where_on(device):
+            angles = self.frequencies[None, :, None].float().expand(len(positions), -1, 1) @ positions[:, None].float()
+            return angles.transpose(1, 2).cos().to(x.dtype)
+
+
+def off_where_on(device):
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def test_a_context_that_is_opened_only_within_another(misses):
+    inputs = (torch.randn(2, 7, 4), torch.arange(7)[None].expand(2, -1) / 3)
+    model = Rotary()
+    program = fxopt.capture(model, inputs)
+    assert sorted(program.graphs) == ["", "#1", "no_grad_0", "no_grad_1", "no_grad_1.autocast_0"]
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            assert torch.equal(program.model(*inputs), model(*inputs))
+    assert misses(program) == 0
+
+
 def test_compile_and_export():
     model = make(nested)
     captured = fxopt.capture(model, X).model
