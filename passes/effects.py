@@ -35,7 +35,7 @@ _PURE_MODULES: tuple[type[nn.Module], ...] = (
 _DRAWING: tuple[type[nn.Module], ...] = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 )  # fmt: skip
-_MODE_MODULES = (*_DRAWING, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_COUNTING: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _EFFECTFUL = frozenset("manual_seed seed save load batch_norm instance_norm native_batch_norm".split())
 _EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
 _RENORMALISING = frozenset("embedding embedding_bag".split())
@@ -110,10 +110,8 @@ def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
 def _leaf_has_effects(module: nn.Module) -> bool:
     if getattr(module, "inplace", False):
         return True
-    kind = user_class(type(module))
-    if kind in _MODE_MODULES:
-        return module.training
-    return kind not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
+    # Modes change after a rewrite: what only draws or counts in training does so whenever the user says train().
+    return user_class(type(module)) not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
 
 
 def _is_pure_function(function: Any) -> bool:
@@ -170,8 +168,9 @@ def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
 def _kind_writes(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
-        inplace = has_hooks(module) or getattr(module, "inplace", False)
-        return inplace or (user_class(type(module)) not in _DRAWING and _leaf_has_effects(module))
+        kind, inplace = user_class(type(module)), has_hooks(module) or getattr(module, "inplace", False)
+        is_idle = kind in _DRAWING or (kind in _COUNTING and not module.training)
+        return inplace or (not is_idle and _leaf_has_effects(module))
     known = program.facts[_KnownModules].writes
     if module not in known:
         nodes = (node for variant in capture.variants for node in variant.graph.nodes)

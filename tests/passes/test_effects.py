@@ -70,6 +70,7 @@ def effects(program: Program) -> dict[str, tuple[bool, bool]]:
 
 
 PURE, DRAWS, WRITES = (False, False), (True, False), (True, True)
+WOULD_IN_TRAINING = (True, False)
 
 MODULES = {
     "linear": (lambda: nn.Linear(4, 4), PURE),
@@ -77,9 +78,9 @@ MODULES = {
     "relu in place": (lambda: nn.ReLU(inplace=True), WRITES),
     "dropout": (nn.Dropout, DRAWS),
     "dropout in place": (lambda: nn.Dropout(inplace=True), WRITES),
-    "dropout in evaluation": (lambda: nn.Dropout().eval(), PURE),
+    "dropout in evaluation": (lambda: nn.Dropout().eval(), WOULD_IN_TRAINING),
     "batch norm": (lambda: nn.BatchNorm1d(4), WRITES),
-    "batch norm in evaluation": (lambda: nn.BatchNorm1d(4).eval(), PURE),
+    "batch norm in evaluation": (lambda: nn.BatchNorm1d(4).eval(), WOULD_IN_TRAINING),
     "hooked": (hooked, WRITES),
     "sequential": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), PURE),
     "sequential with dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), DRAWS),

@@ -94,6 +94,21 @@ def test_random_draws_stay_apart() -> None:
     assert merged(Random(), x)(x).abs().sum() > 0
 
 
+def test_draws_stay_apart_though_evaluation_makes_none() -> None:
+    class TwoMasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(x) - self.dropout(x)
+
+    fast = fxopt.optimize(
+        TwoMasks().eval(), "eliminate_common_subexpressions", example_inputs=(torch.ones(64),), verify=False
+    )
+    assert fast.train()(torch.ones(64)).abs().sum() > 0
+
+
 def test_twice_is_once() -> None:
     x = torch.randn(2, 4)
     fast = merged(Repeats(), x)

@@ -52,6 +52,14 @@ def operations(model: nn.Module) -> list[str]:
     return [name for name in names if name != "output"]
 
 
+def test_what_has_effects_in_training_only_stays_in_evaluation_too() -> None:
+    model, x = Effects().eval(), torch.randn(6, 4)
+    fast = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(x,), verify=False)
+    assert {"norm", "drop"} <= set(operations(fast))
+    fast.train()(x), model.train()(x)
+    torch.testing.assert_close(fast.norm.running_mean, model.norm.running_mean)
+
+
 def test_the_graph_before_and_after() -> None:
     model = Wasteful()
     assert operations(fxopt.optimize(model, [], example_inputs=(torch.randn(2, 4),))) == [
