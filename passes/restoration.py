@@ -20,9 +20,10 @@ __all__ = ["restored", "transplanted"]
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
     state = record.state_map.backward(model.state_dict())
-    trainable = _trainable(model, record)
+    outlines = _named_tensors(record.skeleton)
+    trainable = _trainable(model, record, outlines)
     memo: dict[int, Any] = {}
-    for name, outline in _named_tensors(record.skeleton).items():
+    for name, outline in outlines.items():
         if name in state and id(outline) not in memo:
             memo[id(outline)] = _real(outline, state[name], trainable.get(name, outline.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
@@ -30,11 +31,13 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
     return original
 
 
-def _trainable(model: nn.Module, record: Record) -> dict[str, bool]:
-    """Return which of the original parameters want gradients now."""
+def _trainable(model: nn.Module, record: Record, outlines: Mapping[str, Tensor]) -> dict[str, bool]:
+    """Return which of the original parameters want gradients now; members that differed keep their own flags."""
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    made = {name: flags[new] for new, names in record.state_map.origins.items() if new in flags for name in names}
-    return flags | made
+    for new, names in record.state_map.origins.items():
+        if new in flags and len({outlines[name].requires_grad for name in names if name in outlines}) == 1:
+            flags.update(dict.fromkeys(names, flags[new]))
+    return flags
 
 
 def _real(outline: Tensor, value: Tensor, requires_grad: bool) -> Tensor:

@@ -288,6 +288,14 @@ def test_refuses_mixed_requires_grad_in_training_only() -> None:
         fast.train()
 
 
+def test_restoring_gives_each_member_its_own_requires_grad() -> None:
+    model = Comprehension()
+    model.heads[2].requires_grad_(False)
+    fast = fused(model.eval())
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in fxopt.restore(fast).named_parameters()} == wanted
+
+
 class ListOutput(Heads):
     def forward(self, x: Tensor) -> list[Tensor]:
         return [h(x) for h in self.heads]
