@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import FxoptError, VerificationError
-from .compare import Tolerance, distance
+from .compare import Tolerance, bitwise_problem, distance, form_problem
 from .float64 import widened
 from .oracle import coarsest_epsilon
+from .perturb import perturbed_state
 from .reference import Reference
 from .stage import Stage
 from .state_map import StateMap
@@ -56,6 +58,7 @@ class Translation:
         covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
             the old state cannot be carried over.
         is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
+        steps: the map as steps that lead back, too, where it is one.
         recomputes: whether the map computes tensors, and covers all: then it can compute them in wider types, too.
     """
 
@@ -68,7 +71,8 @@ class Translation:
         plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
         self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
         steps = getattr(map_state, "__self__", None)
-        self._computed = frozenset(steps.computed) if isinstance(steps, StateMap) else frozenset[str]()
+        self.steps = steps if isinstance(steps, StateMap) else None
+        self._computed = frozenset[str]() if self.steps is None else frozenset(self.steps.computed)
         self.recomputes = self.covers and bool(self._computed)
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -106,6 +110,22 @@ class Translation:
                 raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
             if distance(expected, found, Tolerance(slack, 0.0)).problem:
                 raise Objection(f"{name} does not have the values of the original tensors")
+
+    def check_way_back(self) -> None:
+        """Object unless any checkpoint comes back from the rewritten module as it went in, bit by bit."""
+        if self.steps is None:
+            return
+        state = _told_apart(self.reference.state, self.reference.seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that values changed on the way is found out below
+                back = self.steps.backward(self.steps.forward(state))
+        except Exception as error:
+            raise Objection(f"the state map does not lead back: {type(error).__name__}: {error}") from error
+        for name, tensor in state.items():
+            problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
+            if problem:
+                raise Objection(f"{name} {problem} after the state map's way there and back")
 
     def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""
@@ -145,6 +165,13 @@ def _if_present(name: str, gradient: Tensor, marks: Tensor) -> Tensor | None:
     if not bool(marks.any()):
         return None
     raise Objection(f"{name} joins tensors that receive a gradient with tensors that do not")
+
+
+def _told_apart(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the state with noise, counters too: members that start out equal can be exchanged without a trace."""
+    noisy = perturbed_state(state, seed)
+    counts = (torch.int64, torch.int32)
+    return {n: t + number if t.dtype in counts else t for number, (n, t) in enumerate(noisy.items())}
 
 
 def _as_tensor(value: Any) -> Any:

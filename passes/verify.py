@@ -122,6 +122,7 @@ class _Check:
         translation = Translation(self.reference, self.after, self.map_state)
         if self.keeps_meaning:
             translation.check_state()
+            translation.check_way_back()
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]

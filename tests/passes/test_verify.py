@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import InputError
 from fxopt.passes.base import Numerics
+from fxopt.passes.state_map import Stack, StateMap
 from fxopt.passes.verify import Verdict, reference, verify
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -237,6 +238,23 @@ def test_a_state_map_that_disagrees_with_the_module_is_found() -> None:
         after.weight.copy_(after.weight.flip(0))
     verdict = judge(before, after, normal(3, 4), map_state=map_state)
     assert verdict.reason == "weight does not have the values of the original tensors"
+
+
+@dataclass(frozen=True)
+class BackInAnotherOrder(Stack):
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return super().backward(tensors)[::-1]
+
+
+def test_a_state_map_that_does_not_lead_back_is_found() -> None:
+    """Checkpoints would be written wrong, though the model runs right."""
+    before, after, _ = ensemble_and_fused(3)
+    for step, ok in ((Stack, True), (BackInAnotherOrder, False)):
+        olds = {name: tuple(f"heads.{i}.{name}" for i in range(3)) for name in ("weight", "bias")}
+        steps = StateMap((Stack(olds["weight"], "weight"), step(olds["bias"], "bias")))
+        verdict = judge(before, after, normal(3, 4), map_state=steps.forward)
+        assert verdict.ok is ok
+        assert ok or "heads.0.bias is not bitwise the same" in verdict.reason
 
 
 def test_a_tensor_that_is_gone_is_found() -> None:
