@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -12,17 +12,10 @@ import torch
 
 @pytest.fixture(scope="module")
 def benchmark(checkout: Path) -> ModuleType:
-    """Return `benchmarks/verification.py`, which holds the models and the rewrites."""
-    path = checkout / "benchmarks" / "verification.py"
-    spec = importlib.util.spec_from_file_location("verification_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Return `benchmarks/verification.py`, which holds the trials."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(checkout / "benchmarks")
+        return importlib.import_module("verification")
 
 
 def test_wrong_rewrites_are_caught(benchmark: ModuleType) -> None:

@@ -1,0 +1,1 @@
+"""Rewrites of one place in a small model, wrong ones and honest ones, for verification to tell apart."""
