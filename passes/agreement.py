@@ -32,7 +32,7 @@ class TooFar(Objection):
 
 
 def check_structure(before: Run, after: Run) -> None:
-    """Object to a result of another structure, or to arguments changed in place where they were not."""
+    """Object to a result of another structure, or to arguments or constants changed in place where they were not."""
     for old, new in zip(before.structure, after.structure, strict=False):
         if old != new:
             raise Objection(f"output structure changed: output{old[0]} was {old[1]}, output{new[0]} is {new[1]}")
@@ -42,6 +42,8 @@ def check_structure(before: Run, after: Run) -> None:
         raise Objection(f"{name} is no longer changed in place")
     for name in after.inputs.keys() - before.inputs.keys():
         raise Objection(f"{name} is changed in place, which it was not")
+    for name in sorted(after.rewritten - before.rewritten):
+        raise Objection(f"the constant {name} is written to, so a second call would compute something else")
 
 
 def check_attachment(before: Run, after: Run) -> None:

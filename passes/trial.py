@@ -34,6 +34,7 @@ class Run:
         input_gradients: one per float argument; None where none arrived.
         parameter_gradients: one per parameter; None where none arrived or none is wanted.
         buffers: as the call left them.
+        rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
         random_state: of the CPU generator after the forward.
     """
 
@@ -44,6 +45,7 @@ class Run:
     input_gradients: Gradients
     parameter_gradients: Gradients
     buffers: dict[str, Tensor]
+    rewritten: frozenset[str]
     random_state: Tensor
 
 
@@ -118,6 +120,7 @@ class Trial:
         leaves, (args, kwargs) = self._arguments(arguments)
         given = _named_inputs((args, kwargs))
         versions = {name: version_of(tensor) for name, tensor in given.items()}
+        held = {name: (tensor, version_of(tensor)) for name, tensor in self.stage.plain.items()}
         with ExitStack() as stack:
             stack.enter_context(self.oracle or nullcontext())
             stack.enter_context(self.tape or nullcontext())
@@ -133,6 +136,7 @@ class Trial:
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
             buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
             random_state=random_state,
         )
 

@@ -257,6 +257,19 @@ def test_a_state_map_that_does_not_lead_back_is_found() -> None:
         assert ok or "heads.0.bias is not bitwise the same" in verdict.reason
 
 
+def test_a_constant_that_is_written_to_is_found() -> None:
+    """The first call is right, and no later one."""
+
+    def counted(m: nn.Module, x: Tensor) -> Tensor:
+        counter = getattr(m, "counter", None)
+        return x + (torch.zeros(3) if counter is None else counter).add_(1)
+
+    before, after = Lambda(counted), Lambda(counted)
+    vars(after)["counter"] = torch.zeros(3)
+    assert judge(before, before, normal(2, 3)).ok
+    assert "counter is written to" in judge(before, after, normal(2, 3)).reason
+
+
 def test_a_tensor_that_is_gone_is_found() -> None:
     before = nn.Linear(3, 3)
     after = Lambda(lambda m, x: x @ m.weight.T, weight=before.weight)
