@@ -63,6 +63,8 @@ def attach_member(
     Raises:
         FusedMemberError: if the module has no such parameter, or one of another shape than the slice.
     """
+    if not views:
+        return seal(module, sealed)
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters, transient_buffers
 from ..tracing.captured import Captured, capture_of
+from ..tracing.names import all_modules
 
 __all__ = ["copied_module", "skeleton", "twin"]
 
@@ -36,7 +37,13 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     memo[id(module)] = new
     attributes = new.__dict__
     for name, value in module.__dict__.items():
-        attributes[name] = value if type(value) in _ATOMS else _copied_value(value, memo)
+        kind = cast("type[Any]", type(value))
+        if kind in _ATOMS:
+            attributes[name] = value
+        elif kind in _CONTAINERS and not value:  # as most entries are
+            attributes[name] = kind()
+        else:
+            attributes[name] = _copied_value(value, memo)
     return new
 
 
@@ -47,8 +54,7 @@ def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
     if kind in _CONTAINERS and not value:
         return kind()
     if kind is nn.Parameter:
-        known = memo.get(id(value))
-        return copy.deepcopy(value, memo) if known is None else known
+        return value.__deepcopy__(memo)
     if isinstance(value, nn.Module):
         return copied_module(value, memo)
     if kind in _DICTIONARIES and id(value) not in memo:
@@ -91,7 +97,7 @@ def twin(module: M) -> M:
 def skeleton(module: M) -> M:
     """Return the module's structure, with the tensors that a state dict holds on the meta device."""
     memo: dict[int, Any] = {}
-    for submodule in module.modules():
+    for submodule in all_modules(module):
         transient = transient_buffers(submodule)
         kept = [tensor for name, tensor in own_buffers(submodule).items() if name not in transient]
         for tensor in (*own_parameters(submodule).values(), *kept):
@@ -100,6 +106,9 @@ def skeleton(module: M) -> M:
     return copied_module(module, memo)
 
 
+_META = torch.device("meta")
+
+
 def _outline(tensor: Tensor) -> Tensor:
-    outline = torch.empty_like(tensor, device="meta", requires_grad=False)
+    outline = torch.empty_like(tensor, device=_META, requires_grad=False)
     return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline

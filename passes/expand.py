@@ -189,8 +189,8 @@ class _Builder:
         def value(leaf: Any) -> Any:
             return values[leaf] if isinstance(leaf, Operation) else leaf
 
-        self.closed.update((prefix + name, why) for name, why in inner.closed.items())
-        self.conditional.update((prefix + name, when) for name, when in inner.conditional.items())
+        self.closed |= {prefix + name: why for name, why in inner.closed.items()}
+        self.conditional |= {prefix + name: when for name, when in inner.conditional.items()}
         opened = self.opened.setdefault(call, [])
         opened.append(path)
         opened.extend(f"{path}.{name}" for names in inner.opened.values() for name in names)
@@ -204,7 +204,7 @@ class _Builder:
             args = map_structure(o.args, value)
             if o.kind == "output":
                 return args[0]
-            kwargs = map_structure(o.kwargs, value)
+            kwargs = map_structure(o.kwargs, value) if o.kwargs else dict[str, Any]()
             target = f"{path}.{o.target}" if o.kind in _NAMED else o.target
             copy = Operation(
                 prefix + o.name, o.kind, target, args, kwargs, o.operator, o.node, call, len(self.operations),
@@ -270,7 +270,7 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _bound(variant: Variant, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    names: list[str] = [node.name for node in variant.graph.nodes if node.op == "placeholder"]
+    names = [node.name for node in variant.graph.find_nodes(op="placeholder", sort=False)]
     bound = {name: given.get(variant.arguments.get(name, name)) for name in names}
     return bound if all(isinstance(value, Operation) for value in bound.values()) else None
 

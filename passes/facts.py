@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..tracing.names import tensors_by_name
 from ..tracing.regions import Region
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class TensorOwners:
     def compute(cls, program: Program) -> TensorOwners:
         names: defaultdict[int, list[str]] = defaultdict(list)
         borrowed = tuple(f"{name}." for name, module in program.names.modules.items() if isinstance(module, Region))
-        for name, tensor in tensors_by_name(program.model).items():
+        for name, tensor in program.names.registered().items():
             if not name.startswith(borrowed):
                 names[id(tensor)].append(name)
         return cls({name: tuple(group) for group in names.values() for name in group})

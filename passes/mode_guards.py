@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..compat import own_children
+from ..tracing.capture import required_capture
 from ..tracing.captured import Guard, Variant
 from ..tracing.source import module_expression
 
@@ -39,7 +41,8 @@ class Case:
 
 def cases_of(program: Program, home: str) -> list[Case]:
     """Return every graph of a home in each mode that it runs in, those that run in the present mode first."""
-    module, variants = program.module(home), program.captures[home].variants
+    module = program.module(home)
+    variants = required_capture(module).variants
     return [
         Case(number, flipped, any(map(asks_for_training, variant.guards)))
         for flipped in (False, True)
@@ -50,7 +53,12 @@ def cases_of(program: Program, home: str) -> list[Case]:
 
 def asks_for_training(guard: Guard) -> bool:
     """Say whether a condition is about the mode of a module."""
-    return _TRAINING.search(guard.expression) is not None
+    return _names_training(guard.expression)
+
+
+@lru_cache(maxsize=1024)
+def _names_training(expression: str) -> bool:
+    return _TRAINING.search(expression) is not None
 
 
 def runs_in_mode(module: nn.Module, variant: Variant, flipped: bool) -> bool:

@@ -76,7 +76,7 @@ def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any
 
 def checks_on_the_way(graph: fx.Graph) -> bool:
     """Say whether a graph starts over where a value in its middle is not as it was at capture."""
-    return any(node.op == "call_function" and node.target is require for node in graph.nodes)
+    return bool(graph.find_nodes(op="call_function", target=require, sort=False))
 
 
 def has_plain_output(graph: fx.Graph) -> bool:

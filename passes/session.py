@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.inputs import Inputs
-from ..tracing.names import all_modules, parameters_by_name, tensors_by_name
+from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
 from ..tracing.preserve import RandomState
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
@@ -97,9 +97,9 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for name, tensor in tensors_by_name(model).items():
-        if nn.parameter.is_lazy(tensor):
-            raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    if any(map(nn.parameter.is_lazy, all_tensors(model))):
+        name = next(name for name, tensor in tensors_by_name(model).items() if nn.parameter.is_lazy(tensor))
+        raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -150,8 +150,8 @@ def _record(program: Program, manager: Manager, request: Request, outline: nn.Mo
         graphs_before={**before, **(earlier.graphs_before if earlier else {})},
         graphs_after={**(earlier.graphs_after if earlier else {}), **after},
         coverage=str(program.coverage()),
-        parameters_before=len(parameters_by_name(outline)),
-        parameters_after=len(parameters_by_name(model)),
+        parameters_before=len(all_parameters(outline)),
+        parameters_after=len(all_parameters(model)),
         timings=manager.timings,
         checked=manager.checked(),
         messages=(),

@@ -88,6 +88,7 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
         read: names of the module's attributes that were read.
     """
     guards: dict[str, Guard] = {}
+    seen: set[str] = set()
     if not _WHOLE.isdisjoint(read):
         guards[""] = Guard(
             f"{OWN_CHILDREN} == {len(own_children(module))}", f"it has {len(own_children(module))} items"
@@ -98,8 +99,11 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
         parts = str(node.target).split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
+            if path in seen:
+                continue
+            seen.add(path)
             container = module.get_submodule(path)
-            if path not in guards and isinstance(container, (*CONTAINERS, nn.Sequential)):
+            if isinstance(container, (*CONTAINERS, nn.Sequential)):
                 items = module_expression(parts[:depth])
                 if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
                     items += "._modules"

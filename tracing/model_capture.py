@@ -14,7 +14,7 @@ from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
 from .capturing import Captures, Opaque, capture_modules
 from .inputs import Inputs, normalize_inputs
-from .names import ModelNames, all_modules
+from .names import ModelNames, all_modules, all_parameters
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
 from .structure import map_tensors
@@ -29,7 +29,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
         UsageError: if `example_inputs` is none of the forms it may have.
     """
     inputs = normalize_inputs(example_inputs)
-    parameters = list(model.parameters())
+    parameters = all_parameters(model)
     if not parameters or not all(parameter.is_meta for parameter in parameters):
         return inputs
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_children, own_parameters
 
-__all__ = ["ModelNames", "all_modules", "parameters_by_name", "tensors_by_name"]
+__all__ = ["ModelNames", "all_modules", "all_parameters", "all_tensors", "parameters_by_name", "tensors_by_name"]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -23,6 +23,19 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def all_tensors(model: nn.Module) -> list[Tensor]:
+    """Return every parameter and buffer of `model` once, in any order."""
+    found: dict[Tensor, None] = {}
+    for module in all_modules(model):
+        found.update((tensor, None) for tensor in _registered(module).values() if tensor is not None)
+    return list(found)
+
+
+def all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return every parameter of `model` once, in any order."""
+    return [tensor for tensor in all_tensors(model) if isinstance(tensor, nn.Parameter)]
+
+
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
     first: dict[nn.Parameter, str] = {}
@@ -34,12 +47,13 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer of `model`; one that has several names is there under each."""
-    found: dict[str, Tensor] = {}
-    for path, module in ModelNames(model).modules.items():
-        prefix = f"{path}." if path else ""
-        for registry in (own_parameters(module), own_buffers(module)):
-            found.update((prefix + name, tensor) for name, tensor in registry.items() if tensor is not None)
-    return found
+    return ModelNames(model).registered()
+
+
+def _registered(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the parameters and buffers of one module by their names in it."""
+    parameters, buffers = own_parameters(module), own_buffers(module)
+    return {**parameters, **buffers} if buffers else {**parameters}
 
 
 class ModelNames:
@@ -53,9 +67,11 @@ class ModelNames:
             name, module = pending.pop()
             self.modules[name] = module
             self._names.setdefault(module, []).append(name)
-            prefix = f"{name}." if name else ""
-            children = [(prefix + key, child) for key, child in own_children(module).items() if child is not None]
-            pending.extend(reversed(children))
+            children = own_children(module)
+            if children:
+                prefix = f"{name}." if name else ""
+                named = [(prefix + key, child) for key, child in children.items() if child is not None]
+                pending.extend(reversed(named))
 
     def __contains__(self, module: object) -> bool:
         return module in self._names
@@ -63,6 +79,16 @@ class ModelNames:
     def name(self, module: nn.Module) -> str:
         """Return the first name of a module in the model."""
         return self._names[module][0]
+
+    def registered(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer; one that has several names is there under each."""
+        found: dict[str, Tensor] = {}
+        for path, module in self.modules.items():
+            prefix = f"{path}." if path else ""
+            for name, tensor in _registered(module).items():
+                if tensor is not None:
+                    found[prefix + name] = tensor
+        return found
 
     def relative(self, home: str, module: nn.Module) -> str | None:
         """Return the name of `module` as seen from the module called `home`, or None if it is not inside."""

@@ -108,9 +108,10 @@ class Program:
     @property
     def captures(self) -> dict[str, Capture]:
         """Return qualified name -> capture of every module that runs from a graph; "" is the root."""
-        modules = dict.fromkeys(self.names.modules.values())
-        found = ((self.names.name(module), capture_of(module)) for module in modules)
-        return {name: capture for name, capture in found if capture is not None and capture.variants}
+        names = self.names
+        found = ((name, capture_of(module)) for name, module in names.modules.items())
+        present = {name: capture for name, capture in found if capture is not None and capture.variants}
+        return {name: capture for name, capture in present.items() if names.name(names.modules[name]) == name}
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:

@@ -18,18 +18,24 @@ def is_namedtuple(value: object) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, in order."""
+    """Return the tensors in `value`, in order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in cast("Sequence[Any]", value):
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
+            _collect(item, found)
+    elif isinstance(value, (dict, Mapping)):
         for item in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(item)
+            _collect(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            _collect(getattr(value, field.name, None), found)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

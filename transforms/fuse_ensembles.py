@@ -320,11 +320,12 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
 
 def _close(views: _Views, opened: Iterable[str], edit: Edit) -> None:
     """Leave views of what was stacked, and refuse changes to members and opened modules that would have no effect."""
-    seals = _parents(views)
-    for path in opened:
-        seals.setdefault(path, set()).update(_settings(_module(edit.home, path)), ("forward",))
-    for path in dict.fromkeys((*views, *seals)):
-        edit.on_undo(attach_member(_module(edit.home, path), views.get(path, {}), seals.get(path, ())))
+    seals, opened = _parents(views), dict.fromkeys(opened)
+    for path in dict.fromkeys((*views, *seals, *opened)):
+        module, sealed = _module(edit.home, path), seals.get(path, set[str]())
+        if path in opened:
+            sealed.update(_settings(module), ("forward",))
+        edit.on_undo(attach_member(module, views.get(path, {}), sealed))
 
 
 def _module(home: nn.Module, path: str) -> nn.Module:

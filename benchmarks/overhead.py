@@ -1,0 +1,109 @@
+"""What fxopt itself costs, beside `torch.fx.symbolic_trace` and `recompile` of the same model.
+
+    python benchmarks/overhead.py --json benchmarks/results/overhead.json
+
+One round times every column once, one right after the other, on one thread; ratios are medians over rounds with 95%
+intervals. What counts is processor time: these calls wait for nothing, and waiting for a busy machine is not their
+cost. Each call starts with Python's garbage collected, so that nobody pays for what another left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.demo import MultiHead, example_inputs
+from fxopt.passes.measure import Timings
+
+BASE = "torch.fx"
+TARGET = 2.0
+"""How many times the base `optimize` may take with verification and timing off."""
+
+Columns = dict[str, Callable[[], object]]
+
+
+def columns(model: nn.Module) -> tuple[Columns, Columns]:
+    """Return what is timed in every round, and what takes so long that a few rounds must do."""
+    inputs = example_inputs()
+    off = {"example_inputs": inputs, "verify": False, "measure": False}
+    fast: Columns = {
+        BASE: lambda: torch.fx.symbolic_trace(model).recompile(),
+        "capture": lambda: fxopt.capture(model, inputs),
+        "fuse_ensembles": lambda: fxopt.optimize(model, "fuse_ensembles", **off),
+        "inference": lambda: fxopt.optimize(model, "inference", **off),
+    }
+    slow: Columns = {
+        BASE: fast[BASE],
+        "inference, verified and timed": lambda: fxopt.optimize(model, "inference", example_inputs=inputs),
+    }
+    return fast, slow
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the processor seconds of one call."""
+    gc.collect()
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def measure(calls: Columns, rounds: int) -> dict[str, Any]:
+    """Return for each column its first call, its median and how many times the base it takes."""
+    first = {name: timed(call) for name, call in calls.items()}
+    timings = Timings([{name: timed(call) for name, call in calls.items()} for _ in range(rounds)])
+    result: dict[str, Any] = {}
+    for name in calls:
+        ratio = timings.ratio(name, BASE)
+        result[name] = {
+            "first_ms": round(first[name] * 1e3, 1),
+            "ms": round(timings.seconds(name) * 1e3, 1),
+            "times_base": [round(value, 2) for value in (ratio.low, ratio.mid, ratio.high)],
+            "rounds": rounds,
+        }
+    return result
+
+
+def row(heads: int, name: str, figures: dict[str, Any]) -> str:
+    low, mid, high = figures["times_base"]
+    return f"{heads:5} heads  {name:30} {figures['ms']:8.1f} ms  {mid:6.2f}x ({low:.2f} to {high:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--rounds", type=int, default=40, help="of 128 heads; larger models take fewer")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for heads in arguments.heads:
+        torch.manual_seed(0)
+        fast, slow = columns(MultiHead(heads).eval())
+        figures = measure(fast, max(10, arguments.rounds * 128 // max(heads, 128)))
+        if heads <= 128:
+            figures |= {name: value for name, value in measure(slow, 6).items() if name != BASE}
+        results[str(heads)] = figures
+        print(*(row(heads, name, value) for name, value in figures.items()), sep="\n", flush=True)
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": 1,
+    }
+    report = {"schema_version": 1, "machine": machine, "target": TARGET, "heads": results}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
