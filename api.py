@@ -27,6 +27,7 @@ from .passes.state_map import StateMap
 from .passes.supervision import collection_paused
 from .reporting.report import Report
 from .settings import current
+from .tracing.fallback import hold, misses_in, release
 from .tracing.inputs import normalize_inputs
 from .tracing.program import Program, capture_program
 
@@ -149,12 +150,16 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     with collection_paused():
-        return capture_program(copied(model), example_inputs)
+        fresh = copied(model)
+        hold(fresh)
+        program = capture_program(fresh, example_inputs)
+        release(fresh, current().max_graphs)
+    return program
 
 
 def report(model: nn.Module) -> Report:
     """Return what was done to an optimized model, and what was not and why."""
-    return Report(_record(model))
+    return Report(_record(model), misses_in(model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:

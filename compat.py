@@ -18,6 +18,8 @@ from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[repo
 from torch.fx.graph import inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
@@ -33,6 +35,7 @@ __all__ = [
     "has_lazy_parameters",
     "has_pre_hooks",
     "in_place_format",
+    "is_plainly_eager",
     "is_reentrant_checkpoint",
     "is_registered_operator",
     "is_torch_wrapper",
@@ -45,6 +48,7 @@ __all__ = [
     "own_buffers",
     "own_children",
     "own_parameters",
+    "process_count",
     "property_access",
     "storage_id",
     "torch_functions_off",
@@ -164,6 +168,16 @@ def in_place_format(function: Any) -> str | None:
     return inplace_methods.get(function.__name__)
 
 
+def is_plainly_eager() -> bool:
+    """Say whether operations run as they are called: nothing traces, transforms or replaces them on the way."""
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    dispatching: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    native: Any = cast("Any", torch)._C
+    if dispatching or not all(isinstance(mode, DeviceContext) for mode in modes):
+        return False
+    return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
+
+
 def is_reentrant_checkpoint(function: type) -> bool:
     """Say whether an autograd function is the one behind `checkpoint(..., use_reentrant=True)`."""
     return issubclass(function, torch.utils.checkpoint.CheckpointFunction)
@@ -228,6 +242,12 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the registry itself of a module's own parameters."""
     return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def process_count() -> int:
+    """Return how many processes `torch.distributed` connects; 1 where it is not initialised."""
+    distributed: Any = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def property_access() -> type:

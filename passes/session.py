@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
+from ..tracing.fallback import hold, release
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
 from ..tracing.preserve import RandomState
@@ -17,6 +18,7 @@ from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
 from .copying import copied_module, skeleton
 from .manager import Manager
+from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import Record, record_of
 from .root import crown
@@ -70,6 +72,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
 def _optimized(model: nn.Module, request: Request) -> nn.Module:
     with collection_paused():
         fast = copied(model)
+        hold(fast)
         earlier = record_of(fast)
         outline = earlier.skeleton if earlier else skeleton(model)
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
@@ -83,6 +86,8 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     record = _record(program, manager, request, outline, earlier)
     record.remember(model)
     crown(fast, record)
+    forbid_lost_forwards(fast, manager.landed, record)
+    release(fast, request.settings.max_graphs)
     if record.eval_only:
         fast.eval()
     return fast

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..tracing.exclusive import captures_fixed
 from ..tracing.preserve import AttributeState, RandomState
 from .tree import Change, map_tensors
 
@@ -87,7 +88,8 @@ class Stage:
             if training is not None and training != self.module.training:
                 for belongings in self._belongings:
                     belongings.own["training"] = training
-            yield
+            with captures_fixed():
+                yield
         finally:
             for belongings in self._belongings:
                 belongings.restore()

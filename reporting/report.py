@@ -9,7 +9,10 @@ from .diff import diff_graphs
 from .table import ReportTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..passes.record import Record
+    from ..tracing.fallback import Miss
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 
@@ -22,17 +25,19 @@ class Report:
 
     Args:
         record: what the model remembers; see `fxopt.report`.
+        missed: the guards that turned calls away from its graphs since it was handed over.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, missed: Sequence[Miss] = ()) -> None:
         self.record = record
+        self.missed = tuple(missed)
 
     def table(self) -> ReportTable:
         """Return sites, lowerings, errors, speed and parameters, then what was refused or undone and why.
 
         It is a `rich` renderable: a table where there is room, lines where there is not, ASCII in pipes.
         """
-        return ReportTable(self.record)
+        return ReportTable(self.record, self.missed)
 
     def diff(self) -> str:
         """Return the graphs before and after as a unified diff, module by module; empty if nothing changed."""
@@ -54,6 +59,7 @@ class Report:
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": list(record.messages),
+            "missed": [{**dataclasses.asdict(miss), "fallbacks": miss.fallbacks} for miss in self.missed],
         }
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,11 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .wording import Left, Row, applied_rows, headline, left_alone, printable, summary
+from .wording import Left, Row, applied_rows, headline, left_alone, printable, summary, turned_away
 
 if TYPE_CHECKING:
     from ..passes.record import Record
+    from ..tracing.fallback import Miss
 
 __all__ = ["ReportTable"]
 
@@ -28,16 +29,16 @@ TITLES = {
     "speed": "speed",
     "time": "time",
 }
-STYLES = {"refused": "dim", "undone": "yellow", "skipped": "dim", "not captured": "magenta"}
+STYLES = {"refused": "dim", "undone": "yellow", "skipped": "dim", "not captured": "magenta", "missed": "magenta"}
 
 
 class ReportTable:
     """What was done to a model, for `rich` to print; as a string it is plain text of any width."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, missed: Sequence[Miss] = ()) -> None:
         self.record = record
         self.rows = applied_rows(record)
-        self.left = left_alone(record)
+        self.left = left_alone(record) + turned_away(missed)
 
     def __str__(self) -> str:
         return self.plain(width=10_000)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..passes.plan import Decision
     from ..passes.record import Record
+    from ..tracing.fallback import Miss
 
-__all__ = ["Left", "Row", "applied_rows", "duration", "headline", "left_alone", "printable", "summary"]
+__all__ = ["Left", "Row", "applied_rows", "duration", "headline", "left_alone", "printable", "summary", "turned_away"]
 
 LONGEST_NAME = 60
 
@@ -30,7 +31,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Left:
-    """Places left as they were: `refused` by the pass, `undone` after a check, or `not captured`, and why."""
+    """Places left as they were: `refused` by the pass, `undone` after a check, or `not captured`, and why.
+
+    Also calls that no graph fitted: `missed`.
+    """
 
     status: str
     what: str
@@ -125,6 +129,11 @@ def left_alone(record: Record) -> list[Left]:
         for name, location, reason in record.opaque
     ]
     return decided + opaque
+
+
+def turned_away(missed: Sequence[Miss]) -> list[Left]:
+    """Return the guards that calls failed since the model was handed over, with what was done instead."""
+    return [Left("missed", clipped(miss.module) or "(root)", printable(str(miss))) for miss in missed]
 
 
 def _several(labels: Sequence[str]) -> str:

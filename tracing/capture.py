@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -60,7 +60,9 @@ class Capture:
         base: the class that the module has without its graphs.
         variants: the first whose guards hold is run; with none the module runs its own forward.
         signature: arguments of the forward, where they differ from those of `base.forward`.
-        misses: reason -> how often no variant held and the module's own forward ran instead.
+        misses: reason -> how often no variant held while the model was being worked on.
+        dropped: why graphs were dropped after capture; a call that none of those left fits is a miss then.
+        lost: why the module's own forward must not run in the place of its graphs; empty if it may.
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
         regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
@@ -70,6 +72,8 @@ class Capture:
     variants: list[Variant]
     signature: Signature | None = None
     misses: Counter[str] = field(default_factory=Counter[str])
+    dropped: str = ""
+    lost: str = ""
     owner: weakref.ref[nn.Module] | None = None
     compiled: type[nn.Module] | None = None
     regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
@@ -91,9 +95,7 @@ class Capture:
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self.owner = None
-        return Capture(
-            self.base, list(self.variants), self.signature, Counter(self.misses), None, self.compiled, self.regions
-        )
+        return self._with(list(self.variants))
 
     def rebased(self, base: type[nn.Module]) -> Capture:
         """Return a capture of the same graphs for another class; modules that share this one share that one too."""
@@ -108,8 +110,10 @@ class Capture:
 
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
-        variants = [Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
-        return Capture(self.base, variants, self.signature, Counter(self.misses), None, self.compiled, self.regions)
+        return self._with([Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants])
+
+    def _with(self, variants: list[Variant]) -> Capture:
+        return replace(self, variants=variants, misses=Counter(self.misses), owner=None, _parameters=None, _rebased={})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         memo[id(self)] = new = self.copy()
@@ -117,7 +121,8 @@ class Capture:
 
     def __reduce__(self) -> tuple[Any, ...]:
         variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
-        return _rebuild_capture, (class_recipe(self.base), variants, self.signature, self.misses, self.regions)
+        kept = (self.signature, self.misses, self.dropped, self.lost, self.regions)
+        return _rebuild_capture, (class_recipe(self.base), variants, *kept)
 
 
 def _rebuild_capture(
@@ -125,11 +130,13 @@ def _rebuild_capture(
     variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str]]],
     signature: Signature | None,
     misses: Counter[str],
+    dropped: str,
+    lost: str,
     regions: Mapping[str, RegionPlan],
 ) -> Capture:
     make, given = recipe
     rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
-    return Capture(make(*given), rebuilt, signature, misses, regions=regions)
+    return Capture(make(*given), rebuilt, signature, misses, dropped, lost, regions=regions)
 
 
 def capture_of(module: nn.Module) -> Capture | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -15,10 +14,11 @@ from ..compat import own_children
 from ..errors import CaptureError, ModeError
 from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, user_class
+from .exclusive import alone
 from .guards import Guard
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
-from .selection import explain_miss, select
+from .selection import select
 from .source import generate
 
 __all__ = [
@@ -97,17 +97,32 @@ class Captured(_Module):
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward where no variant's guards hold, and count the reason."""
-        if not torch.compiler.is_compiling():
-            capture = self.__dict__["_fxopt_capture"]
-            capture.misses[explain_miss(self, args, kwargs)] += 1
-        return self._fxopt_own(*args, **kwargs)
+        """Run the module's own forward where no variant's guards hold, and perhaps capture it for such calls."""
+        if torch.compiler.is_compiling():
+            return self._fxopt_own(*args, **kwargs)
+        from .recapture import answer
+
+        return answer(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_restart(self, reason: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward after an assumption failed in the middle of a graph."""
-        if not torch.compiler.is_compiling():
-            self.__dict__["_fxopt_capture"].misses[reason] += 1
-        return self._fxopt_own(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._fxopt_own(*args, **kwargs)
+        from .recapture import answer
+
+        return answer(cast("nn.Module", self), args, kwargs, reason)
+
+    def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Raise GuardError where no variant's guards hold, and the module's own forward would be wrong."""
+        from .recapture import refuse
+
+        return refuse(cast("nn.Module", self), args, kwargs)
+
+    def _fxopt_refuse_restart(self, reason: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Raise GuardError after an assumption failed in the middle of a graph."""
+        from .recapture import refuse
+
+        return refuse(cast("nn.Module", self), args, kwargs, reason)
 
 
 def _rebuild_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
@@ -193,7 +208,7 @@ def with_graph(module: nn.Module, variant: int, graph: fx.Graph | None = None) -
     with_variants(
         module,
         [
-            dataclasses.replace(v, graph=copy_graph(v.graph) if graph is None or number != variant else graph)
+            replace(v, graph=copy_graph(v.graph) if graph is None or number != variant else graph)
             for number, v in enumerate(variants)
         ],
     )
@@ -206,9 +221,8 @@ def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
         CaptureError: if the module has no graph.
     """
     capture = required_capture(module)
-    variants = [dataclasses.replace(v, arguments=dict(v.arguments)) for v in variants]
-    new = Capture(capture.base, variants, capture.signature, Counter(capture.misses), regions=capture.regions)
-    new.owner = weakref.ref(module)
+    variants = [replace(v, arguments=dict(v.arguments)) for v in variants]
+    new = replace(capture.copy(), variants=variants, owner=weakref.ref(module), compiled=None)
     module.__dict__["_fxopt_capture"] = new
 
 
@@ -243,19 +257,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def _drop_variants(module: nn.Module, attribute: str) -> None:
     """Drop the graphs that the old value of an attribute is part of."""
-    capture = own(module)
-    capture.misses[f"attribute {attribute!r} was set after capture"] += 1
-    capture.variants = [variant for variant in capture.variants if attribute not in variant.reads]
-    recompile(module)
+    with alone():
+        capture = own(module)
+        capture.dropped = f"attribute {attribute!r} was set after capture"
+        capture.variants = [variant for variant in capture.variants if attribute not in variant.reads]
+        recompile(module)
 
 
 def class_for(capture: Capture) -> type[nn.Module]:
     """Return the class of the modules that run from `capture`; equal code gives the same class."""
     if capture.compiled is None:
-        if not capture.variants:
+        if not capture.variants and not capture.dropped:
             capture.compiled = _bare_class(capture.base)
         else:
-            source = generate(capture.parameters, capture.variants, restarts=not issubclass(capture.base, Region))
+            restarts = not issubclass(capture.base, Region)
+            source = generate(capture.parameters, capture.variants, restarts=restarts, refuse=bool(capture.lost))
             capture.compiled = dynamic_class(
                 capture.base, Captured, source, capture.parameters, _fxopt_names(capture.base)
             )

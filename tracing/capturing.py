@@ -24,7 +24,7 @@ from .signature import Signature, signature_of
 from .spans import with_regions
 from .tracer import ModuleTracer
 
-__all__ = ["Captures", "Opaque", "capture_modules"]
+__all__ = ["Captures", "Opaque", "capture_modules", "further_variant"]
 
 _MAX_VARIANTS = 8
 """Graphs kept for one module that is called in several ways."""
@@ -77,6 +77,23 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
     return result
 
 
+def further_variant(names: ModelNames, signature: Signature, call: Call, changed: set[nn.Module]) -> Variant:
+    """Trace the root of `names` for one more call of it.
+
+    Args:
+        names: of a module and those inside it.
+        signature: of its forward.
+        call: the call, with the results of its children.
+        changed: the modules whose buffers the call changed in place.
+
+    Raises:
+        Untraceable: if the forward does something that no graph can say.
+        Exception: whatever the forward raises when it is run on proxies.
+    """
+    with tracing_session() as session:
+        return next(_Capturer(names, Recording(changed=changed), session).variants("", signature, call))
+
+
 class _Capturer:
     def __init__(self, names: ModelNames, recording: Recording | None, session: Session) -> None:
         self._names = names
@@ -116,7 +133,7 @@ class _Capturer:
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
             signature = self._signature(module, calls)
-            variants = list(self._variants(name, signature, calls[0]))
+            variants = list(self.variants(name, signature, calls[0]))
         except Untraceable as error:
             return Opaque(name, error.location or _defined_at(module), error.reason)
         except Exception as error:
@@ -134,12 +151,12 @@ class _Capturer:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
         expressions = {frozenset(guard.expression for guard in variant.guards) for variant in known}
         try:
-            found = list(self._variants(name, signature, call))
+            found = list(self.variants(name, signature, call))
         except Exception:
             return []
         return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
 
-    def _variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
+    def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
         """Yield the graph of a call, and one for each other answer of a switch that decided something in it."""
         pending: list[Mapping[str, bool]] = [{}]
         tried: list[Mapping[str, bool]] = []

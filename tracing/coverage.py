@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .capturing import Opaque
+from .fallback import Miss
 
 __all__ = ["Coverage"]
 
@@ -18,11 +19,13 @@ class Coverage:
         captured: names of the modules that run from a graph.
         leaves: names of the modules that are one operation each.
         opaque: the modules that run their own forward, with the reason.
+        missed: the guards that turned calls away since the model was handed over, by module.
     """
 
     captured: Sequence[str]
     leaves: Sequence[str]
     opaque: Sequence[Opaque]
+    missed: Sequence[Miss] = ()
 
     @property
     def share(self) -> float:
@@ -35,7 +38,8 @@ class Coverage:
         """Return the figures and every reason, a line each."""
         total = len(self.captured) + len(self.opaque)
         head = f"{len(self.captured)} of {total} modules captured ({self.share:.0%}), {len(self.leaves)} leaves"
-        return "\n".join([head, *(f"  opaque: {opaque}" for opaque in self.opaque)])
+        missed = (f"  missed: {miss.module or '(root)'}: {miss}" for miss in self.missed)
+        return "\n".join([head, *(f"  opaque: {opaque}" for opaque in self.opaque), *missed])
 
     def __str__(self) -> str:
         return self.text

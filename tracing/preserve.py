@@ -161,7 +161,8 @@ class ModelState:
             state.restore()
         with torch.no_grad():
             for tensor, copy in self._copies:
-                tensor.copy_(copy)
+                # Past the count of changes: a caller may still want gradients through what the buffer was.
+                tensor.data.copy_(copy)
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient

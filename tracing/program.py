@@ -13,6 +13,7 @@ from ..errors import CaptureError, InputError
 from .captured import Capture, capture_of
 from .capturing import Opaque
 from .coverage import Coverage
+from .fallback import misses_in
 from .inputs import Inputs
 from .model_capture import capture_model, inputs_for
 from .names import ModelNames
@@ -196,7 +197,7 @@ class Program:
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""
         captured = [name for name in self.captures if not isinstance(self.module(name), Region)]
-        return Coverage(captured, self._leaves, tuple(self.opaque.values()))
+        return Coverage(captured, self._leaves, tuple(self.opaque.values()), misses_in(self.model))
 
     def recording(self, modules: Collection[nn.Module] | None = None) -> Recording:
         """Run the model on its example inputs, in the program's phase, and return how its modules are called.

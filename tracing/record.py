@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compat import has_pre_hooks, modules_by_name, own_buffers
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
+from .exclusive import alone, captures_fixed
 from .inputs import Inputs
 from .names import all_modules
 from .preserve import ModelState, change_count, restoring
@@ -137,7 +138,7 @@ def _record(
 ) -> Recording:
     for copying in (False, True):
         recorder = _Recorder(modules, copying=copying)
-        with restoring(state):
+        with captures_fixed(), restoring(state):
             recorder.run(model, inputs, grad=grad)
             state.check_parameters(model)
         if not recorder.stale():
@@ -199,7 +200,8 @@ class _Recorder:
         """Wrap the forward of a module with pre-hooks, to see what they made of its arguments."""
 
         def receive(*args: Any, **kwargs: Any) -> Any:
-            self._stack[-1].received = (self._kept(args), self._kept(kwargs))
+            if threading.get_ident() == self._thread:
+                self._stack[-1].received = (self._kept(args), self._kept(kwargs))
             return forward(*args, **kwargs)
 
         return receive
@@ -217,17 +219,18 @@ class _Recorder:
 
 @contextmanager
 def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Generator[None]:
-    """Send every module call through `handler(original, module, args, kwargs)`."""
-    original = nn.Module.__call__
+    """Send every module call, in any thread, through `handler(original, module, args, kwargs)`."""
+    with alone():
+        original = nn.Module.__call__
 
-    def intercepted(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return handler(original, module, args, kwargs)
+        def intercepted(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return handler(original, module, args, kwargs)
 
-    nn.Module.__call__ = intercepted
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original
+        nn.Module.__call__ = intercepted
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original
 
 
 def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:

@@ -9,13 +9,13 @@ from torch import fx, nn
 
 from .capture import Capture, Variant, required_capture
 
-__all__ = ["explain_miss", "select"]
+__all__ = ["call_names", "explain_miss", "select"]
 
 
 def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:
     """Return the variant that a call would run, and the values of its placeholders; None if none holds."""
     capture = required_capture(module)
-    names = _call_names(module, capture, args, kwargs)
+    names = call_names(module, capture, args, kwargs)
     for variant in capture.variants:
         if all(guard.holds(names) for guard in variant.guards):
             return variant, [_argument(variant, node, names) for node in variant.graph.find_nodes(op="placeholder")]
@@ -31,10 +31,13 @@ def _argument(variant: Variant, placeholder: fx.Node, names: Mapping[str, Any]) 
 def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return why no variant holds for a call: the first guard of each that fails."""
     capture = required_capture(module)
-    names = _call_names(module, capture, args, kwargs)
+    if not capture.variants:
+        return capture.dropped
+    names = call_names(module, capture, args, kwargs)
     failed = (next((g for g in variant.guards if not g.holds(names)), None) for variant in capture.variants)
     return "; ".join(f"{guard.expression} ({guard.reason})" for guard in failed if guard is not None)
 
 
-def _call_names(module: nn.Module, capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def call_names(module: nn.Module, capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what guards are evaluated over: the arguments of a call by name, and the module itself."""
     return {"self": module, **capture.parameters.bind(args, dict(kwargs))}

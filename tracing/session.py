@@ -8,6 +8,7 @@ import inspect
 import math
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off, untraceable_entries
+from .exclusive import alone
 from .functions import patch_functions
 from .observe import Observers
 from .proxy import ValueProxy, proxies_in
@@ -80,12 +82,23 @@ class Session:
     """Know which tracer, if any, the code that runs now belongs to."""
 
     def __init__(self) -> None:
-        self.tracer: ModuleTracer | None = None
+        self._tracer: ModuleTracer | None = None
+        self._thread = threading.get_ident()
         self.observers = Observers()
         self._patched_globals: set[int] = set()
         self._wrappers: dict[int, Any] = {}
         self._uses_numpy: dict[int, bool] = {}
         self._undo = ExitStack()
+        self._undo.enter_context(alone())
+
+    @property
+    def tracer(self) -> ModuleTracer | None:
+        """Return the tracer; code of other threads belongs to none."""
+        return self._tracer if threading.get_ident() == self._thread else None
+
+    @tracer.setter
+    def tracer(self, tracer: ModuleTracer | None) -> None:
+        self._tracer = tracer
 
     @contextmanager
     def tracing(self, tracer: ModuleTracer) -> Generator[None]:

@@ -33,20 +33,26 @@ class Source:
     names: dict[str, Any]
 
 
-def generate(signature: Signature, variants: Sequence[Variant], *, restarts: bool = True) -> Source:
+def generate(
+    signature: Signature, variants: Sequence[Variant], *, restarts: bool = True, refuse: bool = False
+) -> Source:
     """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise.
 
     Args:
-        signature: the arguments.
-        variants: the graphs.
+        signature: of the module's own forward.
+        variants: its graphs; there may be none.
         restarts: whether the module can start over with its own forward where a check fails; else its caller does.
+        refuse: raise an error instead of running the module's own forward.
     """
     names = _Names({p.name for p in signature.parameters}, variants)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
-    miss = f"return self._fxopt_miss({forwarding})"
+    miss = f"return self._fxopt_{'refuse' if refuse else 'miss'}({forwarding})"
+    restart = (
+        f"return self._fxopt_{'refuse_' if refuse else ''}restart(str(miss){', ' if forwarding else ''}{forwarding})"
+    )
     lines = [f"def forward({signature.header}):"]
     for variant in variants:
-        body = _variant(variant, names, forwarding if restarts else None)
+        body = _variant(variant, names, restart if restarts else None)
         condition = " and ".join(f"({guard.expression})" for guard in variant.guards)
         if variant is variants[-1]:
             if condition:
@@ -54,6 +60,8 @@ def generate(signature: Signature, variants: Sequence[Variant], *, restarts: boo
             lines += [f"    {line}" for line in body]
         else:
             lines += [f"    if {condition or True}:", *(f"        {line}" for line in body)]
+    if not variants:
+        lines.append(f"    {miss}")
     return Source("\n".join(lines) + "\n", names.objects)
 
 
@@ -106,16 +114,16 @@ def _hint(value: Any) -> str:
     return repr(value).rpartition(".")[2] if isinstance(value, (torch.dtype, torch.layout)) else type(value).__name__
 
 
-def _variant(variant: Variant, names: _Names, forwarding: str | None) -> list[str]:
+def _variant(variant: Variant, names: _Names, restart: str | None) -> list[str]:
     """Write one graph; where it checks something on the way, a miss starts over with the module's own forward."""
     body = _Body(variant, names).lines()
-    if forwarding is None or not any(node.target is require or node.meta.get("checks") for node in variant.graph.nodes):
+    if restart is None or not any(node.target is require or node.meta.get("checks") for node in variant.graph.nodes):
         return body
     return [
         "try:",
         *(f"    {line}" for line in body),
         f"except {names.name(GuardMiss)} as miss:",
-        f"    return self._fxopt_restart(str(miss){', ' if forwarding else ''}{forwarding})",
+        f"    {restart}",
     ]
 
 

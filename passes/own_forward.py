@@ -1,0 +1,87 @@
+"""Whether a rewritten module may still run its own forward: where no graph fits a call, that is all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import fx, nn
+
+from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ..tracing.captured import Capture, capture_of, own, recompile
+from .base import Numerics
+from .regions import Region
+
+if TYPE_CHECKING:
+    from .manager import Landed
+    from .record import Record
+
+__all__ = ["forbid_lost_forwards"]
+
+_OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
+
+
+def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Record) -> None:
+    """Let modules whose own forward would no longer do raise GuardError where no graph fits a call.
+
+    These are modules that a pass made compute something else, on purpose or within an error budget; that run a region,
+    whose wrapper would be left out; or that read tensors of which no original one knows.
+
+    Args:
+        model: the optimized model.
+        landed: the rewrites that stand.
+        record: of the model.
+    """
+    for rewrite in landed:
+        module = model.get_submodule(rewrite.site.home)
+        capture = capture_of(module)
+        if capture is None or capture.lost:
+            continue
+        reason = next(_reasons(rewrite, module, capture, record), "")
+        if reason:
+            own(module).lost = reason
+            recompile(module)
+
+
+def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Record) -> Iterator[str]:
+    name, home = rewrite.pass_.name, rewrite.site.home
+    if rewrite.pass_.numerics in _OTHER_FUNCTION:
+        yield f"pass '{name}' made it compute something else"
+    modules = modules_by_name(record.skeleton, every_name=True)
+    known = {*record.skeleton.state_dict(), *record.state_map.targets}
+    for node in (node for variant in capture.variants for node in variant.graph.nodes):
+        target = str(node.target)
+        if node.op == "call_module" and _qualified(home, target) not in modules:
+            if isinstance(module.get_submodule(target), Region):
+                yield f"it would leave out the region '{target}'"
+            names = _lasting_inside(module.get_submodule(target), target)
+        else:
+            names = _read(node, module)
+        new = next((n for n in names if _qualified(home, n) not in known), None)
+        if new is not None:
+            yield f"it does not know '{new}', which pass '{name}' added"
+
+
+def _read(node: fx.Node, module: nn.Module) -> Iterator[str]:
+    """Yield the name of the parameter or lasting buffer that a node reads, if it reads one."""
+    if node.op == "get_attr":
+        path, _, name = str(node.target).rpartition(".")
+        if name in _lasting(module.get_submodule(path)):
+            yield str(node.target)
+
+
+def _lasting_inside(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield the names of the parameters and lasting buffers of a module called `name`, and of those inside it."""
+    for path, inner in modules_by_name(module).items():
+        yield from (".".join(filter(None, (name, path, own_name))) for own_name in _lasting(inner))
+
+
+def _lasting(module: nn.Module) -> list[str]:
+    """Return the names of what a module itself writes into a state dict."""
+    buffers = own_buffers(module).keys() - transient_buffers(module)
+    found = {**own_parameters(module), **{name: own_buffers(module)[name] for name in buffers}}
+    return [name for name, tensor in found.items() if tensor is not None]
+
+
+def _qualified(home: str, name: str) -> str:
+    return f"{home}.{name}" if home else name

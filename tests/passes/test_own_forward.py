@@ -1,0 +1,194 @@
+"""A guard that fails after a rewrite: the own forward where it is still right, an error that names the guard else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.errors import GuardError
+from fxopt.passes.base import Goal, Numerics, Pass, Site
+from fxopt.passes.regions import outline
+from fxopt.tracing.captured import capture_of
+from fxopt.tracing.fallback import misses_in
+
+X = torch.randn(4, 3, 8, 8)
+
+
+class Everything(nn.Module):
+    """What each pass of the preset rewrites, and a second case that the example inputs do not cover."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(8))
+
+    def forward(self, x, flag=False):
+        y = torch.relu(self.norm(self.conv(x)))
+        torch.exp(y)
+        y = torch.sigmoid(y) + torch.sigmoid(y)
+        y = y.mean((2, 3)) * (torch.arange(6) + 1)
+        outputs = [head(y) for head in self.heads]
+        if flag:
+            return sum(outputs) + self.norm(self.conv(x)).mean() + self.conv(x).mean()
+        return torch.stack(outputs).mean(0)
+
+
+def trained() -> Everything:
+    model = Everything()
+    model(torch.randn(16, 3, 8, 8))  # statistics that are not those of a new norm
+    return model.eval()
+
+
+PRESET = [
+    "eliminate_common_subexpressions",
+    "fold_constants",
+    "eliminate_dead_code",
+    "fold_batchnorm",
+    "fuse_ensembles",
+    "inference",
+]
+
+
+@pytest.mark.parametrize("name", PRESET)
+@pytest.mark.parametrize("limit", ["0", "8"])
+def test_each_pass_of_the_preset(name, limit, monkeypatch):
+    monkeypatch.setenv("FXOPT_MAX_GRAPHS", limit)
+    plain = trained()
+    fast = fxopt.optimize(plain, name, example_inputs=(X,), measure=False)
+    assert [d for d in fxopt.plan(fast).decisions if d.status == "applied"]
+    for weights in (plain.state_dict(), trained().state_dict()):
+        plain.load_state_dict(weights)
+        fast.load_state_dict(weights)
+        for flag in (True, False, True, True):
+            x, y = (X.clone().requires_grad_() for _ in range(2))
+            given, expected = fast(x, flag), plain(y, flag)
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+            given.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+    assert misses_in(fast)[0].module == ""
+
+
+def test_training_goes_on_where_a_guard_fails_in_a_fused_model():
+    plain = Everything().train()
+    fast = fxopt.optimize(plain, "fuse_ensembles", example_inputs=(X,), measure=False)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, fast)]
+    for step in range(6):
+        losses: list[torch.Tensor] = []
+        for model, optimizer in zip((plain, fast), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(model(X, step % 2 == 0).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
+    assert len(capture_of(fast).variants) == 2
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, flag=False):
+        y = torch.relu(self.linear(x))
+        return y * 2 if flag else y
+
+
+class Home(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Small()
+
+    def forward(self, x, flag=False):
+        return self.block(x, flag)
+
+
+@dataclass(frozen=True)
+class Halve(Pass):
+    """Multiply by a half: another function, on purpose."""
+
+    numerics: ClassVar[Numerics] = Numerics.SEMANTIC
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    def find(self, program):
+        yield Site(program, "block", {"relu": "relu"})
+
+    def rewrite(self, site, edit):
+        relu = edit.graph_node("relu")
+        edit.replace(relu, edit.call(torch.mul, edit.call(torch.relu, *relu.args), 0.5))
+
+
+@dataclass(frozen=True)
+class Outline(Pass):
+    """Put a node into a region."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    def find(self, program):
+        yield Site(program, "block", {"relu": "relu"})
+
+    def rewrite(self, site, edit):
+        outline(edit, [edit.graph_node("relu")], name="region")
+
+
+def add_layer(graph_module):
+    """Put a layer with parameters, which changes nothing yet, behind the output."""
+    added = nn.Linear(6, 6)
+    nn.init.eye_(added.weight)
+    nn.init.zeros_(added.bias)
+    graph_module.add_module("added", added)
+    output = graph_module.graph.output_node()
+    with graph_module.graph.inserting_before(output):
+        call = graph_module.graph.call_module("added", output.args)
+    output.args = (call,)
+    return graph_module
+
+
+@pytest.mark.parametrize(
+    ("pass_", "module", "why"),
+    [
+        (Halve(), "'block' (Small)", "pass 'halve' made it compute something else"),
+        (Outline(), "'block' (Small)", "it would leave out the region 'region'"),
+        (add_layer, "'(root)' (Home)", "it does not know 'added.weight', which pass 'add_layer' added"),
+    ],
+)
+def test_an_own_forward_that_would_be_wrong_is_an_error(pass_, module, why):
+    x = torch.randn(4, 6)
+    fast = fxopt.optimize(Home(), pass_, example_inputs=(x,))
+    expected = fast(x)
+    with pytest.raises(GuardError, match="flag is False") as error:
+        fast(x, True)
+    assert f"module {module} is called as it was not captured" in str(error.value)
+    assert why in str(error.value)
+    assert "example_inputs" in str(error.value)
+    assert torch.equal(fast(x), expected)
+    assert "flag is False" in fxopt.report(fast).to_json()["missed"][0]["guard"]
+
+
+def test_setting_an_attribute_of_such_a_module_is_an_error_at_the_next_call():
+    class Scaled(Small):
+        def __init__(self):
+            super().__init__()
+            self.scale = 2.0
+
+        def forward(self, x):
+            return torch.relu(self.linear(x)) * self.scale
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Scaled()
+
+        def forward(self, x):
+            return self.block(x)
+
+    x = torch.randn(4, 6)
+    fast = fxopt.optimize(Root(), Halve(), example_inputs=(x,))
+    fast.block.scale = 3.0
+    with pytest.raises(GuardError, match="attribute 'scale' was set after capture"):
+        fast(x)

@@ -1,0 +1,443 @@
+"""A call that no graph fits: the answer is the eager one, the module is captured again, and all of it is counted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fxopt
+from fxopt.tracing.captured import capture_of
+from fxopt.tracing.fallback import misses_in
+
+X = torch.randn(5, 6)
+
+
+class Branches(nn.Module):
+    """Branches by an argument, by a shape and by the mode; draws, and updates buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.scale = 2.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, flag=False, times=1):
+        self.calls += 1
+        y = self.drop(self.norm(self.linear(x)))
+        if flag:
+            y = F.dropout(y, 0.3, self.training) + self.calls
+        if x.shape[0] > 10:
+            y = y * 3
+        return y * self.scale * times
+
+
+def run(model: nn.Module, *args: object, **kwargs: object) -> list[object]:
+    """Return the output, all gradients and buffers, and the next random number."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    output = model(*args, **kwargs)
+    output.sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [output, *gradients, *(b.clone() for b in model.buffers()), torch.rand(2)]
+
+
+def assert_as_eager(fast: nn.Module, plain: nn.Module, *args: object, **kwargs: object) -> None:
+    for given, expected in zip(run(fast, *args, **kwargs), run(plain, *args, **kwargs), strict=True):
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+
+
+def captured(model: nn.Module, *args: object) -> nn.Module:
+    return fxopt.capture(model, args).model
+
+
+def graphs(model: nn.Module) -> int:
+    return len(capture_of(model).variants)
+
+
+@pytest.fixture(params=["train", "eval"])
+def pair(request) -> tuple[nn.Module, nn.Module]:
+    plain = Branches().train(request.param == "train")
+    return captured(plain, X), plain
+
+
+def test_the_call_that_misses_is_eager_and_the_next_runs_a_graph(pair):
+    fast, plain = pair
+    for _ in range(3):
+        assert_as_eager(fast, plain, X, True)
+        assert_as_eager(fast, plain, torch.randn(12, 6))
+        assert_as_eager(fast, plain, X)
+    assert graphs(fast) == 3
+    assert [miss.calls for miss in misses_in(fast)] == [1, 1]
+    assert [miss.captured for miss in misses_in(fast)] == [1, 1]
+
+
+def test_an_integer_that_changed_once_is_a_value_from_then_on(pair):
+    fast, plain = pair
+    for times in (1, 2, 3, 40, 2):
+        assert_as_eager(fast, plain, X, times=times)
+    assert graphs(fast) == 2
+    assert sum(miss.calls for miss in misses_in(fast)) == 1
+
+
+def test_hooks_run_once_a_call(pair):
+    fast, _ = pair
+    seen: list[str] = []
+    fast.linear.register_forward_hook(lambda *_: seen.append("child"))
+    fast.register_forward_hook(lambda *_: seen.append("self"))
+    fast(X, True)
+    assert seen == ["child", "self"]
+
+
+def test_a_gradient_through_the_answer_is_not_disturbed():
+    class ReadsBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("gain", torch.full((6,), 2.0))
+
+        def forward(self, x, flag=False):
+            return x * self.gain * 2 if flag else x * self.gain
+
+    fast = captured(ReadsBuffer(), X)
+    x = X.clone().requires_grad_()
+    fast(x, True).sum().backward()  # it needs the buffer as it was when the graph was made
+    assert torch.equal(x.grad, torch.full_like(x, 4.0))
+
+
+def test_inference_mode_and_autocast(pair):
+    fast, plain = pair
+    with torch.inference_mode():
+        plain.eval(), fast.eval()
+        for _ in range(2):
+            assert torch.equal(fast(X, True), plain(X, True))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for _ in range(2):
+            given, expected = fast(torch.ones(11, 6), True), plain(torch.ones(11, 6), True)
+            assert given.dtype == expected.dtype
+            assert torch.equal(given, expected)
+
+
+def test_no_more_graphs_than_the_limit(monkeypatch):
+    monkeypatch.setenv("FXOPT_MAX_GRAPHS", "2")
+    plain = Branches()
+    fast = captured(plain, X)
+    for _ in range(2):
+        assert_as_eager(fast, plain, X, True)
+        assert_as_eager(fast, plain, torch.randn(12, 6))
+        assert_as_eager(fast, plain, torch.randn(12, 6), True)
+    assert graphs(fast) == 2
+    assert sum(miss.fallbacks for miss in misses_in(fast)) == 4
+
+
+def test_none_where_the_limit_is_zero(monkeypatch):
+    monkeypatch.setenv("FXOPT_MAX_GRAPHS", "0")
+    fast = captured(Branches(), X)
+    fast(X, True)
+    assert graphs(fast) == 1
+    assert misses_in(fast)[0].fallbacks == 1
+
+
+class DecidesByData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tries = 0
+
+    def forward(self, x, flag=False):
+        return x * 2 if flag and x.sum() > 0 else x
+
+
+def test_what_cannot_be_captured_is_tried_once(monkeypatch):
+    fast = captured(DecidesByData(), X)
+    from fxopt.tracing import recapture
+
+    tried: list[int] = []
+    original = recapture.further_variant
+    monkeypatch.setattr(recapture, "further_variant", lambda *given: tried.append(1) or original(*given))
+    for sign in (1, -1, 1, -1):
+        x = torch.full((2, 2), float(sign))
+        assert torch.equal(fast(x, True), x * 2 if sign > 0 else x)
+    attempts = len(tried)
+    assert attempts > 0
+    fast(X, True)
+    assert len(tried) == attempts
+    (miss,) = misses_in(fast)
+    assert (miss.calls, miss.captured) == (5, 0)
+    assert "it decides by the data in a tensor" in miss.failure
+
+
+class Wrong(nn.Module):
+    """Reads a global: the graph of the second case is wrong as soon as it is checked."""
+
+    def forward(self, x, flag=False):
+        if flag:
+            return x * len(CALLS.append(1) or CALLS)
+        return x
+
+
+CALLS: list[int] = []
+
+
+def test_a_graph_that_differs_from_the_answer_is_not_installed():
+    fast = captured(Wrong(), X)
+    assert torch.equal(fast(X, True), X)
+    assert graphs(fast) == 1
+    assert "gave another result than its forward" in misses_in(fast)[0].failure
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, flag=False):
+        return torch.relu(self.linear(x)) if flag else self.linear(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+
+    def forward(self, x, flag=False):
+        for block in self.blocks:
+            x = block(x, flag) + 1
+        return x
+
+
+def test_children_that_miss_inside_a_miss_are_captured_too():
+    plain = Outer()
+    fast = captured(plain, X)
+    for _ in range(2):
+        assert_as_eager(fast, plain, X, True)
+    assert [graphs(module) for module in (fast, *fast.blocks)] == [2, 2, 2, 2]
+    assert [miss.module for miss in misses_in(fast)] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert all(miss.calls == 1 for miss in misses_in(fast))
+
+
+def test_a_sequential_that_grew():
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    fast = captured(plain, X)
+    for model in (plain, fast):
+        model.append(nn.ReLU())
+    for _ in range(2):
+        assert_as_eager(fast, plain, X)
+    assert graphs(fast) == 2
+
+
+def test_setting_an_attribute_drops_the_graph_and_the_next_call_makes_another(pair):
+    fast, plain = pair
+    for scale in (5.0, 7.0):
+        plain.scale = fast.scale = scale
+        assert graphs(fast) == 0
+        for _ in range(2):
+            assert_as_eager(fast, plain, X)
+        assert graphs(fast) == 1
+    (miss,) = misses_in(fast)
+    assert (miss.guard, miss.calls, miss.captured) == ("attribute 'scale' was set after capture", 2, 2)
+
+
+def test_an_attribute_set_before_each_call_stops_making_graphs():
+    plain = Branches()
+    fast = captured(plain, X)
+    for scale in range(20):
+        plain.scale = fast.scale = float(scale)
+        assert_as_eager(fast, plain, X)
+    assert sum(miss.captured for miss in misses_in(fast)) == 8
+
+
+def test_copies_and_pickles_keep_their_graphs_and_go_on(pair):
+    fast, plain = pair
+    fast(X, True), plain(X, True)
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        reference = copy.deepcopy(plain)
+        for _ in range(2):
+            assert_as_eager(other, reference, X, True)
+            assert_as_eager(other, reference, torch.randn(12, 6))
+        assert graphs(other) == 3
+    assert graphs(fast) == 2
+
+
+def test_threads_get_the_eager_answer_and_make_one_graph():
+    plain = Outer().eval()
+    fast = captured(plain, X)
+    inputs = [torch.randn(5, 6) for _ in range(8)]
+    expected = [plain(x, True) for x in inputs]
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            with torch.no_grad():
+                if not torch.equal(fast(inputs[number], True), expected[number]):
+                    failures.append("differs")
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [graphs(module) for module in (fast, *fast.blocks)] == [2, 2, 2, 2]
+
+
+def test_another_thread_runs_undisturbed_while_one_traces():
+    """The first thread stops in the middle of a trace, where torch.nn.Module is patched."""
+    tracing, done = threading.Event(), threading.Event()
+
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.traces = 0
+
+        def forward(self, x, flag=False):
+            y = self.linear(x)
+            if flag and not isinstance(y, torch.Tensor | float):
+                raise AssertionError
+            if flag and type(y) is not torch.Tensor:
+                tracing.set()
+                done.wait(10)
+            return y * 2 if flag else y
+
+    plain, other = Stops(), Inner()
+    fast = captured(plain, X)
+    expected = other(X, True), plain(X, True)
+    thread = threading.Thread(target=lambda: fast(X, True))
+    thread.start()
+    assert tracing.wait(10)
+    answers = other(X, True), fast(X, True)
+    done.set()
+    thread.join()
+    assert all(map(torch.equal, answers, expected))
+    assert graphs(fast) == 2
+
+
+def test_nothing_is_captured_under_transforms_or_inside_of_compile():
+    fast = captured(Inner().eval(), X)
+    batched = torch.func.vmap(lambda row: fast(row, True))(X)
+    assert torch.allclose(batched, torch.relu(fast.linear(X)), atol=1e-6)
+    assert graphs(fast) == 1
+    assert torch.export.export(fast, (X, True)).module()(X, True).shape == X.shape
+    assert graphs(fast) == 1
+
+
+def test_the_generated_forward_checks_no_more_than_before():
+    import inspect
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    text = inspect.getsource(type(captured(Plain(), X)).forward)
+    assert [line.strip() for line in text.splitlines()][:2] == ["def forward(self, x):", "if not ((x is not None)):"]
+
+
+def test_reports_name_module_guard_and_counts():
+    fast = fxopt.optimize(Outer().eval(), "eliminate_dead_code", example_inputs=(X,))
+    fast(X, True)
+    fast.blocks[1](X, flag=3)
+    report = fxopt.report(fast)
+    assert "missed       blocks.1: " in str(report)
+    missed = report.to_json()["missed"]
+    assert [(m["module"], m["calls"], m["captured"], m["fallbacks"]) for m in missed][:2] == [
+        ("", 1, 1, 0),
+        ("blocks.0", 1, 1, 0),
+    ]
+    assert "flag is False" in missed[0]["guard"]
+
+
+def test_coverage_tells_of_misses():
+    program = fxopt.capture(Outer(), (X,))
+    program.model(X, True)
+    assert "missed: (root): flag is False" in str(program.coverage())
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------------
+
+
+class CellLoop(nn.Module):
+    """A Python loop over time: how often it goes round is decided by the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        state = x.new_zeros(x.size(0), 4)
+        for step in range(x.size(1)):
+            state = self.cell(x[:, step], state)
+        return self.out(state)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(3, 4, batch_first=True, num_layers=2)
+
+    def forward(self, x):
+        output, _ = self.layer(x)
+        return output[:, -1] * x.size(1)
+
+
+class Packed(nn.Module):
+    """Sequences of unequal length, padded; their lengths are an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(3, 4, batch_first=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        output, (hidden, _) = self.layer(packed)
+        unpacked, _ = pad_packed_sequence(output, batch_first=True)
+        return self.out(hidden[-1]) + unpacked.sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loop_over_time_is_right_at_every_length(training):
+    plain = CellLoop().train(training)
+    fast = captured(plain, torch.randn(2, 5, 3))
+    for length in (5, 3, 9, 1, 3, 9, 12, 2, 4, 6, 7, 8, 10, 5):
+        for batch in (2, 4):
+            assert_as_eager(fast, plain, torch.randn(batch, length, 3))
+    assert graphs(fast) == 8
+    assert sum(miss.fallbacks for miss in misses_in(fast)) > 0
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("training", [True, False])
+def test_recurrent_layers_have_one_graph_for_all_lengths(kind, training):
+    plain = Recurrent(kind).train(training)
+    fast = captured(plain, torch.randn(2, 5, 3))
+    for length in (5, 3, 9, 1, 12):
+        assert_as_eager(fast, plain, torch.randn(3, length, 3))
+    assert graphs(fast) == 1
+    assert misses_in(fast) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_sequences_inside_a_forward(training):
+    plain = Packed().train(training)
+    fast = captured(plain, torch.randn(2, 5, 3), torch.tensor([5, 2]))
+    for lengths in ([5, 2], [3, 3], [1, 4, 2], [7], [2, 9]):
+        assert_as_eager(fast, plain, torch.randn(len(lengths), max(lengths), 3), torch.tensor(lengths))
+
+
+def test_lengths_as_a_list_of_integers():
+    plain = Packed()
+    fast = captured(plain, torch.randn(2, 5, 3), [5, 2])
+    for lengths in ([5, 2], [3, 3], [1, 4, 2], [7], [2, 9], [4, 4]):
+        assert_as_eager(fast, plain, torch.randn(len(lengths), max(lengths), 3), lengths)

@@ -1,0 +1,108 @@
+"""What a module in the user's hands did where no graph fitted a call, and what it may still do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .capture import capture_of
+from .names import ModelNames, all_modules
+
+__all__ = ["Fallback", "Miss", "fallback_of", "hold", "misses_in", "release"]
+
+_KEY = "_fxopt_fallback"
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The calls that one guard turned away from a module's graphs.
+
+    Attributes:
+        module: its qualified name.
+        guard: the conditions that did not hold.
+        calls: how many; each ran the module's own forward.
+        captured: how many of them gave the module a further graph.
+        failure: why the module could not be captured for such a call; empty where it was, or was not tried.
+    """
+
+    module: str
+    guard: str
+    calls: int
+    captured: int
+    failure: str
+
+    @property
+    def fallbacks(self) -> int:
+        """Return how many of the calls ran the module's own forward and left no graph behind."""
+        return self.calls - self.captured
+
+    def __str__(self) -> str:
+        what = [f"{self.captured} captured again"] if self.captured else []
+        what += [f"{self.fallbacks} ran its own forward"] if self.fallbacks else []
+        why = f" ({self.failure})" if self.failure else ""
+        return f"{self.guard}: {', '.join(what)}{why}"
+
+
+@dataclass(slots=True)
+class Fallback:
+    """Count what happened to one module since the model was handed over.
+
+    Attributes:
+        name: the module's qualified name.
+        graphs: how many graphs it may have; a call that none fits makes one more up to there.
+        misses: guards that failed -> number of calls.
+        captured: guards that failed -> number of graphs made for such calls.
+        failures: guards that failed -> why capturing such a call failed; it is not tried again.
+    """
+
+    name: str
+    graphs: int
+    misses: Counter[str] = field(default_factory=Counter[str])
+    captured: Counter[str] = field(default_factory=Counter[str])
+    failures: dict[str, str] = field(default_factory=dict[str, str])
+
+    def may_capture(self, reason: str, present: int) -> bool:
+        """Say whether a call that failed for `reason` may make a graph, the module having `present` of them.
+
+        Graphs that were dropped again count: an attribute that is set before each call would make one each time.
+        """
+        return reason not in self.failures and max(present, self.captured.total()) < self.graphs
+
+    def report(self) -> Iterator[Miss]:
+        """Yield what happened, by guard."""
+        for guard, calls in self.misses.items():
+            yield Miss(self.name, guard, calls, self.captured[guard], self.failures.get(guard, ""))
+
+
+def fallback_of(module: nn.Module) -> Fallback | None:
+    """Return what happened to a module since its model was handed over; None before, and for what has no graph."""
+    return module.__dict__.get(_KEY)
+
+
+def release(model: nn.Module, graphs: int) -> None:
+    """Hand a model over to its user: from now on its modules capture what they have no graph for.
+
+    Args:
+        model: captured, and rewritten as far as it will be.
+        graphs: how many graphs a module may have.
+    """
+    names = ModelNames(model)
+    for module in all_modules(model):
+        if capture_of(module) is not None:
+            module.__dict__[_KEY] = Fallback(names.name(module), graphs)
+
+
+def hold(model: nn.Module) -> None:
+    """Take a model back from its user, to work on it: its modules capture nothing by themselves any more."""
+    for module in all_modules(model):
+        module.__dict__.pop(_KEY, None)
+
+
+def misses_in(model: nn.Module) -> list[Miss]:
+    """Return what happened in all of a model's modules, in their order."""
+    found: list[Any] = [fallback_of(module) for module in all_modules(model)]
+    return [miss for fallback in found if fallback is not None for miss in fallback.report()]

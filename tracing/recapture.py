@@ -1,0 +1,221 @@
+"""Calls that no graph fits, once a model is in its user's hands: run the module's own forward, and capture it again."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import is_plainly_eager, own_children, process_count
+from ..errors import GuardError
+from .capture import Capture, Variant, capture_of, required_capture
+from .captured import install, own, recompile
+from .capturing import further_variant
+from .exclusive import are_fixed, turn
+from .fallback import Fallback, fallback_of
+from .leaves import runs_as_sequential
+from .live_call import LiveCall
+from .names import ModelNames
+from .record import Call, Computed
+from .selection import call_names, explain_miss
+from .sequential import SequentialCaptures
+from .session import Untraceable
+from .structure import map_leaves
+
+__all__ = ["answer", "refuse"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_COPYABLE = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    enum.Enum,
+)  # fmt: skip
+"""What an argument may hold besides tensors: an object that the forward changes could not be put back."""
+
+
+def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+    """Return what a call gives that none of the module's graphs fits: always what its own forward gives.
+
+    Args:
+        module: runs from graphs.
+        args, kwargs: of the call.
+        reason: what did not hold; by default the guards are asked.
+
+    Raises:
+        GuardError: if there are other processes, which would not do the same.
+    """
+    capture, fallback = required_capture(module), fallback_of(module)
+    forward: Any = cast("Any", module)._fxopt_own
+    if fallback is None:
+        capture.misses[reason or explain_miss(module, args, kwargs)] += 1
+        return forward(*args, **kwargs)
+    reason = reason or explain_miss(module, args, kwargs)
+    fallback.misses[reason] += 1
+    if process_count() > 1:
+        raise GuardError(
+            f"{_which(module)} is called as it was not captured: {reason}; the model runs on {process_count()} "
+            "processes, which must all do the same. Give fxopt.optimize example_inputs that cover this call too"
+        )
+    wanted = fallback.may_capture(reason, len(capture.variants)) and not are_fixed() and is_plainly_eager()
+    if not wanted or not turn.acquire(blocking=False):
+        return forward(*args, **kwargs)
+    try:
+        return _Again(module, fallback, reason).call(args, kwargs)
+    finally:
+        turn.release()
+
+
+def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
+    """Count a call that none of the module's graphs fits, where its own forward would be wrong.
+
+    Raises:
+        GuardError: always.
+    """
+    fallback = fallback_of(module)
+    reason = reason or explain_miss(module, args, kwargs)
+    if fallback is not None:
+        fallback.misses[reason] += 1
+    raise GuardError(
+        f"{_which(module)} is called as it was not captured: {reason}; its own forward would not do, for "
+        f"{required_capture(module).lost}. Give fxopt.optimize example_inputs that cover this call too"
+    )
+
+
+def _which(module: nn.Module) -> str:
+    fallback = fallback_of(module)
+    kind = type(module).__name__
+    return f"this {kind}" if fallback is None else f"module {fallback.name or '(root)'!r} ({kind})"
+
+
+class _Again:
+    """Capture a module for a call that it has no graph for."""
+
+    def __init__(self, module: nn.Module, fallback: Fallback, reason: str) -> None:
+        self.module, self.fallback, self.reason = module, fallback, reason
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the module's own forward gives; the next such call runs a graph, if one can be had."""
+        forward = cast("Any", self.module)._fxopt_own
+        obstacle = _obstacle((args, kwargs))
+        if obstacle:
+            self.fallback.failures[self.reason] = obstacle
+            return forward(*args, **kwargs)
+        live = LiveCall(self.module, args, kwargs)
+        output = live.run(forward, args, kwargs)
+        try:
+            with live.again():
+                self._capture(live)
+        except Untraceable as error:
+            self.fallback.failures[self.reason] = (
+                f"{error.reason} ({error.location})" if error.location else error.reason
+            )
+        except Exception as error:
+            self.fallback.failures[self.reason] = f"tracing it raised {type(error).__name__}: {error}"
+        return output
+
+    def _capture(self, live: LiveCall) -> None:
+        """Install a graph for the call, once it gave what the forward gave.
+
+        Raises:
+            Untraceable: if there is none that would run for this call and give the same.
+            Exception: whatever the forward raises when it is run on proxies.
+        """
+        capture = required_capture(self.module)
+        stand_in = _stand_in(self.module, capture)
+        variant = _variant(stand_in, capture, live)
+        names = call_names(stand_in, capture, *live.call.plain_arguments)
+        if not all(guard.holds(names) for guard in variant.guards):
+            raise Untraceable("its graph would not hold for the same call")
+        conditions = _conditions(variant)
+        if any(_conditions(known) == conditions for known in capture.variants):
+            raise Untraceable("the case shows in the middle of the forward only")
+        install(stand_in, Capture(capture.base, [variant], capture.signature))
+        if not live.gives_the_same(cast("Any", stand_in).forward):
+            raise Untraceable("its graph gave another result than its forward")
+        if _holds_still(self.module, stand_in, variant):
+            self._install(variant)
+
+    def _install(self, variant: Variant) -> None:
+        capture = own(self.module)
+        capture.variants = [*capture.variants, variant]
+        recompile(self.module)
+        self.fallback.captured[self.reason] += 1
+
+
+def _conditions(variant: Variant) -> frozenset[str]:
+    return frozenset(guard.expression for guard in variant.guards)
+
+
+def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> Variant:
+    if runs_as_sequential(stand_in):
+        return SequentialCaptures().capture(stand_in, live.call).variants[0]
+    call, names = live.call, ModelNames(stand_in)
+    plain = call.args, call.kwargs
+    _mark_values(call, capture)
+    try:
+        return further_variant(names, capture.parameters, call, live.changed)
+    except Exception:
+        # A forward may do with plain integers what no graph can say of values.
+        call.args, call.kwargs = plain
+        return further_variant(names, capture.parameters, call, live.changed)
+
+
+def _stand_in(module: nn.Module, capture: Capture) -> nn.Module:
+    """Return a module with the same attributes, tensors and children, which other threads do not know of."""
+    new = nn.Module.__new__(capture.base)
+    kept = {name: value for name, value in module.__dict__.items() if name not in _OURS}
+    new.__dict__.update(kept, _modules=dict(own_children(module)))
+    return new
+
+
+_OURS = ("_fxopt_capture", "_fxopt_fallback")
+
+
+def _holds_still(module: nn.Module, stand_in: nn.Module, variant: Variant) -> bool:
+    """Say whether what the graph took from the module's attributes is still there: other threads may set them."""
+    now, before = module.__dict__, stand_in.__dict__
+    return all(now.get(name) is before.get(name) for name in variant.reads) and capture_of(module) is not None
+
+
+def _obstacle(arguments: _Arguments) -> str:
+    """Return why a call's arguments cannot be copied, or nothing."""
+    unknown: list[str] = []
+
+    def note(leaf: Any) -> Any:
+        plain = type(leaf) in (Tensor, nn.Parameter) if isinstance(leaf, Tensor) else isinstance(leaf, _COPYABLE)
+        if not plain:
+            unknown.append(type(leaf).__name__)
+        return leaf
+
+    map_leaves(note, arguments)
+    return f"an argument is a {unknown[0]}" if unknown else ""
+
+
+def _mark_values(call: Call, capture: Capture) -> None:
+    """Wrap the integers among the arguments that are not to be part of the graph.
+
+    These are those that another graph takes as values, and those that are not what another graph has them for: once an
+    integer has changed, it may change again.
+    """
+    known = {expression for variant in capture.variants for expression in variant.arguments.values()}
+    bound = {guard.expression for variant in capture.variants for guard in variant.guards}
+    names = [p.name for p in capture.parameters.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def marked(value: Any, expression: str) -> Any:
+        if type(value) in (int, torch.Size):
+            changed = any(f"type({expression}) is int" in condition for condition in bound)
+            return Computed(value) if changed or expression in known else value
+        if type(value) in (tuple, list):
+            items = [
+                marked(item, f"{expression}[{index!r}]") for index, item in enumerate(cast("Sequence[Any]", value))
+            ]
+            return tuple(items) if type(value) is tuple else items
+        if type(value) is dict:
+            pairs = cast("Mapping[Any, Any]", value).items()
+            return {key: marked(item, f"{expression}[{key!r}]") for key, item in pairs}
+        return value
+
+    call.args = tuple(marked(v, names[i] if i < len(names) else "") for i, v in enumerate(call.args))
+    call.kwargs = {name: marked(value, name) for name, value in call.kwargs.items()}
