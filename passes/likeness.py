@@ -16,7 +16,7 @@ __all__ = ["Likeness", "Unlike"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
-_BOOKKEEPING = frozenset(("_fxopt_capture",))
+_BOOKKEEPING = frozenset(("_fxopt_capture", "_fxopt_fallback"))
 """The graphs a module runs from: equal ones give the same class."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -131,9 +132,21 @@ def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -
 def unmet_guards(module: nn.Module, variant: Variant, given: Mapping[str, Any]) -> list[Guard]:
     """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
-    return [g for g in variant.guards if _asks_for_mode(g.expression) or not g.holds(names)]
+    return [g for g in variant.guards if _may_change(g.expression, module) or not g.holds(names)]
+
+
+def _may_change(expression: str, module: nn.Module) -> bool:
+    """Say whether a condition may change from call to call although arguments and module stay the same."""
+    return _asks_for_mode(expression) or _looks_inside(expression, module)
+
+
+def _looks_inside(expression: str, module: nn.Module) -> bool:
+    """Say whether a condition is on what a plain attribute holds: that may change unnoticed."""
+    name = re.match(r"self\.(\w+)", expression)
+    value = vars(module).get(name[1]) if name is not None else None
+    return value is not None and not isinstance(value, torch.Tensor)
 
 
 def _asks_for_mode(expression: str) -> bool:
-    """Say whether a condition may change from call to call although arguments and module stay the same."""
+    """Say whether a condition is on a mode."""
     return "torch.is_" in expression or ".training" in expression

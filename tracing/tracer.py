@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
 
 import torch
@@ -25,6 +25,8 @@ from .locate import source_of
 from .lowering import Lowering
 from .meta import meta_of
 from .names import ModelNames
+from .nested import NestedReads
+from .observe import Seen
 from .preserve import AttributeState, change_count
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
@@ -94,9 +96,10 @@ class ModuleTracer:
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
+        nested = NestedReads(self.module)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with self._ambient(), self.session.observers.observed(self.module) as seen, self.session.tracing(self):
+            with self._observed(nested) as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
@@ -107,7 +110,7 @@ class ModuleTracer:
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
         lengths = container_lengths(self.module, self.graph, seen.names)
-        guards = (*arguments.guards, *lengths, *self.decisions.guards.values())
+        guards = (*arguments.guards, *lengths, *nested.guards(seen.plain), *self.decisions.guards.values())
         return Variant(guards, self.graph, self.expressions, frozenset(seen.plain))
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
@@ -122,6 +125,11 @@ class ModuleTracer:
         """Note that the module cannot be captured, and let the forward run on."""
         self.failure = Untraceable(reason, source_of() if location is None else location)
         return self.failure
+
+    @contextmanager
+    def _observed(self, nested: NestedReads) -> Generator[Seen]:
+        with self._ambient(), self.session.observers.observed(self.module) as seen, nested.noted():
+            yield seen
 
     def _ambient(self) -> AbstractContextManager[None]:
         """Return the autocast that the call was recorded under."""

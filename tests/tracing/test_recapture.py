@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -249,6 +250,81 @@ def test_an_attribute_set_before_each_call_stops_making_graphs():
         plain.scale = fast.scale = float(scale)
         assert_as_eager(fast, plain, X)
     assert sum(miss.captured for miss in misses_in(fast)) == 8
+
+
+class Config:
+    """What many models keep their settings in."""
+
+    def __init__(self):
+        self.scale, self.act, self.inner = 2.0, "relu", types.SimpleNamespace(shift=1)
+        self.steps = [1, 2]
+
+    @property
+    def doubled(self):
+        return self.scale * 2
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.sizes, self.linear = Config(), [2, 3], nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x) * self.config.doubled + self.config.inner.shift
+        y = torch.relu(y) if self.config.act == "relu" else y
+        return y * self.sizes[0] + len(self.config.steps)
+
+
+def change_scale(model: nn.Module) -> None:
+    model.config.scale = 5.0
+
+
+def change_act(model: nn.Module) -> None:
+    model.config.act = "none"
+
+
+def change_inner(model: nn.Module) -> None:
+    model.config.inner.shift = 7
+
+
+def change_inner_whole(model: nn.Module) -> None:
+    model.config.inner = types.SimpleNamespace(shift=8)
+
+
+def change_steps(model: nn.Module) -> None:
+    model.config.steps.append(3)
+
+
+def change_sizes(model: nn.Module) -> None:
+    model.sizes[0] = 9
+
+
+def change_config(model: nn.Module) -> None:
+    model.config = Config()
+    model.config.act = "none"
+
+
+@pytest.mark.parametrize(
+    "change", [change_scale, change_act, change_inner, change_inner_whole, change_steps, change_sizes, change_config]
+)
+def test_what_a_configuration_holds_may_change(change):
+    plain = Configured()
+    fast = captured(plain, X)
+    for model in (plain, fast):
+        change(model)
+    for _ in range(2):
+        assert_as_eager(fast, plain, X)
+    assert len(misses_in(fast)) == 1
+    assert misses_in(fast)[0].captured == 1
+    assert type(fast.config) is Config
+
+
+def test_a_configuration_is_left_as_it_is():
+    model = Configured()
+    fast = captured(model, X)
+    assert type(model.config) is Config
+    assert vars(fast.config).keys() == vars(model.config).keys()
+    assert "self.config.scale == 2.0" in [g.expression for g in capture_of(fast).variants[0].guards]
 
 
 def test_copies_and_pickles_keep_their_graphs_and_go_on(pair):
