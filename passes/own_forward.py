@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 
 from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
+from ..tracing.regions import ContextRegion, Region
 from .base import Numerics
-from .regions import Region
 
 if TYPE_CHECKING:
     from .manager import Landed
@@ -33,14 +34,21 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
         record: of the model.
     """
     for rewrite in landed:
-        module = model.get_submodule(rewrite.site.home)
+        module, home = model.get_submodule(rewrite.site.home), _around(model, rewrite.site.home)
         capture = capture_of(module)
-        if capture is None or capture.lost:
+        if capture is None or required_capture(home).lost:
             continue
         reason = next(_reasons(rewrite, module, capture, record), "")
         if reason:
-            own(module).lost = reason
-            recompile(module)
+            own(home).lost = reason
+            recompile(home)
+
+
+def _around(model: nn.Module, name: str) -> nn.Module:
+    """Return a module, or where it is what runs under a context, the module whose forward opens that context."""
+    while isinstance(model.get_submodule(name), ContextRegion):
+        name = name.rpartition(".")[0]
+    return model.get_submodule(name)
 
 
 def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Record) -> Iterator[str]:
@@ -49,14 +57,16 @@ def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Recor
         yield f"pass '{name}' made it compute something else"
     modules = modules_by_name(record.skeleton, every_name=True)
     known = {*record.skeleton.state_dict(), *record.state_map.targets}
+    borrowed = module.origins if isinstance(module, Region) else {}
     for node in (node for variant in capture.variants for node in variant.graph.nodes):
         target = str(node.target)
-        if node.op == "call_module" and _qualified(home, target) not in modules:
-            if isinstance(module.get_submodule(target), Region):
-                yield f"it would leave out the region '{target}'"
-            names = _lasting_inside(module.get_submodule(target), target)
-        else:
-            names = _read(node, module)
+        added = node.op == "call_module" and _qualified(home, target) not in modules and target not in borrowed
+        called = module.get_submodule(target) if added else None
+        if isinstance(called, ContextRegion):
+            continue
+        if isinstance(called, Region):
+            yield f"it would leave out the region '{target}'"
+        names = _read(node, module) if called is None else _lasting_inside(called, target)
         new = next((n for n in names if _qualified(home, n) not in known), None)
         if new is not None:
             yield f"it does not know '{new}', which pass '{name}' added"

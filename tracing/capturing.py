@@ -91,7 +91,11 @@ def further_variant(names: ModelNames, signature: Signature, call: Call, changed
         Exception: whatever the forward raises when it is run on proxies.
     """
     with tracing_session() as session:
-        return next(_Capturer(names, Recording(changed=changed), session).variants("", signature, call))
+        variant = next(_Capturer(names, Recording(changed=changed), session).variants("", signature, call))
+        (variant,), regions = with_regions(names.modules[""], [variant])
+    if regions:
+        raise Untraceable("a part of it runs under a context, and only optimize makes regions of such parts")
+    return variant
 
 
 class _Capturer:
