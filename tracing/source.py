@@ -136,6 +136,8 @@ class _Body:
         self._names = names
         self._containers = self._hoisted()
         self._last_uses = _last_uses(self._nodes)
+        # A child may be called `self`; the forward needs that name to the end.
+        self._renamed = {node: names.fresh("self") for node in self._nodes if node.name == "self"}
 
     def lines(self) -> list[str]:
         lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
@@ -144,7 +146,7 @@ class _Body:
             if line is None:
                 continue
             dead = self._last_uses.get(node)
-            lines.append(f"{line};  {' = '.join(dead)} = None" if dead else line)
+            lines.append(f"{line};  {' = '.join(map(self._local, dead))} = None" if dead else line)
         return lines
 
     def _hoisted(self) -> dict[str, str]:
@@ -165,9 +167,12 @@ class _Body:
         change = in_place_format(node.target) if node.op == "call_function" and not node.kwargs else None
         if change is not None and isinstance(node.args[0], fx.Node):
             statement = change.format(*(self._format(argument) for argument in node.args))
-            return f"{statement};  {node.name} = {node.args[0].name}" if node.users else statement
+            return f"{statement};  {self._local(node)} = {self._local(node.args[0])}" if node.users else statement
         expression = self._expression(node)
-        return f"{node.name} = {expression}" if node.users else expression
+        return f"{self._local(node)} = {expression}" if node.users else expression
+
+    def _local(self, node: fx.Node) -> str:
+        return self._renamed.get(node, node.name)
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -203,7 +208,7 @@ class _Body:
 
     def _format(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return value.name
+            return self._local(value)
         if type(value) in _ATOMS:
             return repr(value)
         if isinstance(value, (float, complex)) and type(value) in (float, complex) and cmath.isfinite(value):
@@ -229,14 +234,14 @@ class _Body:
         return self._names.name(value)
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[str]]:
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Return, for each node, the values that nothing needs after it; arguments are kept, for a miss may need them."""
-    last: dict[fx.Node, list[str]] = {}
+    last: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(nodes):
         for used in node.all_input_nodes:
             if used not in seen and used.op != "placeholder" and node.op != "output":
-                last.setdefault(node, []).append(used.name)
+                last.setdefault(node, []).append(used)
             seen.add(used)
     return last
 

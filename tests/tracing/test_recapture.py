@@ -399,6 +399,32 @@ def test_another_thread_runs_undisturbed_while_one_traces():
     assert graphs(fast) == 2
 
 
+class Namesake(nn.Module):
+    """Calls a child that is called `self`, as BERT's attention does, and decides by its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("self", Pairs())
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, more=False):
+        first, *rest = self.self(x, more)
+        return self.linear(first) + len(rest) + self.training
+
+
+class Pairs(nn.Module):
+    def forward(self, x, more=False):
+        return (x, x, x) if more else (x, x)
+
+
+def test_a_child_called_self_does_not_hide_its_parent():
+    plain = Namesake()
+    fast = captured(plain, X)
+    getattr(plain, "self").forward = getattr(fast, "self").forward = lambda x, _: (x * 2, x, x)  # noqa: B009
+    for _ in range(2):
+        assert_as_eager(fast, plain, X)
+
+
 def test_nothing_is_captured_under_transforms_or_inside_of_compile():
     fast = captured(Inner().eval(), X)
     batched = torch.func.vmap(lambda row: fast(row, True))(X)
