@@ -15,6 +15,7 @@ from torch import fx, nn
 from ..errors import ArchiveError, CaptureError, GuardError
 from ..layers.ensemble import VectorizedMembers
 from ..tracing.capture import Capture, Variant, capture_of
+from ..tracing.functions import FunctionCall
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.leaves import is_leaf
@@ -304,6 +305,8 @@ def _asks_for_arguments(tree: Tree) -> bool:
 
 
 def _described(function: Any) -> str:
+    if isinstance(function, FunctionCall):
+        return f"the custom autograd function {function.function.__name__}"
     home = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None) or str(function)
     return f"{home}.{name}" if home else name

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from ..compat import has_hooks
 from ..errors import CaptureError
 from ..tracing.captured import Capture, Variant
+from ..tracing.dynamic import user_class
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.regions import ContextRegion
@@ -38,6 +39,8 @@ def obstacle_to_opening(module: nn.Module) -> str | None:
     for submodule in module.modules():
         if isinstance(submodule, ContextRegion):
             return f"it opens {submodule.context}"
+        if user_class(type(submodule)).__call__ is not nn.Module.__call__ and not isinstance(submodule, fx.GraphModule):
+            return "it has a __call__ of its own"
         if has_hooks(submodule):
             return "it has hooks"
         if parametrize.is_parametrized(submodule):

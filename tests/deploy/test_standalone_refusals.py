@@ -92,7 +92,7 @@ def hooked() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data decides": (DataDependent, r"module 'inner' \(test_standalone_refusals.py:\d+\): .*by the data in a tensor"),
-    "autograd function": (Custom, r"module 'inner' .*a custom autograd function is called"),
+    "autograd function": (Custom, r"module 'inner' .*the custom autograd function Doubled"),
     "dispatched operator": (Operator, r"module 'inner' \(test_standalone_refusals.py:\d+\): it uses .*aten"),
     "private function": (Private, r"module 'inner' \(.*py:\d+\): it uses .*_softmax, which archives do not"),
     "method": (Method, r"module 'inner' \(.*py:\d+\): it calls .data_ptr, which archives do not"),

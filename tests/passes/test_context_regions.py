@@ -124,6 +124,30 @@ def test_members_that_open_a_context_are_not_fused() -> None:
     assert any("it opens autocast(" in reason for reason in refusals(fast))
 
 
+def test_members_with_a_call_of_their_own_are_not_fused() -> None:
+    class Counted(nn.Module):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def __call__(self, x: Tensor) -> Tensor:
+            Counted.calls += 1
+            return super().__call__(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model = Members()
+    model.members = nn.ModuleList(Counted() for _ in range(4))
+    fast = fxopt.optimize(model, passes="fuse_ensembles{lowering=bmm}", example_inputs=X, measure=False)
+    assert any("it has a __call__ of its own" in reason for reason in refusals(fast))
+    Counted.calls = 0
+    assert_equal(fast, model)
+    assert Counted.calls == 8
+
+
 def test_constants_under_autocast_are_not_folded() -> None:
     model = Constants()
     fast = fxopt.optimize(model, passes=["fold_constants"], example_inputs=X, measure=False)
