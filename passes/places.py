@@ -55,6 +55,19 @@ class Place:
             removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
         }
 
+    @property
+    def first_input(self) -> str:
+        """Return the first input of the home that the first linear layer depends on; "" where there is none."""
+        first = next((pack.members[0] for pack in self.ensemble.packs if pack.operator == "linear"), None)
+        pending = [] if first is None else [first]
+        seen = set(pending)
+        while pending:
+            fresh = {source for source in pending.pop().inputs if source not in seen}
+            seen |= fresh
+            pending += fresh
+        inputs = (o for o in self.expansion.operations if o.kind == "placeholder" and o in seen)
+        return next((operation.name for operation in inputs), "")
+
     def opened(self, home: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
         covered = self.covered

@@ -99,7 +99,8 @@ class FuseEnsembles(Pass):
                     if path not in closed:
                         closed[path] = reason
                         yield Refusal(reason, _qualified(home, path))
-                for ensemble in find_ensembles(program, home, case.variant):
+                # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
+                for ensemble in sorted(find_ensembles(program, home, case.variant), key=_extent, reverse=True):
                     positions = frozenset(ensemble.parameters)
                     names = (name for operand in positions for name in operand.names)
                     if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
@@ -128,7 +129,7 @@ class FuseEnsembles(Pass):
             program, home, dict(members), case.variant,
             choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
-            rows_of=_input_of(places[0]), switchable=SWITCHABLE,
+            rows_of=places[0].first_input, switchable=SWITCHABLE,
         )  # fmt: skip
 
     def _choices(self, ensemble: Ensemble) -> tuple[str, ...]:
@@ -237,17 +238,8 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     return None, None
 
 
-def _input_of(place: Place) -> str:
-    """Return the first input of the home that the first linear layer depends on; "" where there is none."""
-    first = next((pack.members[0] for pack in place.ensemble.packs if pack.operator == "linear"), None)
-    pending = [] if first is None else [first]
-    seen = set(pending)
-    while pending:
-        fresh = {source for source in pending.pop().inputs if source not in seen}
-        seen |= fresh
-        pending += fresh
-    inputs = (o for o in place.expansion.operations if o.kind == "placeholder" and o in seen)
-    return next((operation.name for operation in inputs), "")
+def _extent(ensemble: Ensemble) -> int:
+    return sum(pack.size for pack in ensemble.packs)
 
 
 def _doubt(ensemble: Ensemble, program: Program, home: str) -> str | None:
