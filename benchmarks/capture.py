@@ -110,6 +110,7 @@ def warm_up() -> None:
     model, inputs = torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.randn(2, 2),)
     torch.fx.symbolic_trace(model)
     fxopt.optimize(model, "inference", example_inputs=inputs)
+    named_subjects()[-1].make()
 
 
 def _wanted(subject: Subject, arguments: argparse.Namespace) -> bool:

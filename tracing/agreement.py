@@ -13,6 +13,7 @@ from .capture import Capture
 from .captured import install, uninstall
 from .inputs import Inputs
 from .leaves import is_leaf
+from .objects import objects_in, tensors_within
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, copy_inputs
 from .structure import copied, tensors_in
@@ -132,11 +133,15 @@ def _run(model: nn.Module, inputs: Inputs, grad: bool) -> Any:
 
 
 def same_outputs(given: Any, expected: Any) -> bool:
-    """Tell whether two outputs hold the same tensors up to the last bits, in the same structure."""
+    """Tell whether two outputs hold the same tensors up to the last bits, in the same structure, in caches too."""
     if type(given) is not type(expected):
         return False
-    a, b = list(tensors_in(given)), list(tensors_in(expected))
+    a, b = _tensors(given), _tensors(expected)
     return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [*tensors_in(value), *(tensor for held in objects_in(value) for tensor in tensors_within(held))]
 
 
 def _same(given: Tensor, expected: Tensor) -> bool:

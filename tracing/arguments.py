@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .guards import GUARD_NAMES, Guard
 from .record import Computed
@@ -21,13 +23,14 @@ __all__ = ["Arguments"]
 
 _LITERALS = (int, float, str, bytes)
 _CONTAINERS: tuple[Any, ...] = (tuple, list, dict, torch.Size)
+_CODE = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _BOUND = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Arguments:
     """Walk the arguments of a call: each tensor, and each size that the caller computed, becomes a placeholder.
 
-    The rest is bound and guarded.
+    Objects (caches, say) are placeholders, too, whose class is guarded. The rest is bound and guarded.
 
     Args:
         signature: of the forward.
@@ -99,8 +102,9 @@ class Arguments:
             return self._traced(expression, name, value.value)
         if isinstance(value, (tuple, list, dict)):
             return self._container(expression, name, value)
-        self._constant(expression, value)
-        return value
+        if self._constant(expression, value):
+            return value
+        return self._object(expression, name, value)
 
     def _traced(self, expression: str, name: str, value: Any) -> Any:
         self._guard(f"{expression} is not None", f"{expression} is given")
@@ -113,7 +117,7 @@ class Arguments:
     def _container(self, expression: str, name: str, value: Any) -> Any:
         kind = cast("Any", type(value))
         if kind not in _CONTAINERS and not is_namedtuple(value):
-            raise Untraceable(f"its argument {expression} is a {kind.__name__}")
+            return self._object(expression, name, value)
         named = f"type({expression}) is {kind.__name__}"
         if kind not in _CONTAINERS[:3]:
             named = f"type({expression}).__name__ == {kind.__name__!r}"
@@ -133,7 +137,18 @@ class Arguments:
             self._guard(f"{key!r} in {expression}", f"{expression} has the key {key!r}")
         return self._walk(f"{expression}[{key!r}]", f"{name}_{key}", value)
 
-    def _constant(self, expression: str, value: Any) -> None:
+    def _object(self, expression: str, name: str, value: Any) -> Any:
+        """Let an object in whole: the graph reads what it needs of it and calls its methods."""
+        kind = cast("Any", type(value))
+        if isinstance(value, _CODE):
+            raise Untraceable(f"its argument {expression} is a {kind.__name__}")
+        self._guard(f"type({expression}).__qualname__ == {kind.__qualname__!r}", f"{expression} is a {kind.__name__}")
+        proxy = self._placeholder(name, value)
+        self._expressions[proxy.node.name] = expression
+        return proxy
+
+    def _constant(self, expression: str, value: Any) -> bool:
+        """Bind a plain value, and say whether it is one."""
         reason = f"{expression} is {value!r}"
         if value is None or isinstance(value, bool):
             self._guard(f"{expression} is {value!r}", reason)
@@ -144,9 +159,11 @@ class Arguments:
             text = f"torch.{value!r}" if isinstance(value, torch.device) else repr(value)
             self._guard(f"{expression} == {text}", reason)
         elif isinstance(value, enum.Enum):
-            raise Untraceable(f"its argument {expression} is the enumeration member {value!r}")
+            kind, name = type(value).__qualname__, value.name
+            self._guard(f"(type({expression}).__qualname__ == {kind!r} and {expression}.name == {name!r})", reason)
         else:
-            raise Untraceable(f"its argument {expression} is a {type(value).__name__}")
+            return False
+        return True
 
     def _guard(self, expression: str, reason: str) -> None:
         self.guards.append(Guard(expression, reason))

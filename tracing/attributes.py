@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from .expressions import question
+from .objects import is_object
 from .proxy import ValueProxy
 
 if TYPE_CHECKING:
@@ -51,6 +52,26 @@ class Attributes:
         if name is None:
             self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
         return self.proxy(name, tensor)
+
+    def of_object(self, value: Any) -> ValueProxy | None:
+        """Return the proxy of an object that the module holds as an attribute (its configuration), or a part of one."""
+        for holder, path in self._holders():
+            for name, held in cast("dict[str, Any]", vars(holder)).items():
+                if held is value and name.isidentifier():
+                    return self._part(path, name, value)
+        return None
+
+    def _holders(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        """Yield the traced module and the objects among its attributes, each with the names that lead there."""
+        module = self._tracer.module
+        yield module, ()
+        yield from ((value, (name,)) for name, value in list(vars(module).items()) if is_object(value))
+
+    def _part(self, path: tuple[str, ...], name: str, value: Any) -> ValueProxy:
+        if not path:
+            return self.proxy(name, value)
+        owner = self.proxy(path[0], vars(self._tracer.module)[path[0]])
+        return self._tracer.create_proxy("call_function", getattr, (owner, name), {})
 
     def read(self, module: nn.Module, name: str, value: Any) -> Any:
         """Answer a read of a parameter, buffer or child."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .changes import Watch
 from .leaves import is_leaf, is_library
+from .objects import objects_in
 from .proxy import UNKNOWN, ValueProxy
 from .record import Call, Computed
+from .rollback import graft
 from .structure import copied, map_leaves
 
 if TYPE_CHECKING:
@@ -43,16 +46,25 @@ class Children:
             return original(module, *args, **kwargs)
         if not path:
             self._tracer.fail("it calls itself")
-        value = self._value(original, module, args, kwargs)
+        with self._tracer.session.aside():
+            given = list(objects_in(self._tracer.values((args, kwargs))))
+            watch = Watch(self._tracer.changes, given)
+        value = self._value(original, module, args, kwargs, given)
+        with self._tracer.session.aside():
+            lasting = watch.lasting()
         fixed = is_library(type(module)) and is_leaf(module)
-        return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed)
+        return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed, lasting=lasting)
 
-    def _value(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _value(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: Sequence[Any]
+    ) -> Any:
         calls = self._results.get(module)
         if calls:
             with self._tracer.session.aside():
                 call = calls.popleft()
                 call.note_computed(*map_leaves(_mark, (args, kwargs), ValueProxy))
+                for mine, before, after in zip(given, objects_in((call.args, call.kwargs)), call.after, strict=False):
+                    graft(mine, before, after)
                 return copied(call.output)
         values = self._tracer.values((args, kwargs))
         if values is UNKNOWN:

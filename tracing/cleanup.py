@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -44,12 +44,46 @@ def _is_tensor(node: fx.Node) -> bool:
 def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Return the checks that come after something that must not be done twice, by which the module could start over.
 
+    Those that need nothing of what is done there are moved to before it.
+
     Args:
         lasting: tells whether running a node changes what outlives the call (an argument, a buffer).
     """
     checks = graph.find_nodes(op="call_function", target=require)
     if not checks:
         return []
-    nodes = list(graph.nodes)
-    first_change = next((index for index, node in enumerate(nodes) if lasting(node)), len(nodes))
-    return [node for node in nodes[first_change:] if node in checks]
+    first = next((node for node in graph.nodes if lasting(node)), None)
+    if first is None:
+        return []
+    late = set(_from(first))
+    return [check for check in checks if check in late and not _advanced(check, first, late)]
+
+
+def _from(first: fx.Node) -> Iterator[fx.Node]:
+    node = first
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def _advanced(check: fx.Node, first: fx.Node, late: set[fx.Node]) -> bool:
+    """Move a check to before the node `first`, with what it reads; that cannot be if a read needs what comes later.
+
+    Args:
+        check: a node.
+        first: a node before it.
+        late: `first` and all nodes after it; those that are moved are taken out.
+    """
+    needed: dict[fx.Node, None] = {check: None}
+    pending = [check]
+    while pending:
+        for used in pending.pop().all_input_nodes:
+            if used in late and used not in needed:
+                if not _only_reads(used):
+                    return False
+                needed[used] = None
+                pending.append(used)
+    for node in [node for node in _from(first) if node in needed]:
+        first.prepend(node)
+        late.discard(node)
+    return True

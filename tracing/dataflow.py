@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .expressions import DESCRIPTIONS
+from .objects import is_object
 from .structure import tensors_in
 
 __all__ = ["DataFlow"]
@@ -33,17 +34,21 @@ class DataFlow:
         self._fixed: set[fx.Node] = set()
         self._made: set[fx.Node] = set()
         self._decides: dict[fx.Node, bool] = {}
+        self._objects: set[fx.Node] = set()
 
     def note(self, node: fx.Node, *, fixed: bool = False) -> None:
         """Follow a new node; `fixed` says that the structure of its value never changes."""
         inputs = node.all_input_nodes
-        value = self._examples.get(node)
+        value: Any = self._examples.get(node)
+        kind = cast("type[object]", type(value))
+        if is_object(value) or (isinstance(value, (list, Mapping)) and not self._objects.isdisjoint(inputs)):
+            self._objects.add(node)
         if isinstance(value, Tensor) or next(tensors_in(value), None) is not None:
             self._tensors.add(node)
             if self._is_made(node):
                 self._made.add(node)
         picks = node.op == "call_function" and node.target in (operator.getitem, getattr)
-        if fixed or type(value).__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed):
+        if fixed or kind.__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed):
             self._fixed.add(node)
         if self._shapes_by_data(node) or any(used in self._shaped for used in inputs):
             self._shaped.add(node)
@@ -61,7 +66,7 @@ class DataFlow:
         if node.op not in ("call_function", "call_method") or _draws(node):
             return False
         return all(
-            used in self._made or (used not in self._tensors and not self.decides(used))
+            used in self._made or (used not in self._tensors and used not in self._objects and not self.decides(used))
             for used in node.all_input_nodes
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GuardError
+from .rollback import Kept
 from .signature import Absent
 
 __all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "require"]
@@ -65,14 +66,15 @@ class GuardMiss(Exception):
     """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
 
 
-def require(value: Any, expected: Any, reason: str, restart: bool = True) -> None:
+def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True) -> None:
     """Check, in the middle of a graph, that `value` is still what a decision was based on.
 
     Args:
         value: the value now.
         expected: the value at capture; True and False stand for the truth of `value`.
         reason: what was decided, and where.
-        restart: whether nothing has happened so far that running the module's own forward would repeat.
+        restart: whether nothing has happened so far that running the module's own forward would repeat; or what
+            takes back what has.
 
     Raises:
         GuardMiss: if it is not, and the module may start over.
@@ -86,6 +88,8 @@ def require(value: Any, expected: Any, reason: str, restart: bool = True) -> Non
         same = value == expected
     if same:
         return
+    if isinstance(restart, Kept):
+        restart.restore()
     if restart:
         raise GuardMiss(reason)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")

@@ -71,6 +71,9 @@ class Lowering:
             return self._dataclass(value)
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             return value
+        held = self._tracer.attributes.of_object(value)
+        if held is not None:
+            return held.node
         return self._tracer.fail(f"it passes on a {type(value).__name__}")
 
     def _dataclass(self, value: Any) -> Any:

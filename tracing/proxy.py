@@ -47,7 +47,7 @@ class ValueProxy(fx.Proxy):
         return self.tracer.attribute_of(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.tracer.fail(f"sets the attribute {name!r} of a tensor")
+        self.tracer.set_attribute(self, name, value)
 
     def __repr__(self) -> str:
         return f"ValueProxy({self.node.name})"

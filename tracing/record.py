@@ -17,8 +17,9 @@ from .ambient import Ambient, ambient_now
 from .exclusive import alone, captures_fixed
 from .inputs import Inputs
 from .names import all_modules
+from .objects import copied_object, is_object, objects_in, tensors_within
 from .preserve import ModelState, change_count, restoring
-from .structure import copied, map_leaves, map_tensors, tensors_in
+from .structure import copied, map_leaves, map_tensors
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -39,6 +40,7 @@ class Call:
         received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
         ambient: the autocast that it ran under, if any.
         children: the modules that it called directly, in order.
+        after: the objects among its arguments, as it left them.
     """
 
     args: tuple[Any, ...]
@@ -47,6 +49,7 @@ class Call:
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     ambient: Ambient | None = None
     children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
+    after: list[Any] = field(default_factory=list[Any])
 
     def note_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Wrap the arguments that `args` and `kwargs`, which are as the caller's trace has them, wrap."""
@@ -194,6 +197,7 @@ class _Recorder:
         finally:
             self._stack.pop()
         call.output = self._kept(output)
+        call.after = [self._kept(item) for item in objects_in((args, kwargs))]
         return output
 
     def _receiving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,12 +213,18 @@ class _Recorder:
     def _kept(self, value: Any) -> Any:
         if self.copying:
             return copied(value)
-        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
-        return value
+        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_within(value))
+        if next(objects_in(value), None) is None:
+            return value
+        return map_leaves(lambda leaf: copied_object(leaf, _same) if is_object(leaf) else leaf, value)
 
     def stale(self) -> bool:
         """Tell whether a recorded tensor has changed since; tensors that cannot tell count as changed."""
         return any(count is None or change_count(tensor) != count for tensor, count in self._seen)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager

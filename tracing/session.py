@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from ..compat import torch_functions_off, untraceable_entries
 from .exclusive import alone
 from .functions import patch_functions
+from .objects import is_whole
 from .observe import Observers
 from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
+from .stand_ins import stand_in
 from .switches import patch_contexts
 
 if TYPE_CHECKING:
@@ -149,9 +151,19 @@ class Session:
         self._patched_globals.add(id(namespace))
         for name, value in list(namespace.items()):
             wrapper = self._wrappers.get(id(value))
+            if wrapper is None and isinstance(value, type) and is_whole(value):
+                wrapper = self._wrappers[id(value)] = stand_in(value, self._make)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)
+
+    def _make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make an object that traced code asks for: a node, if it is to be handed on whole."""
+        return (
+            cls(*args, **kwargs)
+            if self.tracer is None
+            else self.tracer.create_proxy("call_function", cls, args, kwargs)
+        )
 
     def host_draws(self, function: Callable[..., Any]) -> Any:
         """Return the state of the generators outside torch that `function` may draw from: Python's, perhaps numpy's."""

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from .objects import copied_object, is_object
+
 __all__ = ["copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
 
 
@@ -39,19 +41,23 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return `value` rebuilt with `function` of each tensor in it; what holds no tensor is kept as it is."""
-    if isinstance(value, Tensor):
-        return function(value)
+    """Return `value` rebuilt with `function` of each tensor in it, objects copied; what holds none is kept as it is."""
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return copied_object(leaf, function) if is_object(leaf) else leaf
+
     if isinstance(value, (tuple, list, Mapping)) or dataclasses.is_dataclass(value):
-        return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
-    return value
+        return map_leaves(change, value)
+    return change(value)
 
 
 _SEQUENCES: tuple[Any, ...] = (tuple, list)
 
 
 def copied(value: Any) -> Any:
-    """Return `value` with copies of its tensors, free of any autograd graph."""
+    """Return `value` with copies of its tensors, free of any autograd graph, and of the objects in it."""
     return map_tensors(_copy, value)
 
 

@@ -11,11 +11,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import property_access, storage_id
+from ..compat import property_access
 from .ambient import Ambient
 from .arguments import Arguments
 from .attributes import Attributes
 from .capture import Variant
+from .changes import Change, Changes, Watch
 from .children import Children
 from .cleanup import drop_unused, late_checks
 from .dataflow import DataFlow
@@ -27,12 +28,13 @@ from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
 from .observe import Seen
-from .preserve import AttributeState, change_count
+from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
+from .rollback import Path, keep
 from .session import Session, Untraceable
 from .signature import Signature
-from .structure import copied, map_leaves, tensors_in
+from .structure import copied, map_leaves
 from .switches import OpenContexts
 
 __all__ = ["ModuleTracer"]
@@ -82,8 +84,8 @@ class ModuleTracer:
         self._lowering = Lowering(self)
         self._stateful = stateful
         self._call = call
-        self._lasting: set[fx.Node] = set()
-        self._protected: set[int] = set()
+        self._lasting: dict[fx.Node, Change] = {}
+        self.changes = Changes()
 
     def trace(self, signature: Signature) -> Variant:
         """Return the module's graph for the call at hand.
@@ -159,17 +161,37 @@ class ModuleTracer:
     def _finish(self) -> None:
         self.decisions.settle()
         drop_unused(self.graph)
-        for check in late_checks(self.graph, self._lasts):
-            if check not in self.decisions.structural:
+        late = late_checks(self.graph, lambda node: self._lasting_change(node) is not None)
+        kept = self._kept(late[-1]) if late else None
+        for check in late:
+            if kept is None and check not in self.decisions.structural:
                 reason = "it decides by an intermediate value after a change that cannot be taken back"
                 raise Untraceable(reason, check.meta["source"])
-            check.args = (*check.args[:3], False)
+            check.args = (*check.args[:3], kept or False)
         self.examples.clear()
 
-    def _lasts(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return self._stateful(self.module.get_submodule(str(node.target)))
-        return node in self._lasting
+    def _kept(self, last: fx.Node) -> fx.Node | None:
+        """Note the objects that are changed up to a check before they are; None where a change cannot be taken back."""
+        changes: dict[fx.Node, Change] = {}
+        for node in self.graph.nodes:
+            change = self._lasting_change(node)
+            if change is not None:
+                changes[node] = change
+            if node is last:
+                break
+        if not all(change.revocable for change in changes.values()):
+            return None
+        paths: dict[fx.Node, dict[Path, None]] = {}
+        for change in changes.values():
+            for root, found in change.paths.items():
+                paths.setdefault(root, {}).update(dict.fromkeys(found))
+        with self.graph.inserting_before(next(iter(changes))):
+            return self.graph.call_function(keep, tuple(a for root, p in paths.items() for a in (root, tuple(p))))
+
+    def _lasting_change(self, node: fx.Node) -> Change | None:
+        if node.op == "call_module" and self._stateful(self.module.get_submodule(str(node.target))):
+            return Change(revocable=False)
+        return self._lasting.get(node)
 
     # Nodes
 
@@ -177,14 +199,14 @@ class ModuleTracer:
         """Record an operation, and do it on the example values."""
         with self.session.aside():
             values = self.values((args, kwargs))
-            counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
+            watch = Watch(self.changes, [] if values is UNKNOWN else [*values[0], *values[1].values()])
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
-            changed = (tensor for tensor, count in counts if change_count(tensor) != count)
-            lasting = value is UNKNOWN or any(_storage(tensor) in self._protected for tensor in changed)
+            lasting = Change(revocable=False) if value is UNKNOWN else watch.lasting()
         if kind == "call_method" and target in _RESHAPING:
             self.liftable = False
-        return self.add(kind, target, args, kwargs, value, optional=target in _OPTIONAL, lasting=lasting)
+        asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor) and not watch.changed()
+        return self.add(kind, target, args, kwargs, value, optional=asks or target in _OPTIONAL, lasting=lasting)
 
     def add(
         self,
@@ -196,7 +218,7 @@ class ModuleTracer:
         *,
         optional: bool = False,
         fixed: bool = False,
-        lasting: bool = False,
+        lasting: Change | None = None,
     ) -> Any:
         """Add a node, and return what the traced code sees of its value.
 
@@ -205,14 +227,18 @@ class ModuleTracer:
             value: its example value.
             optional: the value may be None in one call and a tensor in another.
             fixed: the structure of the value never changes.
-            lasting: the node changes something that outlives the call.
+            lasting: what the node changes that outlives the call.
         """
         with self.session.aside():
             node = self.graph.create_node(kind, target, *self._lowering.arguments(args, kwargs))
-            if lasting:
-                self._lasting.add(node)
+            if lasting is not None:
+                self._lasting[node] = lasting
             proxy = self._proxy(node, value)
             self.data.note(node, fixed=fixed)
+            if kind == "call_module":
+                self.changes.protect(value)
+            else:
+                self.changes.derive(value, map(self.examples.get, node.all_input_nodes))
         if value is not None:
             return proxy
         if optional and not self.data.is_fixed(node):
@@ -224,8 +250,7 @@ class ModuleTracer:
         with self.session.aside():
             proxy = self._proxy(self.graph.create_node(kind, target, args, kwargs), value)
             self.data.note(proxy.node)
-            if isinstance(value, Tensor):
-                self._protected.add(_storage(value))
+            self.changes.protect(value, proxy.node if kind == "placeholder" else None)
             return proxy
 
     def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
@@ -279,9 +304,9 @@ class ModuleTracer:
 
     def attribute_of(self, proxy: ValueProxy, name: str) -> Any:
         """Answer a read of an attribute: a method to call later, or the value as a node."""
-        if name in _REFUSED:
-            self.fail(f"it calls .{name} on a value")
         value = proxy.fxopt_value
+        if name in _REFUSED and (value is UNKNOWN or isinstance(value, Tensor)):
+            self.fail(f"it calls .{name} on a value")
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
         with self.session.suspended():
@@ -289,6 +314,12 @@ class ModuleTracer:
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)
         return self.create_proxy("call_function", getattr, (proxy, name), {})
+
+    def set_attribute(self, proxy: ValueProxy, name: str, value: Any) -> None:
+        """Record the assignment of an attribute to an object."""
+        if proxy.fxopt_value is UNKNOWN or isinstance(proxy.fxopt_value, Tensor):
+            self.fail(f"sets the attribute {name!r} of a tensor")
+        self.create_proxy("call_function", setattr, (proxy, name, value), {})
 
     def _mapping_part(self, proxy: ValueProxy, name: str) -> list[Any]:
         keys = self.decisions.keys(proxy)
@@ -316,11 +347,3 @@ class ModuleTracer:
 
 def _value(leaf: Any) -> Any:
     return leaf.fxopt_value if issubclass(type(leaf), ValueProxy) else leaf
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
-    try:
-        return storage_id(tensor)
-    except NotImplementedError:
-        return id(tensor)

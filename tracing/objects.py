@@ -1,0 +1,127 @@
+"""Objects that forwards are given and hand on (caches, graphs of nodes and edges): copies of them, and their state."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["copied_object", "is_object", "is_whole", "objects_in", "state_of", "tensors_within"]
+
+_ATOMS = (
+    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
+    torch.Generator, Mapping, tuple, list,
+)  # fmt: skip
+_WHOLE = ("transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData")
+
+
+def is_object(value: object) -> bool:
+    """Tell whether a value is an object of a class written in Python: it may hold tensors, and change."""
+    return _makes_objects(type(value))
+
+
+@lru_cache(maxsize=4096)
+def _makes_objects(cls: Any) -> bool:
+    package = cls.__module__.partition(".")[0]
+    if package in ("builtins", "torch", "numpy") or issubclass(cls, (Tensor, *_ATOMS)):
+        return False
+    return hasattr(cls, "__dict__") and "__dict__" in dir(cls) and not dataclasses.is_dataclass(cls)
+
+
+def is_whole(cls: type) -> bool:
+    """Tell whether objects that a forward makes of a class are handed on as they are, and never looked into.
+
+    A class is known by its name, so that the libraries need not be there.
+    """
+    return any(f"{base.__module__}.{base.__qualname__}" in _WHOLE for base in cls.__mro__)
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yield the objects in `value`, in order; what they hold themselves is not looked into."""
+    if is_object(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in cast("tuple[Any, ...]", value):
+            yield from objects_in(item)
+    elif isinstance(value, Mapping):
+        for item in cast("Mapping[Any, Any]", value).values():
+            yield from objects_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from objects_in(getattr(value, field.name, None))
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, those that objects hold included, each once."""
+    yield from (item for item in _reachable(value, set()) if isinstance(item, Tensor))
+
+
+def copied_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of an object with `change` of each tensor in it; modules in it are shared.
+
+    One that cannot be copied is returned itself.
+    """
+    pinned: dict[int, Any] = {}
+    for item in _reachable(value, set()):
+        pinned[id(item)] = change(item) if isinstance(item, Tensor) else item
+    try:
+        return copy.deepcopy(value, pinned)
+    except Exception:  # classes may refuse copies in any way; such an object is used as it is
+        return value
+
+
+def _reachable(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the tensors and modules that can be reached from `value`, each once."""
+    if isinstance(value, (Tensor, nn.Module)):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+        return
+    parts = _parts(value)
+    if parts and id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            yield from _reachable(part, seen)
+
+
+def _parts(value: object) -> list[Any]:
+    """Return what a container or an object holds."""
+    found: list[Any] = list(vars(value).values()) if has_attributes(value) else []
+    if isinstance(value, (tuple, list, set)):
+        found += cast("list[Any]", value)
+    if isinstance(value, Mapping):
+        found += cast("Mapping[Any, Any]", value).values()
+    return found
+
+
+def has_attributes(value: object) -> bool:
+    """Tell whether a value is an object, or a dataclass, that has its attributes in a dictionary."""
+    kind = cast("Any", type(value))
+    return _makes_objects(kind) or (dataclasses.is_dataclass(kind) and "__dict__" in dir(kind))
+
+
+def state_of(value: object, depth: int = 12) -> Any:
+    """Return what can be compared to see whether an object, or a container, has changed; tensors count by identity.
+
+    Below `depth` objects and containers count by their class only.
+    """
+    if isinstance(value, (Tensor, nn.Module)):
+        return id(value)
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return value
+    kind, keys, parts = type(value), _keys(value), _parts(value)
+    if not (is_object(value) or isinstance(value, (tuple, list, set, Mapping))):
+        return id(value)
+    return kind if depth == 0 else (kind, keys, [state_of(part, depth - 1) for part in parts])
+
+
+def _keys(value: object) -> list[Any]:
+    found: list[Any] = list(vars(value)) if is_object(value) else []
+    return [*found, *cast("Mapping[Any, Any]", value)] if isinstance(value, Mapping) else found
