@@ -64,9 +64,16 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
             callee = program.callee(home, node)
             return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee)
         case "call_method":
-            return mutates(node) or is_random(node) or not hasattr(torch.Tensor, str(node.target))
+            known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
+            return mutates(node) or is_random(node) or not known
         case _:
             return mutates(node) or is_random(node) or not _is_pure_function(node.target) or _renormalises(node)
+
+
+def _is_of_object(node: fx.Node) -> bool:
+    """Say whether a method is that of an object (a cache, say), known by its class only."""
+    owner = node.args[0] if node.args else None
+    return isinstance(owner, fx.Node) and isinstance(owner.meta.get("val"), type)
 
 
 def _renormalises(node: fx.Node) -> bool:

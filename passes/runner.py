@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
+from ..tracing.objects import state_of
 from ..tracing.preserve import preserved
 from .interpret import Arguments
 from .reference import RecordedCall
@@ -100,13 +101,14 @@ class _Call:
         return flatten(self.module(*args, **kwargs))
 
     def _changes_arguments(self, training: bool) -> bool:
-        """Say whether the module changes its arguments in place, so that each call must be given copies."""
+        """Say whether the module changes its arguments, caches among them, so that each call must be given copies."""
         args, kwargs = map_tensors(self.arguments, torch.clone)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
         before = [version_of(tensor) for tensor in given]
+        state = state_of([args, kwargs])
         with torch.set_grad_enabled(training):
             self.module(*args, **kwargs)
-        return [version_of(tensor) for tensor in given] != before
+        return [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
 
     def _upstream(self, seed: int) -> dict[str, Tensor]:
         if not self.wanted:

@@ -1,0 +1,84 @@
+"""`generate` of an optimized language model gives the tokens that the model itself gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=37)
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def mamba() -> nn.Module:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL, state_size=8))
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_generated_tokens_are_the_same(make: Callable[[], nn.Module], sampled: bool):
+    model: Any = make().eval()
+    prompt = torch.randint(3, 99, (2, 7))
+    call = {"input_ids": prompt}
+    if make is t5:
+        call["decoder_input_ids"] = torch.randint(3, 99, (2, 5))
+    fast: Any = fxopt.optimize(model, "inference", example_inputs=call, measure=False)
+    tokens = []
+    for each in (model, fast):
+        torch.manual_seed(3)
+        tokens.append(each.generate(prompt, do_sample=sampled, max_new_tokens=10, min_new_tokens=10))
+    assert tokens[0].shape[1] >= 10
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5])
+def test_language_models_are_captured_whole_with_their_caches(make: Callable[[], nn.Module]):
+    model: Any = make().eval()
+    call = {"input_ids": torch.randint(3, 99, (2, 7))}
+    if make is t5:
+        call["decoder_input_ids"] = torch.randint(3, 99, (2, 5))
+    program = fxopt.capture(model, call)
+    assert program.opaque == {}
+    expected, given = model(**call).past_key_values, program.model(**call).past_key_values
+    assert type(given) is type(expected)
+    assert given.get_seq_length() == expected.get_seq_length() > 0
+
+
+def test_a_chunk_after_a_cache_gives_the_same_and_the_cache_grows_once():
+    """The graph of a prefill is checked after the cache has grown: it is put back before the own forward runs."""
+    model: Any = llama().eval()
+    ids = torch.randint(3, 99, (2, 12))
+    fast: Any = fxopt.capture(model, {"input_ids": ids[:, :7]}).model
+    caches, logits = [], []
+    for each in (model, fast):
+        cache = each(input_ids=ids[:, :7]).past_key_values
+        logits.append(each(input_ids=ids[:, 7:], past_key_values=cache).logits)
+        caches.append(cache)
+    torch.testing.assert_close(*logits)
+    assert [cache.get_seq_length() for cache in caches] == [12, 12]

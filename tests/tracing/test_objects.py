@@ -1,0 +1,199 @@
+"""Objects as arguments: read, changed, made and handed on, by graphs as by the forwards themselves."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt.errors import GuardError
+from fxopt.tracing.guards import GuardMiss, require
+from fxopt.tracing.inputs import Inputs
+from fxopt.tracing.objects import copied_object, is_object, objects_in, state_of, tensors_within
+from fxopt.tracing.program import capture_program
+from fxopt.tracing.record import record
+from fxopt.tracing.rollback import changed_paths, contents, graft, keep
+
+
+class Memory:
+    """Keep what it is given, layer by layer."""
+
+    def __init__(self, layers: int = 2) -> None:
+        self.layers: list[dict[str, Any]] = [{} for _ in range(layers)]
+        self.seen = 0
+
+    def update(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        held = self.layers[layer]
+        held["x"] = x if "x" not in held else torch.cat([held["x"], x])
+        self.seen += 1
+        return held["x"]
+
+    def length(self) -> int:
+        return len(self.layers[0].get("x", ()))
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.number = number
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        everything = memory.update(self.linear(x), self.number)
+        if everything.shape[0] > x.shape[0]:  # known only after the change
+            return everything[-x.shape[0] :] * 2
+        return everything
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in range(2))
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        x = x + memory.length()
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def test_objects_are_read_and_changed_by_graphs():
+    model = Model()
+    program = capture_program(Model(), (torch.randn(3, 4), Memory()))
+    program.model.load_state_dict(model.state_dict())
+    assert program.opaque == {}
+    mine, theirs, x = Memory(), Memory(), torch.randn(3, 4)
+    torch.testing.assert_close(program.model(x, mine), model(x, theirs))
+    assert mine.seen == theirs.seen == 2
+    torch.testing.assert_close(mine.layers, theirs.layers)
+    assert not any(capture.misses for capture in program.captures.values())
+
+
+def test_what_was_changed_is_put_back_before_the_own_forward_runs():
+    model = Model()
+    program = capture_program(Model(), (torch.randn(3, 4), Memory()))
+    program.model.load_state_dict(model.state_dict())
+    mine, theirs = Memory(), Memory()
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(program.model(x, mine), model(x, theirs))
+    assert mine.seen == theirs.seen == 6
+    torch.testing.assert_close(mine.layers, theirs.layers)
+    assert sum(sum(capture.misses.values()) for capture in program.captures.values()) > 0
+
+
+def test_example_objects_are_not_changed():
+    memory = Memory()
+    memory.update(torch.ones(1, 4), 0)
+    before = state_of(memory)
+    capture_program(Model(), (torch.randn(3, 4), memory))
+    assert state_of(memory) == before
+
+
+def test_recordings_hold_objects_as_they_were():
+    model = Model()
+    calls = record(model, (Inputs(torch.randn(3, 4), Memory()),)).calls
+    for number, layer in enumerate(model.layers):
+        (call,) = calls[layer]
+        assert call.args[1].seen == number
+        assert call.after[0].seen == number + 1
+
+
+def test_another_class_of_object_misses_the_guard():
+    class Shorter(Memory):
+        def length(self) -> int:
+            return 0
+
+    model = Model()
+    program = capture_program(Model(), (torch.randn(3, 4), Memory()))
+    program.model.load_state_dict(model.state_dict())
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(program.model(x, Shorter()), model(x, Shorter()))
+    assert program.captures[""].misses
+
+
+class Kind(enum.Enum):
+    PLAIN = 1
+    NEGATED = 2
+
+
+class Chooses(nn.Module):
+    def forward(self, x: torch.Tensor, kind: Kind) -> torch.Tensor:
+        return -x if kind is Kind.NEGATED else x
+
+
+def test_enumeration_members_are_bound_and_guarded():
+    x = torch.randn(3)
+    program = capture_program(Chooses(), (x, Kind.NEGATED))
+    assert program.opaque == {}
+    assert torch.equal(program.model(x, Kind.NEGATED), -x)
+    assert not program.captures[""].misses
+    assert torch.equal(program.model(x, Kind.PLAIN), x)
+    assert program.captures[""].misses
+
+
+def test_attributes_are_set_on_objects():
+    class Notes(nn.Module):
+        def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+            memory.latest = x * 2
+            return memory.latest + 1
+
+    program = capture_program(Notes(), (torch.randn(3), Memory()))
+    assert program.opaque == {}
+    memory, x = Memory(), torch.randn(3)
+    torch.testing.assert_close(program.model(x, memory), x * 2 + 1)
+    torch.testing.assert_close(memory.latest, x * 2)
+
+
+def test_data_in_objects_decides_nothing():
+    class Decides(nn.Module):
+        def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+            return x if memory.layers[0]["x"].sum() > 0 else -x
+
+    memory = Memory()
+    memory.update(torch.ones(3), 0)
+    program = capture_program(Decides(), (torch.randn(3), memory))
+    assert "data in a tensor" in program.opaque[""].reason
+
+
+def test_objects_and_what_is_in_them():
+    memory = Memory()
+    x = memory.update(torch.ones(2), 1)
+    assert is_object(memory)
+    assert not any(map(is_object, (1, "a", x, nn.Linear(1, 1), Kind.PLAIN, Memory, len, {}, torch.float32)))
+    assert list(objects_in(({"m": memory}, [1, memory]))) == [memory, memory]
+    assert [id(t) for t in tensors_within({"a": memory})] == [id(x)]
+    twin = copied_object(memory, lambda tensor: tensor * 3)
+    assert twin.layers[1]["x"].tolist() == [3, 3]
+    assert memory.layers[1]["x"] is x
+
+
+def test_what_is_kept_comes_back():
+    memory = Memory()
+    memory.update(torch.ones(2), 1)
+    before, found = state_of(memory), contents(memory)
+    kept = keep(memory, (("layers", 1),))
+    memory.update(torch.ones(1), 1)
+    assert changed_paths(memory, found) == [()]
+    kept.restore()
+    assert state_of(memory) == before
+    with pytest.raises(GuardMiss):
+        require(1, 2, "it was 2", keep(memory, ((),)))
+    with pytest.raises(GuardError):
+        require(1, 2, "it was 2", restart=False)
+
+
+def test_grafting_changes_only_what_changed():
+    mine, before = Memory(), Memory()
+    x = mine.update(torch.ones(2), 0)
+    before.layers[0]["x"] = x
+    before.seen = 1
+    after = copied_object(before, lambda tensor: tensor)
+    after.update(torch.zeros(1), 1)
+    graft(mine, before, after)
+    assert mine.seen == 2
+    assert mine.layers[0]["x"] is x
+    assert mine.layers[1]["x"].tolist() == [0]
