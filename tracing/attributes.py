@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .expressions import question
-from .objects import is_object
+from .objects import has_attributes
 from .proxy import ValueProxy
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Attributes:
         """Yield the traced module and the objects among its attributes, each with the names that lead there."""
         module = self._tracer.module
         yield module, ()
-        yield from ((value, (name,)) for name, value in list(vars(module).items()) if is_object(value))
+        yield from ((value, (name,)) for name, value in list(vars(module).items()) if has_attributes(value))
 
     def _part(self, path: tuple[str, ...], name: str, value: Any) -> ValueProxy:
         if not path:

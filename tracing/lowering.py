@@ -67,13 +67,13 @@ class Lowering:
         return items if isinstance(value, list) else tuple(items)
 
     def _object(self, value: Any) -> Any:
+        held = self._tracer.attributes.of_object(value)
+        if held is not None:
+            return held.node
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._dataclass(value)
         if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
             return value
-        held = self._tracer.attributes.of_object(value)
-        if held is not None:
-            return held.node
         return self._tracer.fail(f"it passes on a {type(value).__name__}")
 
     def _dataclass(self, value: Any) -> Any:

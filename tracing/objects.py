@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied_object", "is_object", "is_whole", "objects_in", "state_of", "tensors_within"]
+__all__ = ["copied_object", "has_attributes", "is_object", "is_whole", "objects_in", "state_of", "tensors_within"]
 
 _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
