@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 __all__ = ["Observers", "Seen"]
 
-_INTERNAL = frozenset(nn.Module().__dict__) | frozenset(vars(nn.Module))
+_INTERNAL = frozenset(nn.Module().__dict__)
+_INHERITED = frozenset(vars(nn.Module))
 
 
 class _Quiet:
@@ -74,6 +75,8 @@ def _is_plain(module: nn.Module, name: str) -> bool:
         return False
     if name in module.__dict__:
         return not isinstance(module.__dict__[name], Tensor)
+    if name in _INHERITED:
+        return False
     for cls in type(module).__mro__:
         if name in cls.__dict__:
             value: object = cls.__dict__[name]

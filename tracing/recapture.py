@@ -48,23 +48,35 @@ def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rea
     """
     capture, fallback = required_capture(module), fallback_of(module)
     forward: Any = cast("Any", module)._fxopt_own
-    if fallback is None:
-        capture.misses[reason or explain_miss(module, args, kwargs)] += 1
-        return forward(*args, **kwargs)
     reason = reason or explain_miss(module, args, kwargs)
+    if fallback is None:
+        capture.misses[reason] += 1
+        _without_graphs(module)
+        return forward(*args, **kwargs)
     fallback.misses[reason] += 1
     if process_count() > 1:
         raise GuardError(
             f"{_which(module)} is called as it was not captured: {reason}; the model runs on {process_count()} "
             "processes, which must all do the same. Give fxopt.optimize example_inputs that cover this call too"
         )
-    wanted = fallback.may_capture(reason, len(capture.variants)) and not are_fixed() and is_plainly_eager()
-    if not wanted or not turn.acquire(blocking=False):
+    if not fallback.may_capture(reason, len(capture.variants)):
+        _without_graphs(module)
+        return forward(*args, **kwargs)
+    if are_fixed() or not is_plainly_eager() or not turn.acquire(blocking=False):
         return forward(*args, **kwargs)
     try:
+        _without_graphs(module)
         return _Again(module, fallback, reason).call(args, kwargs)
     finally:
         turn.release()
+
+
+def _without_graphs(module: nn.Module) -> None:
+    """Give a module whose graphs were all dropped its own forward: forwards exist that ask whether theirs is called."""
+    if required_capture(module).variants:
+        return
+    own(module).dropped = ""
+    recompile(module)
 
 
 def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
