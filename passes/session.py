@@ -169,13 +169,8 @@ def _record(program: Program, manager: Manager, request: Request, outline: nn.Mo
 
 def _named(state_map: StateMap, skeleton: nn.Module) -> StateMap:
     """Add the original names, in their order, and which of them are tied."""
+    state = skeleton.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    aliases: list[tuple[str, str]] = []
-    names = list(skeleton.state_dict())
-    tensors = tensors_by_name(skeleton)
-    for name in names:
-        tensor = tensors.get(name)
-        known = name if tensor is None else first.setdefault(id(tensor), name)
-        if known != name:
-            aliases.append((name, known))
-    return state_map.ordered(names, aliases)
+    known = {name: first.setdefault(id(value), name) for name, value in state.items()}
+    aliases = [(name, original) for name, original in known.items() if name != original]
+    return state_map.ordered(list(state), aliases)
