@@ -99,7 +99,10 @@ def load(
     state = description.with_aliases(read_weights(where, members[WEIGHTS]))
     original = copy.deepcopy(model) if model is not None else _built(description, trust)
     _load_weights(where, original, state, description.names("frozen"))
-    fast = replay(original, plan, "train" if description.training else "eval")
+    try:
+        fast = replay(original, plan, "train" if description.training else "eval")
+    except UsageError as error:  # the passes that it names are unknown here, or in no possible order
+        raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error
     _set_modes(fast, description.training, description.names("other_mode"))
     return fast
 
