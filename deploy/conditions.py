@@ -72,7 +72,7 @@ FORMS: Mapping[str, tuple[str, int]] = {
     "in": ("({} in {})", 2), "not_": ("(not {})", 1), "neg": ("(-{})", 1), "add": ("({} + {})", 2),
     "sub": ("({} - {})", 2), "mul": ("({} * {})", 2), "floordiv": ("({} // {})", 2), "truediv": ("({} / {})", 2),
     "mod": ("({} % {})", 2), "pow": ("({} ** {})", 2), "getitem": ("{}[{}]", 2), "len": ("len({})", 1),
-    "type": ("type({})", 1), "type_name": ("type({}).__name__", 1),
+    "tuple": ("tuple({})", 1), "type": ("type({})", 1), "type_name": ("type({}).__name__", 1),
     **{name: (f"{name}()", 0) for name in SWITCHES.values()},
 }  # fmt: skip
 """How each operation is written, and on how many values."""
@@ -84,6 +84,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in FORMS if hasattr(operator, name)},
     **{name: function for function, name in SWITCHES.items()},
     "len": len,
+    "tuple": tuple,
 }
 """What the operations do; but for "in" and those that ask for a type."""
 

@@ -43,7 +43,7 @@ _CONSTANT_FUNCTIONS: frozenset[Any] = frozenset(
 )  # fmt: skip
 """Functions that give the same for the same numbers, whenever they are called."""
 
-_COUNTING: tuple[Any, ...] = (len, list)
+_COUNTING: tuple[Any, ...] = (len, list, tuple)
 
 _MODEL_OUTPUTS = ("transformers.utils.generic.ModelOutput", "transformers.file_utils.ModelOutput")
 

@@ -161,7 +161,7 @@ def _path_from_self(node: ast.expr) -> tuple[str, ...] | None:
 
 def _call(function: ast.expr, arguments: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> Tree:
     match function:
-        case ast.Name(id="len" | "type" as name) if len(arguments) == 1 and not keywords:
+        case ast.Name(id="len" | "type" | "tuple" as name) if len(arguments) == 1 and not keywords:
             return Apply(name, (_tree(arguments[0]),))
         case ast.Name(id="slice" | "float" as name) if arguments and not keywords:
             return Literal({"slice": slice, "float": float}[name](*map(_constant, arguments)))

@@ -125,10 +125,17 @@ class Arguments:
             f"({named} and len({expression}) == {len(value)})", f"{expression} is a {kind.__name__} of {len(value)}"
         )
         if isinstance(value, dict):
-            pairs = cast("dict[Any, Any]", value).items()
-            return {key: self._item(expression, name, key, item, named=True) for key, item in pairs}
+            return self._mapping(expression, name, cast("dict[Any, Any]", value))
         items = [self._item(expression, name, index, item) for index, item in enumerate(value)]
         return kind(*items) if is_namedtuple(value) else kind(items)
+
+    def _mapping(self, expression: str, name: str, value: dict[Any, Any]) -> dict[Any, Any]:
+        items = {key: self._item(expression, name, key, item, named=True) for key, item in value.items()}
+        if len(items) > 1:
+            # A forward that loops over the items sees their order.
+            keys = tuple(items)
+            self._guard(f"tuple({expression}) == {keys!r}", f"{expression} has its keys in the order {keys}")
+        return items
 
     def _item(self, expression: str, name: str, key: Any, value: Any, *, named: bool = False) -> Any:
         if not isinstance(key, (str, int)):

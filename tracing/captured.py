@@ -75,9 +75,11 @@ class Captured(_Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        capture = self.__dict__.get("_fxopt_capture")
-        if capture is not None and name in capture.reads:
-            _drop_variants(self, name)
+        _drop_readers(self, name, "set")
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _drop_readers(self, name, "deleted")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -255,11 +257,14 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
-def _drop_variants(module: nn.Module, attribute: str) -> None:
-    """Drop the graphs that the old value of an attribute is part of."""
+def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
+    """Drop the graphs that the old value of an attribute is part of; `done` says what became of it."""
+    capture = capture_of(module)
+    if capture is None or attribute not in capture.reads:
+        return
     with alone():
         capture = own(module)
-        capture.dropped = f"attribute {attribute!r} was set after capture"
+        capture.dropped = f"attribute {attribute!r} was {done} after capture"
         capture.variants = [variant for variant in capture.variants if attribute not in variant.reads]
         recompile(module)
 

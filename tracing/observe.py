@@ -14,6 +14,7 @@ __all__ = ["Observers", "Seen"]
 
 _INTERNAL = frozenset(nn.Module().__dict__)
 _INHERITED = frozenset(vars(nn.Module))
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class _Quiet:
@@ -70,7 +71,10 @@ class Observers:
 
 
 def _is_plain(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute is a value that a graph would hold, and not a method, tensor or child."""
+    """Tell whether an attribute is a value that a graph would hold, and not a method, tensor or child.
+
+    What is not there, or is None in the place of a tensor or child, is one, too: the forward may have asked for it.
+    """
     if name in _INTERNAL or name.startswith("_fxopt"):
         return False
     if name in module.__dict__:
@@ -81,4 +85,4 @@ def _is_plain(module: nn.Module, name: str) -> bool:
         if name in cls.__dict__:
             value: object = cls.__dict__[name]
             return not callable(value) and not hasattr(type(value), "__get__")
-    return False
+    return all(module.__dict__[registry].get(name) is None for registry in _REGISTRIES)

@@ -110,10 +110,11 @@ class AttributeState:
         """Put attributes, registries and containers back as they were."""
         if not _same(self._attributes, self._copy):
             capture = self._attributes.get("_fxopt_capture")
-            self._attributes.clear()
-            self._attributes.update(self._copy)
-            if capture is not None:
-                self._attributes["_fxopt_capture"] = capture
+            kept = self._copy if capture is None else {**self._copy, "_fxopt_capture": capture}
+            # One by one: another thread may be running the module, and must never find it empty.
+            for name in self._attributes.keys() - kept.keys():
+                del self._attributes[name]
+            self._attributes.update(kept)
         for name, container, copy in self._kept:
             if not _same(container, copy):
                 regions = context_regions(container) if name == "_modules" else {}
