@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
+from ..tracing.captured import rest
 from ..tracing.fallback import hold, release
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
@@ -83,6 +84,7 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
+    rest(fast)
     record = _record(program, manager, request, outline, earlier)
     record.remember(model)
     crown(fast, record)

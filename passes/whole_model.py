@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..errors import PassError
+from ..tracing.captured import rest
 from ..tracing.names import all_modules
 from . import measure
 from .base import Goal, Pass, Phase, Site
@@ -64,6 +65,7 @@ class WholeModel:
         if len(landed) == 1 and not landed[0].site.home and _is_for_speed(landed[0]):
             return _as_timings(landed[0].decision.figures)  # the site was the whole model
         while doubtful := [each for each in self.manager.landed if _is_for_speed(each)]:
+            rest(self.manager.program.model)
             timings = self._timings()
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0:

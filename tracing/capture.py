@@ -65,6 +65,8 @@ class Capture:
         lost: why the module's own forward must not run in the place of its graphs; empty if it may.
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
+        rewritten: whether a graph was put in here in the place of one that was captured.
+        resting: whether the module runs its own forward, and the graphs are kept for who asks; see `rest`.
         regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
     """
 
@@ -76,6 +78,8 @@ class Capture:
     lost: str = ""
     owner: weakref.ref[nn.Module] | None = None
     compiled: type[nn.Module] | None = None
+    rewritten: bool = False
+    resting: bool = False
     regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
     _parameters: Signature | None = None
     _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
@@ -108,6 +112,10 @@ class Capture:
             self._rebased[base] = new
         return new
 
+    def set_to_rest(self, resting: bool) -> Capture:
+        """Return a capture of the same graphs from which modules do not run, or run again."""
+        return replace(self.copy(), resting=resting, compiled=None)
+
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
         return self._with([Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants])
@@ -121,7 +129,7 @@ class Capture:
 
     def __reduce__(self) -> tuple[Any, ...]:
         variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
-        kept = (self.signature, self.misses, self.dropped, self.lost, self.regions)
+        kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.resting, self.regions)
         return _rebuild_capture, (class_recipe(self.base), variants, *kept)
 
 
@@ -132,11 +140,15 @@ def _rebuild_capture(
     misses: Counter[str],
     dropped: str,
     lost: str,
+    rewritten: bool,
+    resting: bool,
     regions: Mapping[str, RegionPlan],
 ) -> Capture:
     make, given = recipe
     rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
-    return Capture(make(*given), rebuilt, signature, misses, dropped, lost, regions=regions)
+    return Capture(
+        make(*given), rebuilt, signature, misses, dropped, lost, rewritten=rewritten, resting=resting, regions=regions
+    )
 
 
 def capture_of(module: nn.Module) -> Capture | None:

@@ -16,6 +16,7 @@ from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, user_class
 from .exclusive import alone
 from .guards import Guard
+from .names import all_modules
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
 from .selection import select
@@ -33,6 +34,7 @@ __all__ = [
     "own",
     "own_class",
     "recompile",
+    "rest",
     "select",
     "uninstall",
     "with_graph",
@@ -224,7 +226,7 @@ def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
     """
     capture = required_capture(module)
     variants = [replace(v, arguments=dict(v.arguments)) for v in variants]
-    new = replace(capture.copy(), variants=variants, owner=weakref.ref(module), compiled=None)
+    new = replace(capture.copy(), variants=variants, owner=weakref.ref(module), compiled=None, rewritten=True)
     module.__dict__["_fxopt_capture"] = new
 
 
@@ -238,6 +240,21 @@ def recompile(module: nn.Module) -> None:
     if capture.owner is not None and capture.owner() is module:
         capture.compiled = None
     install(module, capture)
+
+
+def rest(model: nn.Module) -> None:
+    """Let every module whose graphs are as they were captured run its own forward; the graphs are kept.
+
+    So whatever no pass has changed is as fast as before, and runs the user's code.
+    """
+    resting: dict[int, Capture] = {}
+    for module in all_modules(model):
+        capture = capture_of(module)
+        if capture is None or capture.rewritten or capture.lost or capture.resting or isinstance(module, Region):
+            continue
+        if id(capture) not in resting:
+            resting[id(capture)] = capture.set_to_rest(True)
+        install(module, resting[id(capture)])
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -272,7 +289,7 @@ def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
 def class_for(capture: Capture) -> type[nn.Module]:
     """Return the class of the modules that run from `capture`; equal code gives the same class."""
     if capture.compiled is None:
-        if not capture.variants and not capture.dropped:
+        if capture.resting or not (capture.variants or capture.dropped):
             capture.compiled = _bare_class(capture.base)
         else:
             restarts = not issubclass(capture.base, Region)

@@ -107,13 +107,14 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
+        self._awake: dict[int, tuple[Capture, Capture]] = {}
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
     def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
         """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
         present = capture_of(module)
         if present is not None:
-            return present
+            return self._woken(present)
         reason = _refusal(module)
         if reason is not None:
             return Opaque(name, "", reason)
@@ -133,6 +134,13 @@ class _Capturer:
                 return found
             self._alike[alike] = found
         return self._alike[alike]
+
+    def _woken(self, capture: Capture) -> Capture:
+        """Return the capture itself, or where modules rest from it, one that the same modules share and run from."""
+        if not capture.resting:
+            return capture
+        known = self._awake.setdefault(id(capture), (capture, capture.set_to_rest(False)))
+        return known[1]
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:

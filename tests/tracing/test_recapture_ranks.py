@@ -22,6 +22,7 @@ SCRIPT = textwrap.dedent(
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x, flag=False):
+            x.exp()  # dead code: a pass removes it
             return self.linear(x) * 2 if flag else self.linear(x)
 
     torch.set_num_threads(1)
