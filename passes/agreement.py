@@ -16,6 +16,7 @@ __all__ = [
     "check_bits",
     "check_form",
     "check_presence",
+    "check_sharing",
     "check_structure",
     "largest_gap",
 ]
@@ -44,6 +45,12 @@ def check_structure(before: Run, after: Run) -> None:
         raise Objection(f"{name} is changed in place, which it was not")
     for name in sorted(after.rewritten - before.rewritten):
         raise Objection(f"the constant {name} is written to, so a second call would compute something else")
+
+
+def check_sharing(before: Run, after: Run) -> None:
+    """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
+    for output, owner in sorted(after.shared - before.shared):
+        raise Objection(f"{output} lies in the memory of {owner}, so that writing into it would change that, too")
 
 
 def check_attachment(before: Run, after: Run) -> None:

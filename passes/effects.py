@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -15,14 +15,15 @@ from ..compat import has_hooks, native_functions
 from ..tracing.captured import capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
+from ..tracing.meta import TensorMeta
 from .kinds import Kinds
 from .opening import unmet_guard
-from .operators import is_random, mutates
+from .operators import POINTWISE, canonical_name, is_random, mutates
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["has_effects", "reaches_output", "writes", "written_values"]
+__all__ = ["handed_out", "has_effects", "writes", "written_values"]
 
 _PURE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Bilinear, nn.Identity, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Flatten,
@@ -36,6 +37,14 @@ _DRAWING: tuple[type[nn.Module], ...] = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
 )  # fmt: skip
 _COUNTING: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_PASSING_ON: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten)
+"""Modules whose result may lie in the memory of their input."""
+_FRESH = (POINTWISE - {"positive"}) | frozenset(
+    "linear bilinear matmul bmm cat stack sum mean amax amin prod softmax log_softmax logsumexp cumsum cumprod "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm rms_norm embedding "
+    "index_select gather masked_fill argmax argmin clone scaled_dot_product_attention".split()
+)
+"""Operators whose result is never a view of an operand."""
 _EFFECTFUL = frozenset("manual_seed seed save load batch_norm instance_norm native_batch_norm".split())
 _EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
 _RENORMALISING = frozenset("embedding embedding_bag".split())
@@ -47,6 +56,7 @@ class _KnownModules:
     def __init__(self) -> None:
         self.effects: dict[nn.Module, bool] = {}
         self.writes: dict[nn.Module, bool] = {}
+        self.shares: dict[nn.Module, bool] = {}
 
     @classmethod
     def compute(cls, program: Program) -> _KnownModules:
@@ -197,6 +207,44 @@ def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]
     return written
 
 
-def reaches_output(node: fx.Node) -> bool:
-    """Say whether the module hands this very value to its caller."""
-    return any(user.op == "output" for user in node.users)
+def handed_out(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+    """Return the nodes whose value, or what may be a view of it, goes to the module's caller, who may write into it."""
+    handed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user.op == "output" or (user in handed and _may_share(user, program, home)) for user in node.users):
+            handed.add(node)
+    return handed
+
+
+def _may_share(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether the value of a node may lie in the memory of an operand."""
+    if "val" in node.meta and not _holds_tensors(node.meta["val"]):
+        return False
+    if node.op != "call_module":
+        is_fresh = canonical_name(node) in _FRESH and not mutates(node)
+        return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
+    callee = program.callee(home, node)
+    return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee)
+
+
+def _holds_tensors(described: Any) -> bool:
+    """Say whether a value, of which a description is given, may be or hold tensors."""
+    if isinstance(described, (tuple, list)):
+        return any(map(_holds_tensors, cast("Sequence[Any]", described)))
+    return isinstance(described, (TensorMeta, Mapping, type))
+
+
+def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
+    """Say whether a module may return what lies in the memory of an argument."""
+    capture = capture_of(module)
+    if capture is None or not capture.variants:
+        kind = user_class(type(module))
+        is_fresh = kind in (*_PURE_MODULES, *_COUNTING) and kind not in _PASSING_ON
+        return not is_fresh or has_hooks(module) or getattr(module, "inplace", False)
+    known = program.facts[_KnownModules].shares
+    if module not in known:
+        graphs = [variant.graph for variant in capture.variants]
+        known[module] = has_hooks(module) or any(
+            node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name)
+        )
+    return known[module]

@@ -209,8 +209,9 @@ class Manager:
             edit = self.apply(pass_, chosen)
         except Unsuitable:
             return False
-        verdict = trial.verdict(edit) if block.result_of(edit) == (precedent.result, precedent.state_map) else None
-        if (verdict is None and self.check) or (verdict is not None and not verdict.ok):
+        is_alike = block.result_of(edit) == (precedent.result, precedent.state_map)
+        verdict = trial.verdict(edit) if is_alike else None
+        if not is_alike or (verdict is not None and not verdict.ok):
             edit.undo()
             return False
         figures = like if verdict is None else {**like, **trial.figures(verdict)}

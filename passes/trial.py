@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..compat import checkpoints_off, version_of
 from .float64 import Float64Mode, double_defaults, widened
 from .interpret import Arguments, graph_forward
+from .sharing import shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
 from .tree import flatten, map_tensors, structure
@@ -34,6 +35,7 @@ class Run:
         input_gradients: one per float argument; None where none arrived.
         parameter_gradients: one per parameter; None where none arrived or none is wanted.
         buffers: as the call left them.
+        shared: (output, owner of memory that it lies in); see `shared_memory`.
         rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
         random_state: of the CPU generator after the forward.
     """
@@ -45,6 +47,7 @@ class Run:
     input_gradients: Gradients
     parameter_gradients: Gradients
     buffers: dict[str, Tensor]
+    shared: frozenset[tuple[str, str]]
     rewritten: frozenset[str]
     random_state: Tensor
 
@@ -136,6 +139,7 @@ class Trial:
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
             buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
             rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
             random_state=random_state,
         )

@@ -14,6 +14,7 @@ from .agreement import (
     check_bits,
     check_form,
     check_presence,
+    check_sharing,
     check_structure,
     largest_gap,
 )
@@ -226,6 +227,8 @@ class _Check:
     def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         native = self._attempt("native", sample, state)
         check_structure(sample.exact, native)
+        if self.keeps_meaning and sample.native is not None:
+            check_sharing(sample.native, native)
         return native
 
     def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:

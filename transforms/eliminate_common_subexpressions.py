@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import fx
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.effects import has_effects, reaches_output, writes
+from ..passes.effects import handed_out, has_effects, writes
 from ..passes.expansion import map_structure
 
 if TYPE_CHECKING:
@@ -56,17 +56,20 @@ class EliminateCommonSubexpressions(Pass):
 def repetitions(graph: fx.Graph, program: Program, home: str) -> dict[fx.Node, fx.Node]:
     """Return each node whose value an earlier node already has, with that node, in execution order.
 
-    Two values that the module hands to its caller stay two, so that the caller may write into one of them.
+    Two values that the module hands to its caller, themselves or as views, stay two, so that the caller may write into
+    one of them.
     """
     first: dict[object, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
+    handed = handed_out(graph, program, home)
     for node in graph.nodes:
         if has_effects(node, program, home):
             continue
         key = _key(node, same)
         known = first.setdefault(key, node)
-        if known is not node and not (reaches_output(known) and reaches_output(node)):
+        if known is not node and not (known in handed and node in handed):
             same[node] = known
+            handed.update({known} if node in handed else ())
     return same
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.effects import has_effects, reaches_output, written_values
+from ..passes.effects import handed_out, has_effects, written_values
 from ..tracing.regions import ContextRegion
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class FoldConstants(Pass):
     """Replace tensors computed from literals alone by their values.
 
     Before: mask = torch.arange(8) < 4        After: mask = self.constant
-    Refuses: a value that is written to or handed to the caller, or that is larger than `limit` elements.
+    Refuses: a value that is written to or handed to the caller, itself or as a view, or that is larger than `limit`
+    elements.
 
     What reads parameters or buffers is never folded: a checkpoint loaded later would not reach it.
 
@@ -43,12 +44,13 @@ class FoldConstants(Pass):
         for home, capture in program.captures.items():
             for variant, captured in enumerate(capture.variants):
                 constants = Constants(captured.graph, program, home)
+                handed = handed_out(captured.graph, program, home)
                 for node in constants.written:
                     yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
                 sizes: dict[fx.Node, int] = {}
                 for node in constants.ends():
                     size = evaluate(node).numel()
-                    reason = self._obstacle(node, size, program.module(home))
+                    reason = self._obstacle(node in handed, size, program.module(home))
                     if reason is None:
                         sizes[node] = size
                     else:
@@ -56,11 +58,11 @@ class FoldConstants(Pass):
                 if sizes:
                     yield _site(sizes, program, home, variant)
 
-    def _obstacle(self, node: fx.Node, size: int, home: nn.Module) -> str | None:
+    def _obstacle(self, is_handed_out: bool, size: int, home: nn.Module) -> str | None:
         if isinstance(home, ContextRegion) and home.context.kind == "autocast":
             return f"it is computed under {home.context}"
-        if reaches_output(node):
-            return "the constant is handed to the caller, who may write into it"
+        if is_handed_out:
+            return "the constant, or a view of it, is handed to the caller, who may write into it"
         if size > self.limit:
             return f"the constant has {size:,} elements, more than limit={self.limit:,}"
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.effects import has_effects, reaches_output, writes, written_values
+from fxopt.passes.effects import handed_out, has_effects, writes, written_values
 from fxopt.tracing.program import Program
 
 
@@ -183,8 +184,22 @@ def test_writes_reach_through_views() -> None:
 
 def test_what_the_caller_gets() -> None:
     program = program_of(forward=lambda self, x: {"a": [x.sin()], "b": x.cos() + 1})
-    nodes = {node.name: node for node in program.graph("").nodes}
-    assert [name for name, node in nodes.items() if reaches_output(node)] == ["sin", "add"]
+    assert {node.name for node in handed_out(program.graph(""), program, "")} == {"sin", "add"}
+
+
+def test_what_the_caller_gets_by_way_of_views() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.view(x.shape) * y
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        same, act, inner = self.children_
+        return x.sin().view(-1), same(x.cos()), act(x.tan()), inner(x.exp(), x.sqrt()), x.neg().relu_()
+
+    program = program_of(nn.Identity(), nn.ReLU(), Inner(), forward=forward)
+    handed = {node.name for node in handed_out(program.graph(""), program, "")}
+    assert {"sin", "cos", "neg"} <= handed
+    assert not handed & {"tan", "exp", "sqrt"}
 
 
 def test_fused_members_stay_pure() -> None:

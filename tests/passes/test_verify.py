@@ -270,6 +270,25 @@ def test_a_constant_that_is_written_to_is_found() -> None:
     assert "counter is written to" in judge(before, after, normal(2, 3)).reason
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "owner"),
+    [
+        (lambda m, x: m.offset * 1, lambda m, x: m.offset, "the module's own tensors"),
+        (lambda m, x: torch.zeros(3), lambda m, x: m.constant, "the module's own tensors"),
+        (lambda m, x: x.clone(), lambda m, x: x.view_as(x), "input[0]"),
+        (lambda m, x: (x.sin(), x.sin()), lambda m, x: (x.sin(),) * 2, "output[0]"),
+    ],
+)
+def test_outputs_in_memory_that_is_not_the_callers_are_found(
+    before: Callable[..., Any], after: Callable[..., Any], owner: str
+) -> None:
+    module = Lambda(before, offset=normal(3))
+    other = rewritten(module, after)
+    vars(other)["constant"] = torch.zeros(3)
+    assert f"lies in the memory of {owner}" in judge(module, other, normal(3)).reason
+    assert judge(other, copy.deepcopy(other), normal(3)).ok
+
+
 def test_a_tensor_that_is_gone_is_found() -> None:
     before = nn.Linear(3, 3)
     after = Lambda(lambda m, x: x @ m.weight.T, weight=before.weight)

@@ -47,6 +47,12 @@ class TwoOutputs(nn.Module):
         return torch.relu(x), torch.relu(x)
 
 
+class ReturnsViews(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        inner = (x * 2).sum()
+        return torch.sin(x) + inner, (x * 2).view(-1), (x * 2)[0]
+
+
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.rand_like(x) - torch.rand_like(x)
@@ -87,6 +93,16 @@ def test_two_outputs_stay_two_tensors() -> None:
     one, other = merged(TwoOutputs(), x)(x)
     one.add_(1)
     assert not torch.equal(one, other)
+
+
+def test_outputs_stay_apart_where_views_of_values_are_returned() -> None:
+    model, x = ReturnsViews(), torch.randn(2, 4)
+    fast = merged(model, x)
+    for changed in range(3):
+        expected, found = model(x), fast(x)
+        expected[changed].fill_(9.0)
+        found[changed].fill_(9.0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_random_draws_stay_apart() -> None:
