@@ -47,7 +47,7 @@ class Children:
         if not path:
             self._tracer.fail("it calls itself")
         with self._tracer.session.aside():
-            given = list(objects_in(self._tracer.values((args, kwargs))))
+            given = objects_in(self._tracer.values((args, kwargs)))
             watch = Watch(self._tracer.changes, given)
         value = self._value(original, module, args, kwargs, given)
         with self._tracer.session.aside():

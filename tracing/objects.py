@@ -43,19 +43,31 @@ def is_whole(cls: type) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in _WHOLE for base in cls.__mro__)
 
 
-def objects_in(value: Any) -> Iterator[Any]:
-    """Yield the objects in `value`, in order; what they hold themselves is not looked into."""
-    if is_object(value):
-        yield value
+def objects_in(value: Any) -> list[Any]:
+    """Return the objects in `value`, in order; what they hold themselves is not looked into."""
+    found: list[Any] = []
+    _collect_objects(value, found)
+    return found
+
+
+def _collect_objects(value: Any, found: list[Any]) -> None:
+    kind = cast("type[Any]", type(value))
+    if kind in _NO_OBJECTS:  # as most arguments are
+        return
+    if _makes_objects(kind):
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in cast("tuple[Any, ...]", value):
-            yield from objects_in(item)
+            _collect_objects(item, found)
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
-            yield from objects_in(item)
+            _collect_objects(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from objects_in(getattr(value, field.name, None))
+            _collect_objects(getattr(value, field.name, None), found)
+
+
+_NO_OBJECTS = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None)))
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:

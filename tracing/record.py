@@ -19,7 +19,7 @@ from .inputs import Inputs
 from .names import all_modules
 from .objects import copied_object, is_object, objects_in, tensors_within
 from .preserve import ModelState, change_count, restoring
-from .structure import copied, map_leaves, map_tensors
+from .structure import copied, map_leaves, map_tensors, tensors_in
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -213,9 +213,10 @@ class _Recorder:
     def _kept(self, value: Any) -> Any:
         if self.copying:
             return copied(value)
-        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_within(value))
-        if next(objects_in(value), None) is None:
+        if not objects_in(value):
+            self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
             return value
+        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_within(value))
         return map_leaves(lambda leaf: copied_object(leaf, _same) if is_object(leaf) else leaf, value)
 
     def stale(self) -> bool:
