@@ -36,7 +36,7 @@ class AsksWhatIsThere(nn.Module):
 )
 def test_what_was_missing_may_be_set_later(name, value):
     model, x = AsksWhatIsThere(), torch.randn(3, 6)
-    fast = fxopt.optimize(model, [], example_inputs=(x,))
+    fast = fxopt.capture(model, (x,)).model
     setattr(model, name, value)
     setattr(fast, name, value)
     torch.testing.assert_close(fast(x), model(x))
@@ -44,7 +44,7 @@ def test_what_was_missing_may_be_set_later(name, value):
 
 def test_an_attribute_may_be_deleted():
     model, x = AsksWhatIsThere(), torch.randn(3, 6)
-    fast = fxopt.optimize(model, [], example_inputs=(x,))
+    fast = fxopt.capture(model, (x,)).model
     del model.gain, fast.gain
     torch.testing.assert_close(fast(x), model(x))
     assert "attribute 'gain' was deleted after capture" in [miss.guard for miss in misses_in(fast)]
@@ -57,6 +57,6 @@ class JoinsItems(nn.Module):
 
 def test_the_order_of_a_dictionary_is_part_of_a_call():
     a, b = torch.zeros(2, 3), torch.ones(2, 3)
-    fast = fxopt.optimize(JoinsItems(), [], example_inputs=({"a": a, "b": b},))
+    fast = fxopt.capture(JoinsItems(), ({"a": a, "b": b},)).model
     assert torch.equal(fast({"b": b, "a": a}), torch.cat([b, a], -1))
     assert torch.equal(fast({"a": a, "b": b}), torch.cat([a, b], -1))
