@@ -88,13 +88,16 @@ class Likeness:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return "module", self._paths.get(value, _Same(value))
+        if _holds_more(value):
+            return _Same(value)
         if isinstance(value, (tuple, list)):
             return kind, tuple(map(self._value, cast("Sequence[Any]", value)))
         if kind in (set, frozenset):
             return kind, frozenset(map(self._value, value))
         if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            return kind, tuple((self._value(key), self._value(item)) for key, item in items)
+            mapping = cast("Mapping[Any, Any]", value)
+            default = self._value(getattr(mapping, "default_factory", None))
+            return kind, default, tuple((self._value(key), self._value(item)) for key, item in mapping.items())
         return self._object(value)
 
     def _object(self, value: Any) -> Hashable:
@@ -111,6 +114,12 @@ class Likeness:
     def of_calls(self, calls: Sequence[RecordedCall]) -> Hashable:
         """Describe the arguments of calls; a tensor that is the module's own, too, is described as that."""
         return tuple((self._value(call.args), self._value(call.kwargs)) for call in calls)
+
+
+def _holds_more(value: Any) -> bool:
+    """Say whether an object holds more than its items or the fields of a dataclass, which are all that is compared."""
+    fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set[str]()
+    return not fields.issuperset(getattr(value, "__dict__", ()))
 
 
 def _form(tensor: Tensor) -> Hashable:

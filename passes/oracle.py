@@ -22,7 +22,8 @@ __all__ = ["Oracle", "coarsest_epsilon", "epsilon_of"]
 class Oracle:
     """Give a module's exact and native runs, and find out on the way what they take.
 
-    The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones go without.
+    The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same
+    graph go without.
 
     Attributes:
         stage: the module.
@@ -33,6 +34,7 @@ class Oracle:
         wide: the type of exact runs; None means that there are native runs only.
         keyed: name draws by the node they happen in, where the module has a graph.
         random: whether the draws come from a tape.
+        several: whether calls run several graphs, so that the first run does not tell what the others take.
         census: what the first exact run was made of.
     """
 
@@ -44,6 +46,7 @@ class Oracle:
     keyed: bool = True
     random: bool = False
     of_inputs: bool = True
+    several: bool = False
     census: Float64Mode | None = None
 
     def exact(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
@@ -53,9 +56,9 @@ class Oracle:
         """
         if self.wide is None:
             return self.native(arguments, state)
-        first = self.census is None
+        watched = self.census is None or self.several
         mode = self.census or Float64Mode(self.wide)
-        run = self._trial(self.wide, mode if first or mode.promoted else None).run(arguments, state, like)
+        run = self._trial(self.wide, mode if watched or mode.promoted else None).run(arguments, state, like)
         self.census = mode
         if mode.random and not self.random:
             self.random = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing.captured import capture_of
+from ..tracing.selection import select
 from .oracle import Oracle, coarsest_epsilon
 from .perturb import perturbed_inputs, perturbed_state
 from .stage import Stage
@@ -21,7 +23,7 @@ from .trial import Arguments, Run
 __all__ = ["Data", "RecordedCall", "Reference", "Sample", "reference"]
 
 _CALLS = 3
-"""Of a module called often, this many calls are run."""
+"""Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
 
 
 class RecordedCall(Protocol):
@@ -77,6 +79,7 @@ class Reference:
         of_inputs: whether gradients of arguments were taken.
         keyed: whether random draws are named by the node they happen in: the module had a graph.
         random: whether random operators ran; their draws then come from a tape.
+        several: whether the calls run several graphs of the module.
         stream: the native run of the first call on the plain random stream; present where `random`.
     """
 
@@ -92,6 +95,7 @@ class Reference:
     of_inputs: bool = True
     keyed: bool = False
     random: bool = False
+    several: bool = False
     stream: Run | None = None
 
     @property
@@ -129,15 +133,13 @@ def reference(
     """
     by_node = capture_of(module) is not None
     maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed, brief)
-    return maker.make(_spread([(call.args, call.kwargs) for call in calls]))
+    return maker.make([(call.args, call.kwargs) for call in calls])
 
 
-def _spread(arguments: list[Arguments]) -> list[Arguments]:
-    """Return at most `_CALLS` of the calls, the first and the last among them."""
-    last = len(arguments) - 1
-    if last < _CALLS:
-        return arguments
-    return [arguments[step * last // (_CALLS - 1)] for step in range(_CALLS)]
+def _spread(firsts: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of the calls to run: `firsts`, and while there is room the last one and one in the middle."""
+    even = (step * (count - 1) // (_CALLS - 1) for step in reversed(range(_CALLS)))
+    return list(dict.fromkeys((*firsts, *even)))[: max(_CALLS, len(firsts))]
 
 
 class _Maker:
@@ -154,7 +156,7 @@ class _Maker:
         self.epsilon = 0.0
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
-        samples = self._samples(calls) if calls else []
+        samples = self._samples(calls, self._firsts(calls)) if calls else []
         oracle = self.oracle
         return Reference(
             samples=tuple(samples),
@@ -169,14 +171,29 @@ class _Maker:
             of_inputs=oracle.of_inputs,
             keyed=oracle.keyed,
             random=oracle.random,
+            several=oracle.several,
             stream=oracle.stream(calls[0], self.state) if oracle.random else None,
         )
 
-    def _samples(self, calls: Sequence[Arguments]) -> list[Sample]:
+    def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
+        """Return the number of the first call of each graph that the calls run in the mode asked for."""
+        module = self.stage.module
+        capture = capture_of(module)
+        if capture is None or len(capture.variants) < 2:
+            return [0]
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.oracle.training):
+            selected = [select(module, *call) for call in calls]
+        graphs = [None if found is None else found[0].graph for found in selected]
+        return [graphs.index(graph) for graph in dict.fromkeys(graphs)]
+
+    def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
+        self.oracle.several = len(firsts) > 1
+        calls = [all_calls[number] for number in _spread(firsts, len(all_calls))]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.oracle.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
-        return recorded if self.brief else [*recorded, *self._noisy(recorded[0])]
+        noisy = () if self.brief else (self._noisy(sample) for sample in recorded[: len(firsts)])
+        return [*recorded, *itertools.chain.from_iterable(noisy)]
 
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and let the oracle stay with it; gradients of inputs are given up last."""
@@ -196,7 +213,7 @@ class _Maker:
         return Sample(data, arguments, state, exact, self.oracle.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
-        """Run the first call again with noise; where the module does not take it, with less of it, or not at all."""
+        """Run a call again with noise; where the module does not take it, with less of it, or not at all."""
         state = perturbed_state(self.state, self.oracle.seed)
         inputs = perturbed_inputs(first.arguments, self.oracle.seed + 1)
         samples: list[Sample] = []

@@ -101,6 +101,7 @@ class _Check:
             keyed=reference.keyed,
             random=reference.random,
             of_inputs=reference.of_inputs,
+            several=reference.several,
         )
         self.meaning_error = self.precision_error = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -213,11 +214,23 @@ def _transposed(block: Any) -> None:
     block.linear.weight = nn.Parameter(block.linear.weight.detach().t().contiguous().t())
 
 
+@dataclasses.dataclass
+class Setting:
+    size: int = 1
+
+
+def _with_a_hidden_setting(block: Any) -> None:
+    block.setting = Setting()
+    block.setting.hidden = 2
+
+
 DIFFERENCES: dict[str, Callable[[Any], object]] = {
     "requires_grad": lambda block: block.linear.weight.requires_grad_(False),
     "strides": _transposed,
     "a number in its code": lambda block: setattr(block, "scale", 0.75),
     "a setting": lambda block: setattr(block.linear, "note", "another"),
+    "a hidden setting": _with_a_hidden_setting,
+    "a default": lambda block: setattr(block, "table", collections.defaultdict(int)),
     "mode": lambda block: block.linear.train(),
     "hooks": lambda block: block.linear.register_forward_hook(lambda *_: None),
     "structure": lambda block: setattr(block, "linear", nn.Linear(4, 4, bias=False)),
@@ -230,6 +243,8 @@ def test_a_block_that_differs_in_more_than_values_is_decided_by_itself(
     counted: dict[str, list[Any]], change: Callable[[Any], object]
 ) -> None:
     model = net(3)
+    for block in model:
+        block.setting, block.table = Setting(), collections.defaultdict(list)
     change(model[1])
     managed(model, Subtract())
     assert (len(counted["full"]), len(counted["brief"])) == (2, 1)
