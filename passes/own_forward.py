@@ -12,6 +12,7 @@ from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
 from .base import Numerics
+from .packs import submodule
 
 if TYPE_CHECKING:
     from .manager import Landed
@@ -55,12 +56,15 @@ def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Recor
     name, home = rewrite.pass_.name, rewrite.site.home
     if rewrite.pass_.numerics in _OTHER_FUNCTION:
         yield f"pass '{name}' made it compute something else"
-    modules = modules_by_name(record.skeleton, every_name=True)
-    known = {*record.skeleton.state_dict(), *record.state_map.targets}
+    known = {*record.state_map.names, *record.state_map.targets}
     borrowed = module.origins if isinstance(module, Region) else {}
     for node in (node for variant in capture.variants for node in variant.graph.nodes):
         target = str(node.target)
-        added = node.op == "call_module" and _qualified(home, target) not in modules and target not in borrowed
+        added = (
+            node.op == "call_module"
+            and target not in borrowed
+            and submodule(record.skeleton, _qualified(home, target)) is None
+        )
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue

@@ -25,10 +25,12 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 def all_tensors(model: nn.Module) -> list[Tensor]:
     """Return every parameter and buffer of `model` once, in any order."""
-    found: dict[Tensor, None] = {}
+    found: dict[int, Tensor] = {}  # by identity, which a tensor's own hash takes a Python call for
     for module in all_modules(model):
-        found.update((tensor, None) for tensor in _registered(module).values() if tensor is not None)
-    return list(found)
+        for registry in (own_parameters(module), own_buffers(module)):
+            if registry:
+                found.update((id(tensor), tensor) for tensor in registry.values() if tensor is not None)
+    return list(found.values())
 
 
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -38,11 +40,11 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
-    first: dict[nn.Parameter, str] = {}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, tensor in tensors_by_name(model).items():
         if isinstance(tensor, nn.Parameter):
-            first.setdefault(tensor, name)
-    return {name: parameter for parameter, name in first.items()}
+            first.setdefault(id(tensor), (name, tensor))
+    return dict(first.values())
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
