@@ -145,7 +145,7 @@ def _may_change(expression: str, module: nn.Module) -> bool:
 
 def _looks_inside(expression: str, module: nn.Module) -> bool:
     """Say whether a condition is on what a plain attribute holds: that may change unnoticed."""
-    name = re.match(r"self\.(\w+)", expression)
+    name = re.search(r"\bself\.(?!_modules\b)(\w+)", expression)
     value = vars(module).get(name[1]) if name is not None else None
     return value is not None and not isinstance(value, torch.Tensor)
 

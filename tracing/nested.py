@@ -12,11 +12,15 @@ from torch import nn
 
 from .expressions import literal
 from .guards import Guard
+from .source import attribute_expression
 
 __all__ = ["NestedReads"]
 
+_INTERNAL = frozenset(nn.Module().__dict__)
 _LONGEST = 64
-"""Items of a list or dict that a guard compares."""
+"""Items of a container that guards compare."""
+_DEEPEST = 3
+"""Containers in containers that are looked into."""
 
 
 class NestedReads:
@@ -24,16 +28,19 @@ class NestedReads:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._paths: dict[int, str] = {}
+        self._places: dict[int, tuple[str, str]] = {}
+        """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
-        self._read: dict[str, Any] = {}
+        self._read: dict[str, tuple[str, str]] = {}
+        """A condition on what was read -> the module's attribute that leads there, and the reason."""
 
     @contextmanager
     def noted(self) -> Generator[None]:
         """Note what is read inside."""
         try:
-            for name, value in self._module.__dict__.items():
-                self._lend(value, f"self.{name}")
+            for name, value in list(self._module.__dict__.items()):
+                if name not in _INTERNAL:
+                    self._lend(value, name, f"self.{name}")
             yield
         finally:
             while self._lent:
@@ -47,43 +54,63 @@ class NestedReads:
             plain: the module's own attributes that were read; setting one is noticed, changing what is in it is not.
         """
         attributes = self._module.__dict__
-        held = {
-            f"self.{name}": attributes[name] for name in sorted(plain) if type(attributes.get(name)) in (list, dict)
-        }
-        read = {e: value for e, value in self._read.items() if e.split(".")[1] in plain}
-        found = ((expression, _spelled(value)) for expression, value in {**held, **read}.items())
-        return [Guard(f"{e} == {text}", f"{e} is {text}") for e, text in found if text is not None]
+        for name in sorted(plain):
+            if type(attributes.get(name)) in (*_MUTABLE, tuple):
+                self._note(attributes[name], name, f"self.{name}")
+        return [Guard(condition, reason) for condition, (root, reason) in self._read.items() if root in plain]
 
-    def _lend(self, value: Any, path: str) -> None:
+    def _lend(self, value: Any, root: str, path: str, depth: int = _DEEPEST) -> None:
+        for key, item in _items(value) if depth else ():
+            self._lend(item, root, f"{path}[{key!r}]", depth - 1)
         cls = cast("type[Any]", type(value))
-        if id(value) in self._paths or not _can_be_lent(value):
+        if id(value) in self._places or not _can_be_lent(value):
             return
         noting = types.new_class(cls.__name__, (_Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls)))
+        self._places[id(value)] = root, path
         try:
             object.__setattr__(value, "__class__", noting)
         except TypeError:  # its layout does not allow another class: all that it holds is noted
-            self._read.setdefault(f"{path}.__dict__", dict(cast("dict[str, Any]", vars(value))))
+            self._note_all(cast("dict[str, Any]", vars(value)), root, path)
             return
-        self._paths[id(value)] = path
         self._lent.append((value, cls))
 
     def _namespace(self, cls: type) -> dict[str, Any]:
         read: Any = cls.__getattribute__
 
         def __getattribute__(holder: Any, name: str) -> Any:  # noqa: N807
-            value = read(holder, name)
-            path = self._paths.get(id(holder))
-            if path is not None and not name.startswith("__"):
-                self._note(f"{path}.{name}", value)
+            root, path = self._places.get(id(holder), ("", ""))
+            if not path or name.startswith("__"):
+                return read(holder, name)
+            try:
+                value = read(holder, name)
+            except AttributeError:
+                self._keep(f"{name!r} not in {path}.__dict__", root, f"{path} has no {name}")
+                raise
+            self._note(value, root, _attribute(holder, name, path, value))
             return value
 
         return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
 
-    def _note(self, expression: str, value: Any) -> None:
-        if _spelled(value) is not None:
-            self._read.setdefault(expression, value)
-        else:
-            self._lend(value, expression)
+    def _note_all(self, held: dict[str, Any], root: str, path: str) -> None:
+        self._note(tuple(held), root, f"tuple({path}.__dict__)")
+        for name, value in held.items():
+            self._note(value, root, f"{path}.__dict__[{name!r}]")
+
+    def _note(self, value: Any, root: str, expression: str, depth: int = _DEEPEST) -> None:
+        """Note a value that is read: itself, or, where it has no spelling, what is in it."""
+        text = _spelled(value)
+        if text is not None:
+            self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
+            return
+        self._lend(value, root, expression)
+        items = _items(value) if depth else []
+        if items and type(value) is not tuple:
+            self._keep(f"len({expression}) == {len(items)}", root, f"{expression} has {len(items)} items")
+        for key, item in items:
+            self._note(item, root, f"{expression}[{key!r}]", depth - 1)
+
+    def _keep(self, condition: str, root: str, reason: str) -> None:
+        self._read.setdefault(condition, (root, reason))
 
 
 class _Quiet:
@@ -102,13 +129,40 @@ def _can_be_lent(value: Any) -> bool:
     return package not in ("torch", "builtins") and not callable(value) and hasattr(value, "__dict__")
 
 
-def _spelled(value: Any) -> str | None:
-    """Return Python for a plain value, or for a short list or dict of such."""
+_MUTABLE = (list, dict, set)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a short container, each with the key that leads there."""
     kind = cast("type[Any]", type(value))
-    if kind is list and len(value) <= _LONGEST:
-        items = [_spelled(item) for item in cast("list[Any]", value)]
-        return None if None in items else f"[{', '.join(map(str, items))}]"
-    if kind is dict and len(value) <= _LONGEST:
+    if kind not in (list, tuple, dict) or len(value) > _LONGEST:
+        return []
+    pairs = cast("dict[Any, Any]", value).items() if kind is dict else enumerate(cast("list[Any]", value))
+    return [(key, item) for key, item in pairs if type(key) in (int, str)]
+
+
+def _attribute(holder: Any, name: str, path: str, value: Any) -> str:
+    """Return how a guard reads an attribute.
+
+    Types and devices are asked for in a way that does not look like a tensor's: moving the model changes those.
+    """
+    if isinstance(value, (torch.dtype, torch.device)) and name in vars(holder):
+        return f"{path}.__dict__[{name!r}]"
+    return attribute_expression(path, name)
+
+
+def _spelled(value: Any) -> str | None:
+    """Return Python for a plain value, or for a short container of such."""
+    kind = cast("type[Any]", type(value))
+    if kind not in _MUTABLE:
+        return literal(value)
+    if len(value) > _LONGEST:
+        return None
+    if kind is dict:
         pairs = [(_spelled(key), _spelled(item)) for key, item in cast("dict[Any, Any]", value).items()]
         return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
-    return None if isinstance(value, (torch.dtype, torch.device, torch.Size)) else literal(value)
+    items = [_spelled(item) for item in cast("list[Any]", value)]
+    if None in items:
+        return None
+    written = ", ".join(sorted(map(str, items)) if kind is set else map(str, items))
+    return f"[{written}]" if kind is list else f"{{{written}}}" if written else "{*()}"

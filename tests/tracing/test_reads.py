@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,3 +62,71 @@ def test_the_order_of_a_dictionary_is_part_of_a_call():
     fast = fxopt.capture(JoinsItems(), ({"a": a, "b": b},)).model
     assert torch.equal(fast({"b": b, "a": a}), torch.cat([b, a], -1))
     assert torch.equal(fast({"a": a, "b": b}), torch.cat([a, b], -1))
+
+
+class Settings:
+    """What a user keeps settings in; one value has no spelling."""
+
+    def __init__(self) -> None:
+        self.scale, self.dtype, self.kinds, self.act = 2.0, torch.float32, {"a"}, torch.relu
+
+
+class HoldsSettings(nn.Module):
+    """Reads plain objects, containers that hold them, and what those lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.own, self.listed, self.kinds = Settings(), [Settings(), 1.0], {"b"}
+        self.space = types.SimpleNamespace(scale=2.0, act=torch.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.own.scale * self.listed[0].scale * self.listed[1] * self.space.scale
+        y = y + 1 if "a" in self.own.kinds else y
+        y = y + 2 if "b" in self.kinds else y
+        return (y * getattr(self.own, "bonus", 1.0)).to(self.own.dtype)
+
+
+def set_in_list(model: nn.Module) -> None:
+    model.listed[0].scale = 3.0
+
+
+def set_item(model: nn.Module) -> None:
+    model.listed[1] = 3.0
+
+
+def set_in_namespace(model: nn.Module) -> None:
+    model.space.scale = 3.0
+
+
+def set_dtype(model: nn.Module) -> None:
+    model.own.dtype = torch.float64
+
+
+def set_what_was_missing(model: nn.Module) -> None:
+    model.own.bonus = 3.0
+
+
+def empty_own_set(model: nn.Module) -> None:
+    model.kinds.clear()
+
+
+def empty_inner_set(model: nn.Module) -> None:
+    model.own.kinds.clear()
+
+
+_CHANGES = [
+    set_in_list, set_item, set_in_namespace, set_dtype, set_what_was_missing, empty_own_set, empty_inner_set,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_what_is_read_inside_of_attributes_may_change(change):
+    model, x = HoldsSettings(), torch.randn(3, 6)
+    fast = fxopt.optimize(model, [], example_inputs=(x,))
+    torch.testing.assert_close(fast(x), model(x))
+    assert not misses_in(fast)
+    change(model)
+    change(fast)
+    torch.testing.assert_close(fast(x), model(x))
+    assert type(fast.own) is type(fast.listed[0]) is Settings
