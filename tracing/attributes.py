@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from .expressions import question
 from .objects import has_attributes
+from .observe import INTERNAL
 from .proxy import ValueProxy
 
 if TYPE_CHECKING:
@@ -77,6 +78,15 @@ class Attributes:
         """Answer a read of a parameter, buffer or child."""
         target = self._target(module, name) if isinstance(value, Tensor) else None
         return value if target is None else self.proxy(target, value)
+
+    def note_plain(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note that a plain attribute of a module inside is read; the traced module's own are seen elsewhere."""
+        if name in INTERNAL or name.startswith(("__", "_fxopt")) or isinstance(value, (Tensor, nn.Module)):
+            return
+        with self._tracer.session.aside():
+            path = self._tracer.names.relative(self._tracer.home, module)
+            if path:
+                self._tracer.nested.note_inside(path, name, value)
 
     def read_training(self, module: nn.Module, value: bool) -> Any:
         """Answer a read of a training flag."""

@@ -12,11 +12,11 @@ from torch import nn
 
 from .expressions import literal
 from .guards import Guard
-from .source import attribute_expression
+from .observe import INTERNAL
+from .source import attribute_expression, module_expression
 
 __all__ = ["NestedReads"]
 
-_INTERNAL = frozenset(nn.Module().__dict__)
 _LONGEST = 64
 """Items of a container that guards compare."""
 _DEEPEST = 3
@@ -32,20 +32,24 @@ class NestedReads:
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
         self._read: dict[str, tuple[str, str]] = {}
-        """A condition on what was read -> the module's attribute that leads there, and the reason."""
+        """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
 
     @contextmanager
     def noted(self) -> Generator[None]:
         """Note what is read inside."""
         try:
             for name, value in list(self._module.__dict__.items()):
-                if name not in _INTERNAL:
+                if name not in INTERNAL:
                     self._lend(value, name, f"self.{name}")
             yield
         finally:
             while self._lent:
                 value, cls = self._lent.pop()
                 object.__setattr__(value, "__class__", cls)
+
+    def note_inside(self, path: str, name: str, value: Any) -> None:
+        """Note that a plain attribute of a module inside, at `path`, is read."""
+        self._note(value, "", attribute_expression(module_expression(path.split(".")), name))
 
     def guards(self, plain: set[str]) -> list[Guard]:
         """Return conditions under which the same is read again.
@@ -57,7 +61,9 @@ class NestedReads:
         for name in sorted(plain):
             if type(attributes.get(name)) in (*_MUTABLE, tuple):
                 self._note(attributes[name], name, f"self.{name}")
-        return [Guard(condition, reason) for condition, (root, reason) in self._read.items() if root in plain]
+        return [
+            Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
+        ]
 
     def _lend(self, value: Any, root: str, path: str, depth: int = _DEEPEST) -> None:
         for key, item in _items(value) if depth else ():

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Observers", "Seen"]
+__all__ = ["INTERNAL", "Observers", "Seen"]
 
-_INTERNAL = frozenset(nn.Module().__dict__)
+INTERNAL = frozenset(nn.Module().__dict__)
+"""The attributes that torch gives every module."""
 _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -75,7 +76,7 @@ def _is_plain(module: nn.Module, name: str) -> bool:
 
     What is not there, or is None in the place of a tensor or child, is one, too: the forward may have asked for it.
     """
-    if name in _INTERNAL or name.startswith("_fxopt"):
+    if name in INTERNAL or name.startswith("_fxopt"):
         return False
     if name in module.__dict__:
         return not isinstance(module.__dict__[name], Tensor)

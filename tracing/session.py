@@ -200,6 +200,7 @@ def tracing_session() -> Generator[Session]:
     session = Session()
     try:
         _patch_modules(session)
+        _patch_plain_reads(session)
         for name in _FACTORIES:
             session.wrap(torch, name, _record)
         for name in _QUESTIONS:
@@ -295,6 +296,20 @@ def _patch_modules(session: Session) -> None:
     session.patch(nn.Module, "__setattr__", write_attribute)
     session.patch(nn.Module, "__delattr__", delete_attribute)
     session.patch(nn.Module, "training", property(training, set_training))
+
+
+def _patch_plain_reads(session: Session) -> None:
+    """Show the tracer which plain attributes of modules inside the traced one are read."""
+    look_up: Callable[[nn.Module, str], Any] = object.__getattribute__
+
+    def read_any(module: nn.Module, name: str) -> Any:
+        value = look_up(module, name)
+        tracer = session.tracer
+        if tracer is not None and module is not tracer.module and name in look_up(module, "__dict__"):
+            tracer.attributes.note_plain(module, name, value)
+        return value
+
+    session.patch(nn.Module, "__getattribute__", read_any)
 
 
 class _Mode(TorchFunctionMode):

@@ -81,6 +81,7 @@ class ModuleTracer:
         self.attributes = Attributes(self, dict(answers or {}))
         self.children = Children(self, call)
         self.contexts = OpenContexts(self)
+        self.nested = NestedReads(self.module)
         self._lowering = Lowering(self)
         self._stateful = stateful
         self._call = call
@@ -98,10 +99,9 @@ class ModuleTracer:
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
-        nested = NestedReads(self.module)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with self._observed(nested) as seen, self.session.tracing(self):
+            with self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
@@ -112,7 +112,7 @@ class ModuleTracer:
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
         lengths = container_lengths(self.module, self.graph, seen.names)
-        guards = (*arguments.guards, *lengths, *nested.guards(seen.plain), *self.decisions.guards.values())
+        guards = (*arguments.guards, *lengths, *self.nested.guards(seen.plain), *self.decisions.guards.values())
         return Variant(guards, self.graph, self.expressions, frozenset(seen.plain))
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
@@ -129,8 +129,8 @@ class ModuleTracer:
         return self.failure
 
     @contextmanager
-    def _observed(self, nested: NestedReads) -> Generator[Seen]:
-        with self._ambient(), self.session.observers.observed(self.module) as seen, nested.noted():
+    def _observed(self) -> Generator[Seen]:
+        with self._ambient(), self.session.observers.observed(self.module) as seen, self.nested.noted():
             yield seen
 
     def _ambient(self) -> AbstractContextManager[None]:

@@ -130,3 +130,32 @@ def test_what_is_read_inside_of_attributes_may_change(change):
     change(fast)
     torch.testing.assert_close(fast(x), model(x))
     assert type(fast.own) is type(fast.listed[0]) is Settings
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale: float) -> None:
+        super().__init__(6, 6)
+        self.scale = scale
+
+
+class ReadsChildren(nn.Module):
+    """Reads plain attributes of its children, by name and in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.heads = nn.Dropout(0.25), nn.ModuleList(Scaled(2.0) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) * head.scale for head in self.heads]).sum(0) * (1 - self.drop.p)
+
+
+@pytest.mark.parametrize("passes", [[], "fuse_ensembles"])
+@pytest.mark.parametrize(("child", "name"), [("drop", "p"), ("heads.3", "scale")])
+def test_an_attribute_of_a_child_may_be_set(passes, child, name):
+    model, x = ReadsChildren(), torch.randn(3, 6)
+    fast = fxopt.optimize(model, passes, example_inputs=(x,), measure=False)
+    torch.testing.assert_close(fast(x), model(x))
+    assert not misses_in(fast)
+    for changed in (model, fast):
+        setattr(changed.get_submodule(child), name, 0.5)
+    torch.testing.assert_close(fast(x), model(x))
