@@ -6,8 +6,9 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ _RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 3
 """Containers within containers are kept down to this depth."""
+_NOTHING: dict[str, Any] = {}
 
 
 def change_count(tensor: Tensor) -> int | None:
@@ -86,7 +88,7 @@ class AttributeState:
         self._kept: list[tuple[str, Any, Any]] = []
         for name in _REGISTRIES:
             registry = attributes[name]
-            self._kept.append((name, registry, registry.copy()))
+            self._kept.append((name, registry, registry.copy() if registry else _NOTHING))
         for name, value in attributes.items():
             if isinstance(value, _CONTAINERS) and name not in _INTERNAL:
                 self._keep(name, value, _DEPTH)
@@ -99,6 +101,16 @@ class AttributeState:
                 if isinstance(item, _CONTAINERS):
                     self._keep(name, item, depth - 1)
 
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """Return the module's attributes themselves."""
+        return self._attributes
+
+    @property
+    def containers(self) -> list[Any]:
+        """Return the registries and containers themselves."""
+        return [container for _, container, _ in self._kept]
+
     def changed(self) -> str | None:
         """Return the name of an attribute that is no longer what it was, or None."""
         if not _same(self._attributes, self._copy):
@@ -108,6 +120,11 @@ class AttributeState:
 
     def restore(self) -> None:
         """Put attributes, registries and containers back as they were."""
+        self.restore_attributes()
+        self.restore_containers()
+
+    def restore_attributes(self) -> None:
+        """Put back which objects the attributes are."""
         if not _same(self._attributes, self._copy):
             capture = self._attributes.get("_fxopt_capture")
             kept = self._copy if capture is None else {**self._copy, "_fxopt_capture": capture}
@@ -115,6 +132,9 @@ class AttributeState:
             for name in self._attributes.keys() - kept.keys():
                 del self._attributes[name]
             self._attributes.update(kept)
+
+    def restore_containers(self) -> None:
+        """Put back what is in the registries and containers."""
         for name, container, copy in self._kept:
             if not _same(container, copy):
                 regions = context_regions(container) if name == "_modules" else {}
@@ -138,6 +158,25 @@ def _same(container: Any, copy: Any) -> bool:
     return all(map(operator.is_, container, copy))
 
 
+class _Contents:
+    """Hold what is in many containers, to see in one go that none of them has changed."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._containers = containers
+        self._dictionaries = cast("list[dict[Any, Any]]", [held for held in containers if isinstance(held, dict)])
+        self._lengths = list(map(len, containers))
+        self._items = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        values = chain.from_iterable(map(dict[Any, Any].values, self._dictionaries))
+        return chain(chain.from_iterable(self._containers), values)
+
+    def are_same(self) -> bool:
+        """Tell whether every container holds the same objects, in the same order."""
+        lengths = list(map(len, self._containers))
+        return lengths == self._lengths and all(map(operator.is_, self._now(), self._items))
+
+
 class ModelState:
     """Hold what running a model may change, to put it back, any number of times.
 
@@ -148,6 +187,8 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
+        self._namespaces = _Contents([state.namespace for state in self._attributes])
+        self._containers = _Contents([held for state in self._attributes for held in state.containers])
         self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
         held = [b for module in modules for b in own_buffers(module).values() if b is not None]
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
@@ -158,8 +199,10 @@ class ModelState:
 
     def restore(self) -> None:
         """Put everything back."""
-        for state in self._attributes:
-            state.restore()
+        for state in () if self._namespaces.are_same() else self._attributes:
+            state.restore_attributes()
+        for state in () if self._containers.are_same() else self._attributes:
+            state.restore_containers()
         with torch.no_grad():
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
