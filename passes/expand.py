@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
@@ -185,9 +185,13 @@ class _Builder:
             call: the home's node.
         """
         values: dict[Operation, Any] = {}
+        read: list[Operation] = []
 
         def value(leaf: Any) -> Any:
-            return values[leaf] if isinstance(leaf, Operation) else leaf
+            if not isinstance(leaf, Operation):
+                return leaf
+            read.append(values[leaf])
+            return values[leaf]
 
         self.closed |= {prefix + name: why for name, why in inner.closed.items()}
         self.conditional |= {prefix + name: when for name, when in inner.conditional.items()}
@@ -201,6 +205,7 @@ class _Builder:
             if o.kind == "placeholder":
                 values[o] = inputs[o.name]
                 continue
+            read.clear()
             args = map_structure(o.args, value)
             if o.kind == "output":
                 return args[0]
@@ -210,7 +215,7 @@ class _Builder:
                 prefix + o.name, o.kind, target, args, kwargs, o.operator, o.node, call, len(self.operations),
                 example=o.example, mutates=o.mutates, pattern=o.pattern or o,
             )  # fmt: skip
-            values[o] = self.add(copy)
+            values[o] = self.add(copy, read)
         return None
 
     def check(
@@ -244,10 +249,10 @@ class _Builder:
         )  # fmt: skip
         if node.op == "call_module" and operation.name not in self.closed:
             operation.operator = module_operator(self.child(str(target)))
-        return self.add(operation)
+        return self.add(operation, operation.inputs)
 
-    def add(self, operation: Operation) -> Operation:
-        for operand in operation.inputs:
+    def add(self, operation: Operation, operands: Iterable[Operation]) -> Operation:
+        for operand in operands:
             operation.level = max(operation.level, operand.level + 1)
             if not operand.users or operand.users[-1] is not operation:
                 operand.users.append(operation)

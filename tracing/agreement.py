@@ -48,7 +48,8 @@ def expectations(
     """
     pairs = zip(inputs, recording.outputs, strict=True)
     expected = [Expectation(given, model.training, output) for given, output in pairs]
-    if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in captured.items()):
+    distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
+    if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in distinct.values()):
         with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
             for given in inputs:
                 try:

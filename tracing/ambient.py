@@ -30,5 +30,6 @@ class Ambient:
 
 def ambient_now() -> Ambient | None:
     """Return the autocast that is on now, or None."""
-    found = [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
-    return Ambient(tuple(found)) if found else None
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return None
+    return Ambient(tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)))

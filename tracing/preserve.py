@@ -90,7 +90,7 @@ class AttributeState:
             registry = attributes[name]
             self._kept.append((name, registry, registry.copy() if registry else _NOTHING))
         for name, value in attributes.items():
-            if isinstance(value, _CONTAINERS) and name not in _INTERNAL:
+            if name not in _INTERNAL and isinstance(value, _CONTAINERS):
                 self._keep(name, value, _DEPTH)
 
     def _keep(self, name: str, container: Any, depth: int) -> None:

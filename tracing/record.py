@@ -182,7 +182,7 @@ class _Recorder:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
-        call = Call(self._kept(args), self._kept(kwargs), None, None, ambient_now())
+        call = Call(self._kept(args), self._kept(kwargs) if kwargs else {}, None, None, ambient_now())
         if self.only is None or module in self.only:
             self.recording.calls.setdefault(module, []).append(call)
         if self._stack:
@@ -197,7 +197,9 @@ class _Recorder:
         finally:
             self._stack.pop()
         call.output = self._kept(output)
-        call.after = [self._kept(item) for item in objects_in((args, kwargs))]
+        held = objects_in((args, kwargs))
+        if held:
+            call.after = [self._kept(item) for item in held]
         return output
 
     def _receiving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,6 +215,9 @@ class _Recorder:
     def _kept(self, value: Any) -> Any:
         if self.copying:
             return copied(value)
+        if type(value) is Tensor:  # as most outputs are
+            self._seen.append((value, change_count(value)))
+            return value
         if not objects_in(value):
             self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
             return value
