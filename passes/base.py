@@ -134,6 +134,7 @@ class Pass:
     Attributes:
         numerics: what verification demands.
         goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
+        clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
         phase: when the result is valid.
         before: names of passes that must not run earlier than this one.
         after: names of passes that must not run later than this one.
@@ -143,6 +144,7 @@ class Pass:
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
+    clean_up: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.BOTH
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import Unsuitable
+from ..tracing.captured import rest
 from ..tracing.program import Program
 from . import measure, verify
 from .base import Goal, Numerics, Pass, Site
@@ -103,7 +104,7 @@ class SiteTrial:
         self.calls = calls if check or time else ()
         self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls) and not is_on_meta(self.home)
         self.references = self._references(brief)
-        self.before = twin(self.home) if self.timed else None
+        self.before = self._runnable()
 
     @property
     def questions(self) -> bool:
@@ -145,7 +146,7 @@ class SiteTrial:
             verdict = self.verdict(edit)
             if verdict is not None and not verdict.ok:
                 return Failed(verdict.reason, unsuitable=False)
-            return Attempt(verdict, twin(self.home) if self.timed else None)
+            return Attempt(verdict, self._runnable())
         finally:
             edit.undo()
 
@@ -196,6 +197,14 @@ class SiteTrial:
         both: Mapping[str | None, Attempt] = {single: attempts[single], str(switch): attempt}
         check = {size: self.timings(both, calls) for size, calls in groups.items()}
         return Switched(switch, attempt, by_size, check) if pays(check, single, str(switch)) else None
+
+    def _runnable(self) -> nn.Module | None:
+        """Return the module around the site as it runs now, what no pass has changed at rest, to be timed."""
+        if not self.timed:
+            return None
+        runnable = twin(self.home)
+        rest(runnable)
+        return runnable
 
     def timings(self, attempts: Mapping[str | None, Attempt], calls: Sequence[Any] | None = None) -> measure.Timings:
         """Time lowerings beside the module as it was, on all its calls or on some of them."""

@@ -29,6 +29,7 @@ class EliminateCommonSubexpressions(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SIZE
+    clean_up: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

@@ -28,6 +28,7 @@ class EliminateDeadCode(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.SIZE
+    clean_up: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site]:

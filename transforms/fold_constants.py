@@ -38,6 +38,7 @@ class FoldConstants(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.SIZE
+    clean_up: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

@@ -532,6 +532,31 @@ def test_it_goes_on_until_the_model_is_no_slower(program: Program, timed: Callab
     assert [status for _, status in statuses(manager)] == ["undone", "undone", "undone"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Tidy(Subtractions):
+    """A clean-up at the root."""
+
+    clean_up: ClassVar[bool] = True
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        return (site for site in super().find(program) if isinstance(site, Site) and not site.home)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweringsOfBlocks(Lowerings):
+    """The root is left alone."""
+
+    def find(self, program: Program) -> Iterator[Site]:
+        return (site for site in super().find(program) if site.home)
+
+
+def test_clean_ups_that_make_the_model_slower_go_first(program: Program, timed: Callable[..., None]) -> None:
+    timed(_slow_with(""))
+    manager = managed(program, Tidy(), LoweringsOfBlocks(offered=("first",)), time=True)
+    assert [status for _, status in statuses(manager)] == ["undone", "applied", "applied"]
+    assert manager.decisions[0].reason == "the whole model was slower with it (0.50x)"
+
+
 def test_what_stood_on_a_rewrite_goes_with_it(program: Program, timed: Callable[..., None]) -> None:
     timed(_slow_with(""))
     expected = program.model(X)
