@@ -158,7 +158,11 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
 
 
 def report(model: nn.Module) -> Report:
-    """Return what was done to an optimized model, and what was not and why."""
+    """Return what was done to an optimized model, and what was not and why.
+
+    Raises:
+        StateError: the model was not optimized.
+    """
     return Report(_record(model), misses_in(model))
 
 
@@ -166,6 +170,9 @@ def graphs(model: nn.Module) -> dict[str, fx.Graph]:
     """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them.
 
     The graphs of a `FlatModel` are called "", "#1", ... after the root.
+
+    Raises:
+        StateError: the model was not optimized.
     """
     flat = program_of(model)
     if flat is not None and record_of(model) is None:
@@ -175,17 +182,30 @@ def graphs(model: nn.Module) -> dict[str, fx.Graph]:
 
 
 def plan(model: nn.Module) -> Plan:
-    """Return the decisions behind an optimized model; `optimize(..., plan=...)` repeats them."""
+    """Return the decisions behind an optimized model; `optimize(..., plan=...)` repeats them.
+
+    Raises:
+        StateError: the model was not optimized.
+    """
     return _record(model).plan
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of an optimized model under the original names: what the unoptimized model would save."""
+    """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
+
+    Raises:
+        StateError: the model was not optimized.
+    """
     return _state_map(model).backward(model.state_dict())
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-    """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`."""
+    """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`.
+
+    Raises:
+        StateError: the model was not optimized, or tied tensors differ in `state`.
+        RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
+    """
     _state_map(model)
     return model.load_state_dict(state, strict=strict, assign=assign)
 
@@ -194,6 +214,9 @@ def restore(model: nn.Module) -> nn.Module:
     """Return the original structure and class with the current weights, buffers and attributes.
 
     The optimized model is left as it is; the result shares no tensors with it.
+
+    Raises:
+        StateError: the model was not optimized.
     """
     return restored(model, _record(model))
 

@@ -155,9 +155,6 @@ class Ensemble:
         """Say whether some linear layer reads one input for all members."""
         return any(pack.operator == "linear" and isinstance(pack.operands[0], Shared) for pack in self.packs)
 
-    def members_of(self, index: int) -> list[Operation]:
-        return [pack.members[index] for pack in self.packs]
-
 
 def attribute(home: nn.Module, name: str) -> object:
     """Return the attribute that a dotted name means, or None."""

@@ -159,6 +159,8 @@ class Trial:
     def _gradients(
         self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
+        if not self.gradients:
+            return {}  # a parameter that is returned as it is requires them even then
         losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if _requires_grad(value)]
         wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
         if not losses or not wanted:

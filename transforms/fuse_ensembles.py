@@ -84,7 +84,6 @@ class FuseEnsembles(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
-    before: ClassVar[tuple[str, ...]] = ()
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         if self.lowering is Lowering.LOOP:

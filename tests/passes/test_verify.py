@@ -521,6 +521,14 @@ def test_tied_parameters() -> None:
     assert "gradient of encode.weight differs" in judge(before, after, normal(3, 4)).reason
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_parameters_may_be_results(gradients: bool) -> None:
+    module = Lambda(lambda m, x: (x * m.weight, m.weight), weight=nn.Parameter(normal(3)))
+    assert judge(module, copy.deepcopy(module), normal(2, 3), gradients=gradients).ok
+    wrong = rewritten(module, lambda m, x: (x * m.weight, m.weight + 1))
+    assert not judge(module, wrong, normal(2, 3), gradients=gradients).ok
+
+
 # -- leaving no trace --------------------------------------------------------------------------------------------------
 
 
