@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -48,6 +51,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@dataclass
+class Done:
+    """What a run of the command line gave."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def fxopt(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Return a function that runs the command line in this process."""
+
+    from fxopt.cli import main
+
+    def run(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exited:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Done(int(exited.value.code or 0), out, err)
+
+    return run
 
 
 @pytest.fixture(scope="session")

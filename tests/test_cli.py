@@ -5,15 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-
-from fxopt.cli import main
 
 SOURCE = """
 import torch
@@ -50,32 +47,7 @@ FAST = ("--no-measure",)
 """Decide by the documented rule, so that the tests do not depend on the machine."""
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Fxopt = Callable[..., Done]
-
-
-@pytest.fixture
-def fxopt(capsys: pytest.CaptureFixture[str]) -> Fxopt:
-    """Return a function that runs the command line in this process."""
-
-    def run(*arguments: object) -> Done:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exited:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return Done(int(exited.value.code or 0), out, err)
-
-    return run
+Fxopt = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

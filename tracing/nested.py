@@ -12,7 +12,7 @@ from torch import nn
 
 from .expressions import literal
 from .guards import Guard
-from .observe import INTERNAL
+from .observe import INTERNAL, Quiet
 from .source import attribute_expression, module_expression
 
 __all__ = ["NestedReads"]
@@ -71,7 +71,7 @@ class NestedReads:
         cls = cast("type[Any]", type(value))
         if id(value) in self._places or not _can_be_lent(value):
             return
-        noting = types.new_class(cls.__name__, (_Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls)))
+        noting = types.new_class(cls.__name__, (Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls)))
         self._places[id(value)] = root, path
         try:
             object.__setattr__(value, "__class__", noting)
@@ -117,13 +117,6 @@ class NestedReads:
 
     def _keep(self, condition: str, root: str, reason: str) -> None:
         self._read.setdefault(condition, (root, reason))
-
-
-class _Quiet:
-    """Keep the `__init_subclass__` of other people's classes from seeing the classes made here."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
 
 
 def _can_be_lent(value: Any) -> bool:

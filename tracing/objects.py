@@ -75,8 +75,12 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
     yield from (item for item in _reachable(value, set()) if isinstance(item, Tensor))
 
 
-def copied_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of an object with `change` of each tensor in it; modules in it are shared.
+def _shared(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def copied_object(value: Any, change: Callable[[Tensor], Any] = _shared) -> Any:
+    """Return a copy of an object with `change` of each tensor in it, or the tensors themselves; modules are shared.
 
     One that cannot be copied is returned itself.
     """

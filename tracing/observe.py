@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["INTERNAL", "Observers", "Seen"]
+__all__ = ["INTERNAL", "Observers", "Quiet", "Seen"]
 
 INTERNAL = frozenset(nn.Module().__dict__)
 """The attributes that torch gives every module."""
@@ -18,7 +18,7 @@ _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class _Quiet:
+class Quiet:
     """Keep the user's `__init_subclass__` from seeing the classes made here."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ class Observers:
         known = self._classes.get(cls)
         if known is None:
             known = self._classes[cls] = types.new_class(
-                cls.__name__, (_Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls))
+                cls.__name__, (Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls))
             )
         return known
 

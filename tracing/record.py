@@ -222,15 +222,11 @@ class _Recorder:
             self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
             return value
         self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_within(value))
-        return map_leaves(lambda leaf: copied_object(leaf, _same) if is_object(leaf) else leaf, value)
+        return map_leaves(lambda leaf: copied_object(leaf) if is_object(leaf) else leaf, value)
 
     def stale(self) -> bool:
         """Tell whether a recorded tensor has changed since; tensors that cannot tell count as changed."""
         return any(count is None or change_count(tensor) != count for tensor, count in self._seen)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
-from torch import Tensor
-
 from .objects import copied_object, is_object, state_of
 
 __all__ = ["Kept", "Path", "changed_paths", "contents", "graft", "keep"]
@@ -105,11 +103,7 @@ def _grafted(mine: Any, before: Any, after: Any) -> Any:
     if type(mine) is type(after) and _containers(mine):
         graft(mine, before, after)
         return mine
-    return copied_object(after, _same) if _containers(after) else after
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return copied_object(after) if _containers(after) else after
 
 
 def _containers(value: object) -> list[Any]:

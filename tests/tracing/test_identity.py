@@ -47,7 +47,7 @@ class Net(Base):
         y = F.max_pool1d(y.unsqueeze(0), 1).squeeze(0)
         return self.norm(y) * self.scale + self.offset
 
-    def helper(self):
+    def size(self):
         return self.width
 
 
@@ -64,7 +64,7 @@ def test_class_names_and_attributes_stay(net):
     assert type(net).__module__ == __name__
     assert type(net).__doc__ == "The user's words."
     assert repr(net) == repr(plain)
-    assert net.helper() == 6
+    assert net.size() == 6
     assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert list(net.state_dict()) == list(plain.state_dict())
     assert net.forward.__doc__ == "Compute."

@@ -94,7 +94,7 @@ def inference(self, x):
     return x.sum() * self.scale, y
 
 
-def helper(self, x):
+def decorated_function(self, x):
     return frozen(self.linear, x) + frozen(self.heads[0], self.linear(x))
 
 
@@ -168,7 +168,7 @@ def reads_parameters(self, x):
 
 
 FORWARDS = [
-    no_grad, everything, autocast, disabled, nested, set_grad_enabled, inference, helper, decorated,
+    no_grad, everything, autocast, disabled, nested, set_grad_enabled, inference, decorated_function, decorated,
     decorated_with_autocast, loop, early_return, in_place, dropout, sizes, asks, asks_for_autocast, reads_parameters,
 ]  # fmt: skip
 
@@ -441,7 +441,7 @@ def test_sequential_with_a_context_stays_opaque(agree):
     assert "loops over its own children" in program.opaque[""].reason
 
 
-def test_partial_of_a_decorated_helper(agree):
+def test_partial_of_a_decorated_function(agree):
     def forward(self, x):
         return functools.partial(frozen, self.linear)(x) + self.scale
 
