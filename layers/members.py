@@ -123,8 +123,9 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
-    parameters, buffers = _registers(module)
-    parameter = parameters.get(name) if name in parameters else buffers.get(name)
+    parameter = own_parameters(module).get(name)
+    if parameter is None:
+        parameter = own_buffers(module).get(name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
     stacked = view.stacked
@@ -180,7 +181,7 @@ def _put_class(
 ) -> None:
     """Change the class below the module's graphs."""
     if capture is None:
-        module.__class__ = cls
+        object.__setattr__(module, "__class__", cls)
         return
     # It may be a copy, for the other class: it belongs to whom the first belonged.
     install(module, capture, cls).owner = owner

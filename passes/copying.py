@@ -36,8 +36,9 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     new = object.__new__(type(module))
     memo[id(module)] = new
     attributes = new.__dict__
-    for name, value in module.__dict__.items():
-        kind = cast("type[Any]", type(value))
+    given: dict[str, object] = module.__dict__
+    for name, value in given.items():
+        kind = type(value)
         if kind in _ATOMS:
             attributes[name] = value
         elif kind in _CONTAINERS and not value:  # as most entries are

@@ -158,7 +158,7 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
-    module.__class__ = class_for(capture)
+    object.__setattr__(module, "__class__", class_for(capture))  # no module's own way of setting attributes is asked
     _add_regions(module, capture)
     return capture
 

@@ -50,8 +50,8 @@ def objects_in(value: Any) -> list[Any]:
     return found
 
 
-def _collect_objects(value: Any, found: list[Any]) -> None:
-    kind = cast("type[Any]", type(value))
+def _collect_objects(value: object, found: list[Any]) -> None:
+    kind = type(value)
     if kind in _NO_OBJECTS:  # as most arguments are
         return
     if _makes_objects(kind):

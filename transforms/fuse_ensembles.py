@@ -48,6 +48,8 @@ which lose: benchmarks/ensembles.py draws the line between them.
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
 
+_INTERNAL = frozenset(vars(nn.Module()))
+
 SWITCHABLE = ("wide", "bmm", "wide_input_first", "grouped_conv")
 """The lowerings that differ in how linear layers are written, so that one graph may hold two of them."""
 
@@ -331,7 +333,7 @@ def _settings(module: nn.Module) -> set[str]:
     capture = capture_of(module)
     if capture is not None:
         return {*own_children(module), *capture.reads}
-    return {name for name in vars(module) if not name.startswith("_") and name != "training"}
+    return {name for name in vars(module).keys() - _INTERNAL if not name.startswith("_")}
 
 
 def _parents(paths: Iterable[str]) -> dict[str, set[str]]:
