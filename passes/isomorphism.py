@@ -30,7 +30,6 @@ from .packs import (
     Parameters,
     Selected,
     Shared,
-    attribute,
     is_stacked,
     submodule,
 )
@@ -109,6 +108,7 @@ class _Search:
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
         self.values: dict[str, object] = {}
         self.places: dict[str, str] = {"": ""}
+        self.modules: dict[str, nn.Module | None] = {"": home}
 
     def color(self, operation: Operation) -> None:
         """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
@@ -150,8 +150,15 @@ class _Search:
     def value(self, name: str) -> object:
         """Return the attribute of a dotted name, looked up once."""
         if name not in self.values:
-            self.values[name] = attribute(self.home, name)
+            path, _, last = name.rpartition(".")
+            self.values[name] = getattr(self.module(path), last, None)
         return self.values[name]
+
+    def module(self, path: str) -> nn.Module | None:
+        """Return the module at a dotted path, looked up once."""
+        if path not in self.modules:
+            self.modules[path] = submodule(self.home, path)
+        return self.modules[path]
 
     def describe(self, operand: Operation) -> object:
         if operand in self.colors:
@@ -180,7 +187,7 @@ class _Search:
         """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
         if name not in self.places:
             path, _, last = name.rpartition(".")
-            in_dictionary = isinstance(submodule(self.home, path), (nn.ModuleDict, nn.ParameterDict))
+            in_dictionary = isinstance(self.module(path), (nn.ModuleDict, nn.ParameterDict))
             self.places[name] = f"{self.place(path)}.{'*' if in_dictionary else _NUMBER.sub('*', last)}"
         return self.places[name]
 
@@ -275,7 +282,17 @@ class _Search:
     def attributes(self, names: tuple[str, ...]) -> Operand | None:
         if all(_is_flag(name, self.value(name)) for name in names):
             return Flags(names)
-        return Parameters(names) if all(_is_state(self.home, name) for name in names) else None
+        return Parameters(names) if all(map(self.is_lasting, names)) else None
+
+    def is_lasting(self, name: str) -> bool:
+        """Say whether `name` is a parameter or a buffer that state dicts hold."""
+        path, _, last = name.rpartition(".")
+        module = self.module(path)
+        if module is None:
+            return False
+        owner = vars(module)
+        kept = last in owner["_buffers"] and last not in owner["_non_persistent_buffers_set"]
+        return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
 
     def packed(self, column: Sequence[Operation]) -> Pack | None:
         """Return the pack that `column` is, in the same order, or None."""
@@ -308,17 +325,6 @@ def _is_no_tensor(operation: Operation) -> bool:
 
 def _is_flag(name: str, value: object) -> bool:
     return isinstance(value, bool) and name.rpartition(".")[2] == "training"
-
-
-def _is_state(home: nn.Module, name: str) -> bool:
-    """Say whether `name` is a parameter or a buffer that state dicts hold."""
-    path, _, last = name.rpartition(".")
-    module = submodule(home, path)
-    if module is None:
-        return False
-    owner = vars(module)
-    kept = last in owner["_buffers"] and last not in owner["_non_persistent_buffers_set"]
-    return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
 
 
 def _is_size(operation: Operation) -> bool:

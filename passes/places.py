@@ -118,7 +118,11 @@ def rewritten_variants(
 
     Numbers stay what they are, for other sites of the same home; where one graph becomes two, the second comes last.
     """
-    variants = [dataclasses.replace(variant, graph=copy_graph(variant.graph)) for variant in before]
+    replaced = {place.case.variant for place in places}
+    variants = [
+        variant if number in replaced else dataclasses.replace(variant, graph=copy_graph(variant.graph))
+        for number, variant in enumerate(before)
+    ]
     made_from, rewritten = list(range(len(before))), set[int]()
     for place, graph in zip(places, graphs, strict=True):
         number = place.case.variant
