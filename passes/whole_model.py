@@ -63,7 +63,7 @@ class WholeModel:
     def never_slower(self) -> dict[str, float] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
         landed = self.manager.landed
-        if len(landed) == 1 and not landed[0].site.home and landed[0] in self._doubtful():
+        if len(landed) == 1 and not landed[0].site.home and "speedup" in landed[0].decision.figures:
             return _as_timings(landed[0].decision.figures)  # the site was the whole model
         while doubtful := self._doubtful():
             rest(self.manager.program.model)

@@ -557,6 +557,12 @@ def test_clean_ups_that_make_the_model_slower_go_first(program: Program, timed: 
     assert manager.decisions[0].reason == "the whole model was slower with it (0.50x)"
 
 
+def test_a_clean_up_that_is_all_there_is_is_timed_with_the_model(program: Program, timed: Callable[..., None]) -> None:
+    timed(_slow_with(""))
+    manager = managed(program, Tidy(), LoweringsOfBlocks(offered=("unsuitable",)), time=True)
+    assert [status for _, status in statuses(manager)] == ["undone", "refused", "refused"]
+
+
 def test_what_stood_on_a_rewrite_goes_with_it(program: Program, timed: Callable[..., None]) -> None:
     timed(_slow_with(""))
     expected = program.model(X)
