@@ -83,6 +83,21 @@ class Captured(_Module):
         super().__delattr__(name)
         _drop_readers(self, name, "deleted")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; graphs that found none of that name are dropped."""
+        super().register_parameter(name, param)
+        _drop_readers(self, name, "registered")
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer; graphs that found none of that name are dropped."""
+        super().register_buffer(name, tensor, persistent)
+        _drop_readers(self, name, "registered")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Register a child; graphs that found none of that name are dropped."""
+        super().add_module(name, module)
+        _drop_readers(self, name, "registered")
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         recompile(self)

@@ -44,6 +44,22 @@ def test_what_was_missing_may_be_set_later(name, value):
     torch.testing.assert_close(fast(x), model(x))
 
 
+@pytest.mark.parametrize(
+    ("register", "name", "value"),
+    [
+        (nn.Module.register_parameter, "shift", nn.Parameter(torch.ones(6))),
+        (nn.Module.register_buffer, "mask", torch.zeros(6)),
+        (nn.Module.add_module, "last", nn.Tanh()),
+    ],
+)
+def test_what_was_missing_may_be_registered_later(register, name, value):
+    model, x = AsksWhatIsThere(), torch.randn(3, 6)
+    fast = fxopt.capture(model, (x,)).model
+    register(model, name, value)
+    getattr(fast, register.__name__)(name, value)
+    torch.testing.assert_close(fast(x), model(x))
+
+
 def test_an_attribute_may_be_deleted():
     model, x = AsksWhatIsThere(), torch.randn(3, 6)
     fast = fxopt.capture(model, (x,)).model
