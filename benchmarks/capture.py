@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import time
 import warnings
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import described
 from model_zoo.examination import captured_row, inference_row, overhead_row
 from model_zoo.families import KINDS, SEED
 from model_zoo.subjects import Subject, candidates, graph_subjects, named_subjects
@@ -228,14 +228,8 @@ def main() -> None:
     warm_up()
     start = time.perf_counter()
     rows = sweep(arguments)
-    machine = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": 1,
-        "seconds": round(time.perf_counter() - start),
-    }
+    seconds = round(time.perf_counter() - start)
+    machine = {**described(), "transformers": transformers.__version__, "seconds": seconds}
     report = {"schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(rows), "models": rows}
     print(json.dumps(report["summary"], indent=2))
     if arguments.json:

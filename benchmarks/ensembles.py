@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import described
 from torch import Tensor, nn
 
 import fxopt
@@ -203,13 +203,7 @@ def main() -> None:
     for cell in draw(arguments.cells):
         results.append(measure(cell, compiled=arguments.compile, seconds=arguments.seconds))
         print(row(results[-1]), flush=True)
-    machine = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": 1,
-    }
-    report = {"schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(results), "cells": results}
+    report = {"schema_version": 1, "seed": SEED, "machine": described(), "summary": summary(results), "cells": results}
     print(json.dumps(report["summary"], indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

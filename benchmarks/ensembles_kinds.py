@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from ensembles import SEED, columns, runner, summary
+from machine import described
 from torch import Tensor, nn
 
 import fxopt
@@ -161,10 +161,7 @@ def main() -> None:
         results.append(measure(cell, arguments.seconds))
         row = results[-1]
         print(row["name"], row["choice"], row["speedup"]["fxopt"], row["best"], row["fxopt_over_best"], flush=True)
-    machine = {
-        "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(), "threads": 1,
-        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
-    }  # fmt: skip
+    machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
     report = {
         "schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(results), "omitted": omitted,
         "cells": results,

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import described
 from torch import nn
 
 import fxopt
@@ -94,13 +94,7 @@ def main() -> None:
             figures |= {name: value for name, value in measure(slow, 6).items() if name != BASE}
         results[str(heads)] = figures
         print(*(row(heads, name, value) for name, value in figures.items()), sep="\n", flush=True)
-    machine = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": 1,
-    }
-    report = {"schema_version": 1, "machine": machine, "target": TARGET, "heads": results}
+    report = {"schema_version": 1, "machine": described(), "target": TARGET, "heads": results}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,15 +42,7 @@ class Sized(Tied):
 PLAN = Plan(("fuse_ensembles",), "train", (Decision(0, "fuse_ensembles", "(root):a..b(2)", "applied"),))
 
 
-@pytest.fixture(autouse=True)
-def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Give the tests a module `zoo` with models, which counts what is built from it."""
-    (tmp_path / "zoo.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import zoo
-
-    yield zoo
-    sys.modules.pop("zoo", None)
+pytestmark = pytest.mark.usefixtures("zoo")
 
 
 def record(model: nn.Module) -> Record:

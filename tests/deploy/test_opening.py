@@ -5,7 +5,6 @@ import pickle
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,7 @@ class Net(nn.Sequential):
 """
 
 
-@pytest.fixture(autouse=True)
-def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    (tmp_path / "zoo.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import zoo
-
-    yield zoo
-    sys.modules.pop("zoo", None)
+pytestmark = pytest.mark.usefixtures("zoo")
 
 
 class Bomb:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -469,7 +470,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("spelling", [Comprehension, WeightedSum, SeparateInputs])
-def test_training_fused_equals_training_members(name: str, spelling: type[nn.Module]) -> None:
+def test_training_fused_equals_training_members(
+    name: str, spelling: type[nn.Module], step: Callable[..., Tensor]
+) -> None:
     torch.manual_seed(0)
     model = spelling().double()
     inputs = [example(model).double() for _ in range(20)]
@@ -488,14 +491,6 @@ def test_training_fused_equals_training_members(name: str, spelling: type[nn.Mod
             scheduler.step()
     for one, other in zip(fxopt.state_dict(fast).values(), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 # -- 7. the user's model is untouched ------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_embeddings(padding: int | None, separate: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["batch_norm_1d", "cnn", "conv_1d", "attention", "lstm", "multihead"])
-def test_training_equals_training_the_members(kind: str) -> None:
+def test_training_equals_training_the_members(kind: str, step: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model = Shared(KINDS[kind][0]).double()
     inputs = [example(kind, False).double() for _ in range(20)]
@@ -169,14 +169,6 @@ def test_training_equals_training_the_members(kind: str) -> None:
     assert list(saved) == list(twin.state_dict())
     for one, other in zip(saved.values(), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("kind", ["cnn", "lstm", "multihead", "encoder_layer"])
