@@ -121,6 +121,8 @@ class FoldedPart(nn.Module):
         fold = self.__dict__.get(_KEY)
         if fold is not None and name in fold.names(self):
             fold.write(self, name, value)
+        elif fold is not None and name == "training" and value and fold.norm is self:
+            raise ModeError(f"this {type(self).__name__} was folded for evaluation and cannot be trained. {ADVICE}")
         elif fold is not None and (name == "forward" or (name in self.__dict__ and name != "training")):
             raise _refusal(self, f"setting '{name}' would change nothing")
         else:
@@ -147,12 +149,6 @@ class FoldedPart(nn.Module):
     register_backward_hook = _refusing_hooks()
     register_full_backward_hook = _refusing_hooks()
     register_full_backward_pre_hook = _refusing_hooks()
-
-    def train(self, mode: bool = True) -> Any:
-        """Set training mode, which a folded batch norm no longer has."""
-        if mode and self.__dict__[_KEY].norm is self:
-            raise ModeError(f"this {type(self).__name__} was folded for evaluation and cannot be trained. {ADVICE}")
-        return super().train(mode)
 
     def _fxopt_keep(self, name: str) -> None:
         fold = self.__dict__.get(_KEY)

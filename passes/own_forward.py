@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .manager import Landed
     from .record import Record
 
-__all__ = ["forbid_lost_forwards"]
+__all__ = ["forbid_lost_forwards", "module_around"]
 
 _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
@@ -35,7 +35,7 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
         record: of the model.
     """
     for rewrite in landed:
-        module, home = model.get_submodule(rewrite.site.home), _around(model, rewrite.site.home)
+        module, home = model.get_submodule(rewrite.site.home), module_around(model, rewrite.site.home)
         capture = capture_of(module)
         if capture is None or required_capture(home).lost:
             continue
@@ -45,7 +45,7 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
             recompile(home)
 
 
-def _around(model: nn.Module, name: str) -> nn.Module:
+def module_around(model: nn.Module, name: str) -> nn.Module:
     """Return a module, or where it is what runs under a context, the module whose forward opens that context."""
     while isinstance(model.get_submodule(name), ContextRegion):
         name = name.rpartition(".")[0]

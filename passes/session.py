@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
-from ..tracing.captured import rest
+from ..tracing.captured import EVAL_ONLY, rest
 from ..tracing.fallback import hold, release
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
@@ -19,12 +19,13 @@ from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
 from .copying import copied_module, skeleton
 from .manager import Manager
-from .own_forward import forbid_lost_forwards
+from .own_forward import forbid_lost_forwards, module_around
 from .plan import Plan
 from .record import Record, record_of
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
+from .whole_model import Landed
 
 __all__ = ["Request", "copied", "run_session"]
 
@@ -90,9 +91,20 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     crown(fast, record)
     forbid_lost_forwards(fast, manager.landed, record)
     release(fast, request.settings.max_graphs)
-    if record.eval_only:
-        fast.eval()
+    _limit_to_evaluation(fast, manager.landed, record)
     return fast
+
+
+def _limit_to_evaluation(fast: nn.Module, landed: Iterable[Landed], record: Record) -> None:
+    """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
+    if not record.eval_only:
+        return
+    fast.eval()
+    vars(fast)[EVAL_ONLY] = record.eval_only
+    for rewrite in landed:
+        home = vars(module_around(fast, rewrite.site.home))
+        if rewrite.phase is Phase.EVAL and home.get(EVAL_ONLY) is not record.eval_only:
+            home[EVAL_ONLY] = tuple(dict.fromkeys((*home.get(EVAL_ONLY, ()), rewrite.pass_.name)))
 
 
 def check_model(model: object) -> None:
@@ -136,7 +148,7 @@ def _in_mode(model: nn.Module, training: bool) -> Generator[None]:
         for module in all_modules(model):
             flag = flags.get(module, model.training)
             if module.training != flag:
-                module.training = flag
+                vars(module)["training"] = flag  # a folded norm would refuse, though `run_session` sets it back
 
 
 def _manager(program: Program, request: Request) -> Manager:

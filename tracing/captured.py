@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -23,10 +23,10 @@ from .selection import select
 from .source import generate
 
 __all__ = [
+    "EVAL_ONLY",
     "Capture",
     "Captured",
     "Guard",
-    "ModelRecord",
     "Variant",
     "capture_of",
     "class_for",
@@ -49,11 +49,8 @@ else:
 """What `Captured` is mixed into; it is no module itself, so that the user's class comes second."""
 
 
-class ModelRecord(Protocol):
-    """What a root module keeps, as `_fxopt_record`, about what was done to it; `Captured` reads this much of it."""
-
-    eval_only: Sequence[str]
-    """Names of the passes whose rewrites are valid in evaluation mode only."""
+EVAL_ONLY = "_fxopt_eval_only"
+"""In a module's `__dict__`: names of the passes whose rewrites of it are valid in evaluation mode only."""
 
 
 class Captured(_Module):
@@ -76,6 +73,8 @@ class Captured(_Module):
         """Keep the user's own hook for subclasses (registries, say) from seeing the classes made here."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" and value:
+            _refuse_training(self)
         super().__setattr__(name, value)
         _drop_readers(self, name, "set")
 
@@ -106,13 +105,9 @@ class Captured(_Module):
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
 
     def train(self, mode: bool = True) -> Any:
-        """Set training mode, unless the model holds rewrites that are valid in evaluation mode only."""
-        record = cast("ModelRecord | None", self.__dict__.get("_fxopt_record"))
-        if mode and record is not None and record.eval_only:
-            raise ModeError(
-                f"the model was rewritten for evaluation by {', '.join(record.eval_only)}; to train it, "
-                "optimize with phase='train' or leave that pass out"
-            )
+        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only."""
+        if mode:
+            _refuse_training(self)
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +137,15 @@ class Captured(_Module):
         from .recapture import refuse
 
         return refuse(cast("nn.Module", self), args, kwargs, reason)
+
+
+def _refuse_training(module: _Module) -> None:
+    passes = cast("Sequence[str]", module.__dict__.get(EVAL_ONLY, ()))
+    if passes:
+        raise ModeError(
+            f"this {type(module).__name__} was rewritten for evaluation by {', '.join(passes)}; to train it, "
+            "optimize with phase='train' or leave that pass out"
+        )
 
 
 def _rebuild_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxopt.errors import CaptureError, ModeError
-from fxopt.tracing.captured import Capture, capture_of, install, own, recompile, uninstall
+from fxopt.tracing.captured import EVAL_ONLY, Capture, capture_of, install, own, recompile, uninstall
 from fxopt.tracing.program import capture_program
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -248,14 +248,15 @@ def test_export(net):
 
 
 def test_train_refuses_where_rewrites_are_for_evaluation(net):
-    class Record:
-        eval_only = ("fold_batchnorm",)
-
-    net.__dict__["_fxopt_record"] = Record()
+    net.__dict__[EVAL_ONLY] = ("fold_batchnorm",)
     net.eval()
     with pytest.raises(ModeError, match="fold_batchnorm"):
         net.train()
+    with pytest.raises(ModeError, match="fold_batchnorm"):
+        net.training = True
+    assert not any(module.training for module in net.modules())
     net.train(False)
+    net.training = False
 
 
 def test_a_module_without_graphs_can_still_be_captured():

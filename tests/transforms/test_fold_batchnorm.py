@@ -522,9 +522,33 @@ def test_training_is_refused_and_names_the_pass() -> None:
     fast = folded(nn.Sequential(block(), nn.ReLU()).eval())
     with pytest.raises(fxopt.ModeError, match="fold_batchnorm"):
         fast.train()
-    with pytest.raises(fxopt.ModeError, match="folded for evaluation"):
+    with pytest.raises(fxopt.ModeError, match="fold_batchnorm"):
         fast[0].train()
+    with pytest.raises(fxopt.ModeError, match="folded for evaluation"):
+        fast[0].norm.train()
     assert fxopt.restore(fast).train().training
+
+
+@pytest.mark.parametrize("name", ["", "0", "0.norm"])
+def test_the_flag_itself_cannot_be_set_to_training(name: str) -> None:
+    fast = folded(nn.Sequential(block(), nn.ReLU()).eval())
+    for model in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        with pytest.raises(fxopt.ModeError, match="for evaluation"):
+            model.get_submodule(name).training = True
+        assert not any(module.training for module in model.modules())
+        model.get_submodule(name).training = False
+        model.get_submodule("0.layer").training = True  # a convolution is the same in both modes
+    restored = fxopt.restore(fast)
+    restored.get_submodule(name).training = True
+
+
+def test_a_model_for_evaluation_is_not_optimized_for_training() -> None:
+    fast = folded(nn.Sequential(block(), nn.ReLU()).eval())
+    with pytest.raises(fxopt.ModeError, match="rewritten for evaluation by fold_batchnorm"):
+        fxopt.optimize(fast, "eliminate_dead_code", example_inputs=(torch.randn(IMAGE),), phase="train")
+    again = fxopt.optimize(fast, "eliminate_dead_code", example_inputs=(torch.randn(IMAGE),))
+    with pytest.raises(fxopt.ModeError, match="fold_batchnorm"):
+        again[0].train()
 
 
 def test_hooks_around_a_fold_still_run() -> None:

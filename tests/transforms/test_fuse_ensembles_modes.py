@@ -274,6 +274,28 @@ def test_outputs_that_only_training_keeps_apart() -> None:
     assert ["gradients to some of them only" in d.reason for d in fxopt.plan(refused).decisions] == [True]
 
 
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Reaching(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[object, Tensor]:
+        return self.inner(x), self.last(x)
+
+
+def test_modules_that_only_evaluation_fuses_cannot_be_trained_by_themselves() -> None:
+    x = torch.randn(5, 4)
+    fast = fused(Around().eval(), x)
+    with pytest.raises(fxopt.ModeError, match="Reaching was rewritten for evaluation by fuse_ensembles"):
+        fast.inner.train()
+    with pytest.raises(fxopt.ModeError, match="Reaching was rewritten for evaluation by fuse_ensembles"):
+        fast.inner.training = True
+    with pytest.raises(fxopt.ModeError, match="Around was rewritten for evaluation by fuse_ensembles"):
+        fast.training = True
+    fast.last.training = True
+    assert isinstance(fxopt.restore(fast).inner.train()(x), tuple)
+
+
 class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
