@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
-from ..tracing.captured import EVAL_ONLY, rest
+from ..tracing.captured import EVAL_ONLY, capture_of, rest
 from ..tracing.fallback import hold, release
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
@@ -102,9 +102,20 @@ def _limit_to_evaluation(fast: nn.Module, landed: Iterable[Landed], record: Reco
     fast.eval()
     vars(fast)[EVAL_ONLY] = record.eval_only
     for rewrite in landed:
-        home = vars(module_around(fast, rewrite.site.home))
-        if rewrite.phase is Phase.EVAL and home.get(EVAL_ONLY) is not record.eval_only:
-            home[EVAL_ONLY] = tuple(dict.fromkeys((*home.get(EVAL_ONLY, ()), rewrite.pass_.name)))
+        for module in _rewritten_by(rewrite, fast) if rewrite.phase is Phase.EVAL else ():
+            known: tuple[str, ...] = vars(module).get(EVAL_ONLY, ())
+            vars(module)[EVAL_ONLY] = tuple(dict.fromkeys((*known, rewrite.pass_.name)))
+
+
+def _rewritten_by(rewrite: Landed, fast: nn.Module) -> Iterable[nn.Module]:
+    """Yield the module that a rewrite changed, and those inside it, with graphs, whose tensors it took."""
+    home = rewrite.site.home
+    yield module_around(fast, home)
+    tensors = [name for step in rewrite.edit.state_map().below(home).steps for name in step.sources]
+    inside = {name[:end] for name in tensors for end in range(len(home) + 1, len(name)) if name[end] == "."}
+    for module in map(fast.get_submodule, sorted(inside)):
+        if capture_of(module) is not None:
+            yield module
 
 
 def check_model(model: object) -> None:

@@ -157,10 +157,21 @@ def test_what_would_not_reach_the_computation_fails(pair: Pair, change: Callable
     assert pair.agree()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_folded_tensors_want_gradients_where_the_layer_did(trains: bool) -> None:
+    pair, x = Pair(), torch.randn(2, 3, 5, 5)
+    pair.conv.requires_grad_(trains)
+    pair.fold()
+    folded = pair.conv.folded
+    assert [tensor.requires_grad for tensor in (folded.weight, folded.bias, folded(x))] == [trains] * 3
+
+
 def test_the_norm_cannot_be_trained(pair: Pair) -> None:
     pair.conv.train().eval()
     with pytest.raises(ModeError, match="restore"):
         pair.bn.train()
+    with pytest.raises(ModeError, match="restore"):
+        pair.bn.training = True
     assert not pair.bn.eval().training
 
 

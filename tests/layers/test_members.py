@@ -129,6 +129,14 @@ def test_only_the_stacked_parameters_are_listed_and_saved(fused: Model):
     assert all(isinstance(parameter, nn.Parameter) for parameter in fused.parameters())
 
 
+def test_a_members_own_tensors_are_gone_and_their_names_keep_their_places(fused: Model):
+    linear = fused.heads[1].layers[0]
+    assert dict(linear._parameters) == {"weight": None, "bias": None}
+    assert not isinstance(linear.weight, nn.Parameter)
+    with pytest.raises(AttributeError):
+        linear.get_parameter("weight")
+
+
 def test_reading_and_writing_a_member(fused: Model):
     linear, stacked = fused.heads[2].layers[0], fused.store.layers_0_weight
     assert linear.weight.data_ptr() == stacked[2].data_ptr()

@@ -219,3 +219,19 @@ def test_members_that_cannot_be_vectorized(lowering: str, member: Callable[[], n
     assert all(decision.status == "refused" and decision.reason for decision in decisions)
     for inputs in (x, -x):
         torch.testing.assert_close(fast(inputs.clone()), model(inputs.clone()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_below_other_modules(kind: str) -> None:
+    """Steps are made with names as seen from their home, and hold for the whole model."""
+    inner, x = made(kind)
+    model = nn.Sequential(inner, nn.Identity())
+    fast, old = fused(model, x), model.state_dict()
+    new = list(fast.state_dict())
+    assert new and not any(name.startswith("0.heads.") for name in new)
+    assert_states_close(fxopt.state_dict(fast), old)
+    for parameter in fast.parameters():
+        nn.init.zeros_(parameter)
+    fast.load_state_dict(old)
+    torch.testing.assert_close(fast.eval()(x), model.eval()(x))
+    assert_states_close(fxopt.restore(fast).state_dict(), old)
