@@ -48,6 +48,7 @@ __all__ = [
     "own_buffers",
     "own_children",
     "own_parameters",
+    "own_tensor",
     "process_count",
     "property_access",
     "storage_id",
@@ -145,10 +146,8 @@ def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that the user registered."""
-    return any(getattr(module, registry) for registry in _HOOKS)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own: Any = module
+    return bool(own._forward_hooks or own._forward_pre_hooks or own._backward_hooks or own._backward_pre_hooks)
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
@@ -242,6 +241,12 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the registry itself of a module's own parameters."""
     return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def own_tensor(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's own parameter or buffer of a name, or None: `getattr`, which calls Python, at half its cost."""
+    parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    return module._buffers.get(name) if parameter is None else parameter  # pyright: ignore[reportPrivateUsage]
 
 
 def process_count() -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import has_hooks, own_children
+from ..compat import has_hooks, own_buffers, own_children, own_parameters
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -43,10 +43,11 @@ class Kinds:
 
     def _described(self, module: nn.Module) -> Hashable:
         attributes: dict[str, Any] = vars(module)
-        own = tuple((name, _value(value)) for name, value in attributes.items() if name not in _INTERNAL)
+        own = [(name, _value(value)) for name, value in attributes.items() if name not in _INTERNAL]
         named = own_children(module).items()
-        children = tuple((name, None if child is None else self.of(child)) for name, child in named)
-        return type(module), module.training, has_hooks(module), own, tuple(_tensors(attributes)), children
+        children = [(name, None if child is None else self.of(child)) for name, child in named] if named else ()
+        tensors = *_names(own_parameters(module)), None, *_names(own_buffers(module))
+        return type(module), module.training, has_hooks(module), tuple(own), tensors, tuple(children)
 
 
 def _value(value: Any) -> Hashable:
@@ -59,7 +60,6 @@ def _value(value: Any) -> Hashable:
     return Tensor if isinstance(value, Tensor) else id(value)
 
 
-def _tensors(attributes: dict[str, Any]) -> Iterator[Hashable]:
-    for registry in ("_parameters", "_buffers"):
-        for name, tensor in attributes[registry].items():
-            yield registry, name, tensor is None
+def _names(registry: Mapping[str, Tensor | None]) -> list[Hashable]:
+    """Return the names in a registry, and which of them stand for none."""
+    return [(name, tensor is None) for name, tensor in registry.items()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import fx, nn
 
-from ..compat import own_children
+from ..compat import own_children, own_tensor
 from ..errors import Unsuitable
 from ..layers.lowering import Lowering as Lowered
 from ..layers.lowering import covered_operations, lower
@@ -24,7 +24,7 @@ from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import reached_outputs, used_by
 from ..passes.isomorphism import find_ensembles
 from ..passes.mode_guards import Case
-from ..passes.packs import Ensemble, Parameters, Shared, attribute, submodule
+from ..passes.packs import Ensemble, Parameters, Shared, submodule
 from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import rebuild
 from ..passes.state_map import Stack
@@ -381,8 +381,9 @@ def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _parameter(home: nn.Module, name: str) -> torch.Tensor:
-    value = attribute(home, name)
-    if not isinstance(value, torch.Tensor):
+    path, _, last = name.rpartition(".")
+    value = own_tensor(_module(home, path), last)
+    if value is None:
         raise LookupError(f"'{name}' is not a tensor")
     return value
 
