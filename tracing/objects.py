@@ -13,7 +13,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied_object", "has_attributes", "is_object", "is_whole", "objects_in", "state_of", "tensors_within"]
+__all__ = [
+    "copied_object",
+    "has_attributes",
+    "is_object",
+    "is_whole",
+    "makes_objects",
+    "objects_in",
+    "state_of",
+    "tensors_within",
+]
 
 _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
@@ -24,11 +33,12 @@ _WHOLE = ("transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData"
 
 def is_object(value: object) -> bool:
     """Tell whether a value is an object of a class written in Python: it may hold tensors, and change."""
-    return _makes_objects(type(value))
+    return makes_objects(type(value))
 
 
 @lru_cache(maxsize=4096)
-def _makes_objects(cls: Any) -> bool:
+def makes_objects(cls: Any) -> bool:
+    """Tell whether a class is one whose values `is_object` takes for objects."""
     package = cls.__module__.partition(".")[0]
     if package in ("builtins", "torch", "numpy") or issubclass(cls, (Tensor, *_ATOMS)):
         return False
@@ -54,7 +64,7 @@ def _collect_objects(value: object, found: list[Any]) -> None:
     kind = type(value)
     if kind in _NO_OBJECTS:  # as most arguments are
         return
-    if _makes_objects(kind):
+    if makes_objects(kind):
         found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in cast("tuple[Any, ...]", value):
@@ -120,7 +130,7 @@ def _parts(value: object) -> list[Any]:
 def has_attributes(value: object) -> bool:
     """Tell whether a value is an object, or a dataclass, that has its attributes in a dictionary."""
     kind = cast("Any", type(value))
-    return _makes_objects(kind) or (dataclasses.is_dataclass(kind) and "__dict__" in dir(kind))
+    return makes_objects(kind) or (dataclasses.is_dataclass(kind) and "__dict__" in dir(kind))
 
 
 def state_of(value: object, depth: int = 12) -> Any:
@@ -130,7 +140,7 @@ def state_of(value: object, depth: int = 12) -> Any:
     """
     if isinstance(value, (Tensor, nn.Module)):
         return id(value)
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+    if isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))):
         return value
     kind, keys, parts = type(value), _keys(value), _parts(value)
     if not (is_object(value) or isinstance(value, (tuple, list, set, Mapping))):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
-from .objects import copied_object, is_object, state_of
+import torch
+
+from .objects import copied_object, makes_objects, state_of
 
 __all__ = ["Kept", "Path", "changed_paths", "contents", "graft", "keep"]
 
@@ -13,6 +16,10 @@ Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""
 
 _DEPTH = 8
+_EMPTY = frozenset(
+    (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, bool, int, float, str, bytes, type(None), type)
+)
+"""Types of values that hold nothing, as most that objects hold."""
 
 
 class Kept:
@@ -23,22 +30,31 @@ class Kept:
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
 
-    def hold(self, value: Any) -> None:
-        """Note the contents of one container or object, not of those in it."""
-        self._copies.extend((container, container.copy()) for container in _containers(value))
+    def step(self, holder: Any, step: str | int) -> Any:
+        """Note the contents of one container or object, and return what is at a step in it; None if nothing is."""
+        found: Any = None
+        for container in _containers(holder):
+            self._copies.append((container, container.copy()))
+            if not isinstance(container, list):
+                found = container.get(step, found)
+            elif isinstance(step, int) and step < len(cast("list[Any]", container)):
+                found = cast("list[Any]", container)[step]
+        return found
 
     def hold_all(self, value: Any, depth: int = _DEPTH) -> None:
         """Note the contents of a container or object, and of those in it."""
-        self.hold(value)
-        if depth:
-            for _, part in _parts(value):
-                self.hold_all(part, depth - 1)
+        for container in _containers(value):
+            held = container.copy()
+            self._copies.append((container, held))
+            for part in cast("list[Any]", held if isinstance(held, list) else held.values()):
+                if depth and type(part) not in _EMPTY:
+                    self.hold_all(part, depth - 1)
 
     def restore(self) -> None:
         """Put everything back."""
-        for container, copy in self._copies:
+        for container, held in self._copies:
             container.clear()
-            (container.extend if isinstance(container, list) else container.update)(copy)
+            (container.extend if isinstance(container, list) else container.update)(held)
 
 
 def keep(*kept: Any) -> Kept:
@@ -52,8 +68,7 @@ def keep(*kept: Any) -> Kept:
         for path in paths:
             holder = root
             for step in path:
-                found.hold(holder)
-                holder = _part(holder, step)
+                holder = found.step(holder, step)
             found.hold_all(holder)
     return found
 
@@ -108,8 +123,16 @@ def _grafted(mine: Any, before: Any, after: Any) -> Any:
 
 def _containers(value: object) -> list[Any]:
     """Return what holds the parts of a value: the dictionary of an object, a list or dictionary itself."""
-    found: list[Any] = [vars(value)] if is_object(value) else []
-    return [*found, cast("Any", value)] if isinstance(value, (list, MutableMapping)) else found
+    is_object, is_container = _ways_of_holding(type(value))
+    if is_object:
+        return [vars(value), value] if is_container else [vars(value)]
+    return [value] if is_container else []
+
+
+@lru_cache(maxsize=4096)
+def _ways_of_holding(kind: type) -> tuple[bool, bool]:
+    """Say whether values of a type hold others as objects do, and whether they are containers."""
+    return makes_objects(kind), issubclass(kind, (list, MutableMapping))
 
 
 def _parts(value: object) -> list[tuple[str | int, Any]]:
@@ -118,8 +141,3 @@ def _parts(value: object) -> list[tuple[str | int, Any]]:
         listed = isinstance(container, list)
         parts += enumerate(cast("list[Any]", container)) if listed else container.items()
     return [(key, item) for key, item in parts if isinstance(key, (str, int))]
-
-
-def _part(holder: object, step: str | int) -> Any:
-    """Return what is at a step, or None where this object has no such place."""
-    return dict(_parts(holder)).get(step)

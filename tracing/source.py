@@ -146,7 +146,9 @@ class _Body:
             if line is None:
                 continue
             dead = self._last_uses.get(node)
-            lines.append(f"{line};  {' = '.join(map(self._local, dead))} = None" if dead else line)
+            freed = f"{' = '.join(map(self._local, dead))} = None" if dead else ""
+            # What follows a condition on its line would belong to it.
+            lines += [line, freed] if freed and _is_check(node) else [f"{line};  {freed}" if freed else line]
         return lines
 
     def _hoisted(self) -> dict[str, str]:
@@ -164,12 +166,21 @@ class _Body:
             return None if expression == node.name else f"{node.name} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
+        if _is_check(node):
+            return f"if {self._fails(*node.args[:2])}: {self._expression(node)}"
         change = in_place_format(node.target) if node.op == "call_function" and not node.kwargs else None
         if change is not None and isinstance(node.args[0], fx.Node):
             statement = change.format(*(self._format(argument) for argument in node.args))
             return f"{statement};  {self._local(node)} = {self._local(node.args[0])}" if node.users else statement
         expression = self._expression(node)
         return f"{self._local(node)} = {expression}" if node.users else expression
+
+    def _fails(self, value: Any, expected: Any) -> str:
+        """Write the condition under which `require` raises, to spare the call where it does not."""
+        operand = self._operand(value)
+        if isinstance(expected, bool):
+            return f"not {operand}" if expected else operand
+        return f"{operand} is not None" if expected is None else f"not {operand} == {self._operand(expected)}"
 
     def _local(self, node: fx.Node) -> str:
         return self._renamed.get(node, node.name)
@@ -232,6 +243,10 @@ class _Body:
         if isinstance(value, torch.device):
             return f"torch.{value!r}"
         return self._names.name(value)
+
+
+def _is_check(node: fx.Node) -> bool:
+    return node.target is require and len(node.args) == 4 and not node.users and not isinstance(node.args[1], fx.Node)
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

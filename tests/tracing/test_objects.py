@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 from typing import Any
 
@@ -184,6 +185,68 @@ def test_what_is_kept_comes_back():
         require(1, 2, "it was 2", keep(memory, ((),)))
     with pytest.raises(GuardError):
         require(1, 2, "it was 2", restart=False)
+
+
+def test_whatever_lies_on_a_path_comes_back():
+    class Listed(list):
+        pass
+
+    memory = Memory()
+    inner = Memory(1)
+    memory.layers = Listed([{"a": inner, "b": [[1, 2], {"c": 3}], 7: collections.OrderedDict(d=[4])}, {}])
+    before, found = state_of(memory), contents(memory)
+    kept = keep(memory, (("layers", 0), ("layers", 5), ("nowhere", "at", 3)))
+    inner.update(torch.ones(1), 0)
+    inner.more = 1
+    memory.layers[0]["b"][0].append(3)
+    memory.layers[0]["b"][1].clear()
+    memory.layers[0][7]["d"][0] = 5
+    memory.layers[0]["e"] = 6
+    memory.layers.append({})
+    memory.layers = []
+    assert changed_paths(memory, found) == [()]
+    kept.restore()
+    assert state_of(memory) == before
+
+
+def test_copies_of_one_object_differ_in_nothing():
+    memory = Memory()
+    memory.device, memory.dtype = torch.device("cpu"), torch.float64
+    memory.layers[0]["x"] = torch.ones(2)
+    twin = copied_object(memory)
+    assert contents(memory) == contents(twin)
+    twin.device = torch.device("meta")
+    assert contents(memory) != contents(twin)
+
+
+def test_only_what_a_call_changed_is_noted_before_it():
+    class Placed(Memory):
+        def update(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+            self.layers[layer].update(x=x, device=x.device)
+            return x
+
+    class Above(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Pair(number) for number in range(2))
+
+        def forward(self, x: torch.Tensor, memory: Placed) -> torch.Tensor:
+            for pair in self.inner:
+                x = pair(x, memory)
+            return x
+
+    class Pair(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.layer = Layer(number)
+
+        def forward(self, x: torch.Tensor, memory: Placed) -> torch.Tensor:
+            y = self.layer(x, memory)
+            return y if y.shape[0] == 3 else -y
+
+    program = capture_program(Above(), (torch.randn(3, 4), Placed()))
+    paths = {name: [n.args[1] for n in g.nodes if n.target is keep] for name, g in program.graphs.items()}
+    assert paths["inner.1"] == paths["inner.1.layer"] == [(("layers", 1),)]
 
 
 def test_grafting_changes_only_what_changed():

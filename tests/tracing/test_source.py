@@ -118,6 +118,43 @@ def test_require():
         require(0, True, "reason")
 
 
+EXPECTED = [True, False, None, 0, 2, 2.5, -1, "a", (2, 1), torch.Size([2, 1]), [1], torch.float32, torch.device("cpu")]
+
+
+@pytest.mark.parametrize("expected", EXPECTED, ids=repr)
+@pytest.mark.parametrize("value", [*EXPECTED, True, 1, "", torch.tensor(2), torch.tensor(False)], ids=repr)
+def test_checks_in_code_hold_where_require_does(value, expected):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(__import__("operator").getitem, (x, 0))
+    graph.call_function(require, (y, expected, "reason", False))
+    graph.output(graph.call_function(len, (x,)))
+    module = nn.Module()
+    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(["x"])))
+    try:
+        require(value, expected, "", False)
+    except GuardError:
+        with pytest.raises(GuardError, match="reason"):
+            module.forward([value])
+    else:
+        assert module.forward([value]) == 1
+
+
+def test_what_a_check_read_is_freed_where_it_holds():
+    def build(g, x):
+        y = g.call_function(torch.neg, (x,))
+        g.call_function(require, (g.call_method("dim", (y,)), 2, "", True))
+        g.call_function(require, (g.call_method("numel", (y,)), 24, "", True))
+        return g.call_function(torch.relu, (x,))
+
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder("x")))
+    lines = generate(Signature.of_names(["x"]), [Variant((), graph)]).text.split("\n")
+    position = next(number for number, line in enumerate(lines) if "== (24)" in line)
+    assert lines[position + 1].endswith(" = None")
+    assert "None" not in lines[position]
+
+
 def test_guards_that_cannot_be_evaluated_do_not_hold():
     assert Guard("len(x) == 2", "").holds({"x": [1, 2]})
     assert not Guard("len(x) == 2", "").holds({"x": 3})
