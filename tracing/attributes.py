@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from .child_questions import ChildQuestions
 from .expressions import question
 from .objects import has_attributes
 from .observe import INTERNAL
@@ -33,6 +35,7 @@ class Attributes:
         self._proxies: dict[str, ValueProxy] = {}
         self._names: dict[int, str] | None = None
         self._new: set[int] = set()
+        self.questions = ChildQuestions(tracer)
 
     def proxy(self, target: str, value: Any) -> ValueProxy:
         """Return the proxy for the attribute called `target` as seen from the traced module."""
@@ -74,8 +77,11 @@ class Attributes:
         owner = self.proxy(path[0], vars(self._tracer.module)[path[0]])
         return self._tracer.create_proxy("call_function", getattr, (owner, name), {})
 
-    def read(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Answer a read of a parameter, buffer or child."""
+    def read(self, module: nn.Module, name: str, value: Any, frame: FrameType) -> Any:
+        """Answer a read of a parameter, buffer or child by the code in `frame`."""
+        if value is None or issubclass(type(value), nn.Module):
+            self.questions.note_read(module, name, value, frame)
+            return value
         target = self._target(module, name) if isinstance(value, Tensor) else None
         return value if target is None else self.proxy(target, value)
 

@@ -28,7 +28,7 @@ class Variant:
         guards: conditions over the forward's arguments and `self`, all of which must hold.
         graph: placeholders are the tensors among the arguments.
         arguments: name of a placeholder -> Python for it over the forward's arguments ("inputs[0]").
-        reads: plain attributes of the module whose value is part of the graph.
+        reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
     """
 
     guards: tuple[Guard, ...]

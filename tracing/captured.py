@@ -13,7 +13,7 @@ from torch import fx, nn
 from ..compat import own_children
 from ..errors import CaptureError, ModeError
 from .capture import Capture, Variant, capture_of, required_capture
-from .dynamic import class_recipe, dynamic_class, user_class
+from .dynamic import class_recipe, dynamic_class, same_kind, user_class
 from .exclusive import alone
 from .guards import Guard
 from .names import all_modules
@@ -75,8 +75,10 @@ class Captured(_Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training" and value:
             _refuse_training(self)
+        before = _child(self, name)
         super().__setattr__(name, value)
-        _drop_readers(self, name, "set")
+        if not same_kind(before, value):
+            _drop_readers(self, name, "set")
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -94,8 +96,10 @@ class Captured(_Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Register a child; graphs that found none of that name are dropped."""
+        before = _child(self, name)
         super().add_module(name, module)
-        _drop_readers(self, name, "registered")
+        if not same_kind(before, module):
+            _drop_readers(self, name, "registered")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -146,6 +150,12 @@ def _refuse_training(module: _Module) -> None:
             f"this {type(module).__name__} was rewritten for evaluation by {', '.join(passes)}; to train it, "
             "optimize with phase='train' or leave that pass out"
         )
+
+
+def _child(module: _Module, name: str) -> nn.Module | None:
+    """Return a child; a module that is being made may have no registry yet."""
+    children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
+    return children.get(name)
 
 
 def _rebuild_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:

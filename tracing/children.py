@@ -46,6 +46,7 @@ class Children:
             return original(module, *args, **kwargs)
         if not path:
             self._tracer.fail("it calls itself")
+        self._tracer.attributes.questions.note_called(module)
         with self._tracer.session.aside():
             given = objects_in(self._tracer.values((args, kwargs)))
             watch = Watch(self._tracer.changes, given)

@@ -21,7 +21,7 @@ from torch import nn
 from .signature import Signature
 from .source import Source
 
-__all__ = ["class_recipe", "dynamic_class", "identity", "user_class"]
+__all__ = ["class_recipe", "dynamic_class", "identity", "same_kind", "user_class"]
 
 _Key = tuple[type, str, tuple[tuple[str, int], ...]]
 _serial = itertools.count(1)
@@ -31,6 +31,13 @@ _classes: weakref.WeakValueDictionary[_Key, type[nn.Module]] = weakref.WeakValue
 def user_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the user's class under a dynamic one; any other class is its own."""
     return getattr(cls, "_fxopt_base", cls)
+
+
+def same_kind(one: object, other: object) -> bool:
+    """Say whether two values are modules of one class, but for what was made of it on the fly."""
+    if not isinstance(one, nn.Module) or not isinstance(other, nn.Module):
+        return False
+    return user_class(type(one)) is user_class(type(other))
 
 
 def identity(cls: type[nn.Module]) -> type[nn.Module]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 import torch
 
-__all__ = ["raised_at", "source_of", "user_frame"]
+__all__ = ["frames_of_trace", "is_users", "raised_at", "source_of", "user_frame"]
 
 _TRACER = str(Path(__file__).with_name("tracer.py"))
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__, "<frozen", "<string>")
 
 
 @lru_cache(maxsize=4096)
-def _is_users(code: CodeType) -> bool:
+def is_users(code: CodeType) -> bool:
+    """Tell whether code belongs neither to torch nor to the tracer."""
     return not code.co_filename.startswith(_FOREIGN)
 
 
@@ -29,11 +31,20 @@ def _starts_trace(code: CodeType) -> bool:
 def user_frame() -> FrameType | None:
     """Return the innermost running frame of the traced forward that belongs neither to torch nor to the tracer."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  inspect is slower
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not is_users(frame.f_code):
         if _starts_trace(frame.f_code):
             return None
         frame = frame.f_back
     return frame
+
+
+def frames_of_trace() -> Iterator[FrameType]:
+    """Yield the frames of the traced forward, innermost first; not those of torch and of the tracer."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  inspect is slower
+    while frame is not None and not _starts_trace(frame.f_code):
+        if is_users(frame.f_code):
+            yield frame
+        frame = frame.f_back
 
 
 def source_of() -> str:
@@ -52,7 +63,7 @@ def raised_at(error: BaseException) -> str:
 
 def _later(trace: TracebackType, place: str) -> str:
     code = trace.tb_frame.f_code
-    return _written(code, trace.tb_lineno) if _is_users(code) else place
+    return _written(code, trace.tb_lineno) if is_users(code) else place
 
 
 @lru_cache(maxsize=4096)

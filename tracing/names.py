@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,13 +95,16 @@ class ModelNames:
 
     def relative(self, home: str, module: nn.Module) -> str | None:
         """Return the name of `module` as seen from the module called `home`, or None if it is not inside."""
+        return next(self.all_relative(home, module), None)
+
+    def all_relative(self, home: str, module: nn.Module) -> Iterator[str]:
+        """Yield every name of `module` as seen from the module called `home`."""
         prefix = f"{home}." if home else ""
         for name in self._names.get(module, ()):
             if name == home:
-                return ""
-            if name.startswith(prefix):
-                return name[len(prefix) :]
-        return None
+                yield ""
+            elif name.startswith(prefix):
+                yield name[len(prefix) :]
 
     def tensors(self, home: str) -> dict[int, str]:
         """Return id of a tensor -> its name as seen from `home`: also those in plain attributes."""

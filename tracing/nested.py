@@ -51,6 +51,10 @@ class NestedReads:
         """Note that a plain attribute of a module inside, at `path`, is read."""
         self._note(value, "", attribute_expression(module_expression(path.split(".")), name))
 
+    def keep(self, condition: str, reason: str) -> None:
+        """Note a condition on the modules inside."""
+        self._keep(condition, "", reason)
+
     def guards(self, plain: set[str]) -> list[Guard]:
         """Return conditions under which the same is read again.
 

@@ -187,7 +187,8 @@ _OURS = ("_fxopt_capture", "_fxopt_fallback")
 
 def _holds_still(module: nn.Module, stand_in: nn.Module, variant: Variant) -> bool:
     """Say whether what the graph took from the module's attributes is still there: other threads may set them."""
-    now, before = module.__dict__, stand_in.__dict__
+    now = {**own_children(module), **module.__dict__}
+    before = {**own_children(stand_in), **stand_in.__dict__}
     return all(now.get(name) is before.get(name) for name in variant.reads) and capture_of(module) is not None
 
 

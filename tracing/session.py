@@ -77,7 +77,7 @@ class _Suspension:
             self._functions.__exit__(None, None, None)
         self._session.tracer = self._tracer
         if self._tracer is not None:
-            builtins.isinstance = _isinstance_of_proxies
+            builtins.isinstance = self._session.is_instance
 
 
 class Session:
@@ -107,12 +107,23 @@ class Session:
         """Send what happens inside to `tracer`."""
         with _Mode(self):
             self.tracer = tracer
-            builtins.isinstance = _isinstance_of_proxies
+            builtins.isinstance = self.is_instance
             try:
                 yield
             finally:
                 builtins.isinstance = _isinstance
                 self.tracer = None
+
+    def is_instance(self, value: Any, kinds: Any) -> bool:
+        """Answer `isinstance`: for proxies from what they stand for, for modules as something that may decide.
+
+        The `__class__` of proxies must not say so: torch's C++ asks it too, and would take one for a tensor's memory.
+        """
+        if type(value) is ValueProxy:
+            return value.tracer.is_instance(value, kinds)
+        if kinds is not nn.Module and _isinstance(value, nn.Module) and self.tracer is not None:
+            self.tracer.attributes.questions.note_class(value)
+        return _isinstance(value, kinds)
 
     def suspended(self) -> _Suspension:
         """Let what happens inside happen for real: the operations themselves, children whose results are not known."""
@@ -179,14 +190,6 @@ class Session:
         self._undo.close()
 
 
-def _isinstance_of_proxies(value: Any, kinds: Any) -> bool:
-    """Answer `isinstance` for proxies from what they stand for.
-
-    Their `__class__` must not say so: torch's C++ asks it too, and would take a proxy for a tensor's memory.
-    """
-    return value.tracer.is_instance(value, kinds) if type(value) is ValueProxy else _isinstance(value, kinds)
-
-
 def _unset(owner: Any, name: str, before: Any) -> None:
     if before is _MISSING:
         delattr(owner, name)
@@ -200,6 +203,7 @@ def tracing_session() -> Generator[Session]:
     session = Session()
     try:
         _patch_modules(session)
+        _patch_reads(session)
         _patch_plain_reads(session)
         for name in _FACTORIES:
             session.wrap(torch, name, _record)
@@ -266,13 +270,9 @@ def _call_handler(session: Session) -> Callable[..., Any]:
 
 
 def _patch_modules(session: Session) -> None:
-    """Send reads of tensors and of `training`, and assignments, on modules to the tracer."""
-    read, write = nn.Module.__getattr__, nn.Module.__setattr__
+    """Send reads of `training`, and assignments, on modules to the tracer."""
+    write = nn.Module.__setattr__
     delete = cast("Callable[[nn.Module, str], None]", nn.Module.__delattr__)
-
-    def read_attribute(module: nn.Module, name: str) -> Any:
-        value = read(module, name)
-        return value if session.tracer is None else session.tracer.attributes.read(module, name, value)
 
     def write_attribute(module: nn.Module, name: str, value: Any) -> None:
         if session.tracer is None or session.tracer.attributes.accepts(module, name, value):
@@ -292,10 +292,27 @@ def _patch_modules(session: Session) -> None:
             session.tracer.attributes.made(module)
         module.__dict__["training"] = value
 
-    session.patch(nn.Module, "__getattr__", read_attribute)
     session.patch(nn.Module, "__setattr__", write_attribute)
     session.patch(nn.Module, "__delattr__", delete_attribute)
     session.patch(nn.Module, "training", property(training, set_training))
+
+
+def _patch_reads(session: Session) -> None:
+    """Send reads of tensors and of children, and those in vain, to the tracer."""
+    read = nn.Module.__getattr__
+
+    def read_attribute(module: nn.Module, name: str) -> Any:
+        tracer = session.tracer
+        if tracer is None:
+            return read(module, name)
+        try:
+            value = read(module, name)
+        except AttributeError:
+            tracer.attributes.questions.note_missing(module, name)
+            raise
+        return tracer.attributes.read(module, name, value, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+
+    session.patch(nn.Module, "__getattr__", read_attribute)
 
 
 def _patch_plain_reads(session: Session) -> None:
@@ -305,8 +322,12 @@ def _patch_plain_reads(session: Session) -> None:
     def read_any(module: nn.Module, name: str) -> Any:
         value = look_up(module, name)
         tracer = session.tracer
-        if tracer is not None and module is not tracer.module and name in look_up(module, "__dict__"):
-            tracer.attributes.note_plain(module, name, value)
+        if tracer is not None and module is not tracer.module:
+            if name in look_up(module, "__dict__"):
+                tracer.attributes.note_plain(module, name, value)
+            else:
+                frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+                tracer.attributes.questions.note_class_read(module, name, frame)
         return value
 
     session.patch(nn.Module, "__getattribute__", read_any)

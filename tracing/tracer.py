@@ -111,9 +111,11 @@ class ModuleTracer:
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
+        self.attributes.questions.settle(forward)
         lengths = container_lengths(self.module, self.graph, seen.names)
         guards = (*arguments.guards, *lengths, *self.nested.guards(seen.plain), *self.decisions.guards.values())
-        return Variant(guards, self.graph, self.expressions, frozenset(seen.plain))
+        reads = seen.plain | self.attributes.questions.read
+        return Variant(guards, self.graph, self.expressions, frozenset(reads))
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.
