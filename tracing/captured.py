@@ -15,7 +15,7 @@ from ..errors import CaptureError, ModeError
 from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, same_kind, user_class
 from .exclusive import alone
-from .guards import Guard
+from .guards import Guard, GuardMiss
 from .names import all_modules
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
@@ -122,13 +122,16 @@ class Captured(_Module):
 
         return answer(cast("nn.Module", self), args, kwargs)
 
-    def _fxopt_restart(self, reason: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _fxopt_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward after an assumption failed in the middle of a graph."""
         if torch.compiler.is_compiling():
             return self._fxopt_own(*args, **kwargs)
-        from .recapture import answer
+        from .recapture import answer, answer_to_data
 
-        return answer(cast("nn.Module", self), args, kwargs, reason)
+        module = cast("nn.Module", self)
+        if miss.tally is not None:
+            return answer_to_data(module, args, kwargs, str(miss), miss.tally)
+        return answer(module, args, kwargs, str(miss))
 
     def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
         """Raise GuardError where no variant's guards hold, and the module's own forward would be wrong."""
@@ -136,11 +139,11 @@ class Captured(_Module):
 
         return refuse(cast("nn.Module", self), args, kwargs)
 
-    def _fxopt_refuse_restart(self, reason: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _fxopt_refuse_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
         """Raise GuardError after an assumption failed in the middle of a graph."""
         from .recapture import refuse
 
-        return refuse(cast("nn.Module", self), args, kwargs, reason)
+        return refuse(cast("nn.Module", self), args, kwargs, str(miss))
 
 
 def _refuse_training(module: _Module) -> None:

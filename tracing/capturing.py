@@ -77,7 +77,9 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
     return result
 
 
-def further_variant(names: ModelNames, signature: Signature, call: Call, changed: set[nn.Module]) -> Variant:
+def further_variant(
+    names: ModelNames, signature: Signature, call: Call, changed: set[nn.Module], assigning: set[nn.Module]
+) -> Variant:
     """Trace the root of `names` for one more call of it.
 
     Args:
@@ -85,13 +87,15 @@ def further_variant(names: ModelNames, signature: Signature, call: Call, changed
         signature: of its forward.
         call: the call, with the results of its children.
         changed: the modules whose buffers the call changed in place.
+        assigning: the modules whose attributes it set.
 
     Raises:
         Untraceable: if the forward does something that no graph can say.
         Exception: whatever the forward raises when it is run on proxies.
     """
     with tracing_session() as session:
-        variant = next(_Capturer(names, Recording(changed=changed), session).variants("", signature, call))
+        recording = Recording(changed=changed, assigning=assigning)
+        variant = next(_Capturer(names, recording, session).variants("", signature, call))
         (variant,), regions = with_regions(names.modules[""], [variant])
     if regions:
         raise Untraceable("a part of it runs under a context, and only optimize makes regions of such parts")
@@ -175,7 +179,9 @@ class _Capturer:
         while pending and len(tried) < _MAX_VARIANTS:
             answers = pending.pop(0)
             tried.append(answers)
-            tracer = ModuleTracer(self._session, self._names, name, call, self._is_stateful, answers)
+            tracer = ModuleTracer(
+                self._session, self._names, name, call, self._is_stateful, self._is_assigning, answers
+            )
             try:
                 yield tracer.trace(signature)
             except Exception:
@@ -197,6 +203,9 @@ class _Capturer:
             self._signatures[forward] = [follow, outer] if plain else [outer]
         candidates = self._signatures[forward]
         return next((s for s in candidates if all(_fits(s, call) for call in calls)), candidates[-1])
+
+    def _is_assigning(self, module: nn.Module) -> bool:
+        return self._recording is not None and not self._recording.assigning.isdisjoint(module.modules())
 
     def _is_stateful(self, module: nn.Module) -> bool:
         known = self._stateful.get(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -41,13 +41,15 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), TensorMeta)
 
 
-def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool]) -> list[fx.Node]:
+def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool], fixed: Collection[fx.Node] = ()) -> list[fx.Node]:
     """Return the checks that come after something that must not be done twice, by which the module could start over.
 
     Those that need nothing of what is done there are moved to before it.
 
     Args:
+        graph: as it was traced.
         lasting: tells whether running a node changes what outlives the call (an argument, a buffer).
+        fixed: the checks that stay where they are: what they ask may be changed in place.
     """
     checks = graph.find_nodes(op="call_function", target=require)
     if not checks:
@@ -56,7 +58,7 @@ def late_checks(graph: fx.Graph, lasting: Callable[[fx.Node], bool]) -> list[fx.
     if first is None:
         return []
     late = set(_from(first))
-    return [check for check in checks if check in late and not _advanced(check, first, late)]
+    return [check for check in checks if check in late and (check in fixed or not _advanced(check, first, late))]
 
 
 def _from(first: fx.Node) -> Iterator[fx.Node]:

@@ -12,12 +12,18 @@ from torch import Tensor, fx
 from .expressions import DESCRIPTIONS
 from .objects import is_object
 from .structure import tensors_in
+from .whole_functions import is_whole_function
 
 __all__ = ["DataFlow"]
 
 _SHAPED_BY_DATA = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations".split()
 )
+_SHAPED_LIKE_FIRST = frozenset(
+    "masked_scatter masked_fill index_copy index_add index_put scatter scatter_add setitem masked_scatter_ "
+    "masked_fill_ index_copy_ index_add_ index_put_ scatter_ scatter_add_ zeros_like ones_like empty_like".split()
+)
+"""What these give is shaped like their first argument, whatever the others are."""
 
 
 class DataFlow:
@@ -48,9 +54,11 @@ class DataFlow:
             if self._is_made(node):
                 self._made.add(node)
         picks = node.op == "call_function" and node.target in (operator.getitem, getattr)
-        if fixed or kind.__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed):
+        structured = fixed or kind.__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed)
+        if structured and not isinstance(value, Tensor):  # how long a tensor is hangs on its shape
             self._fixed.add(node)
-        if self._shapes_by_data(node) or any(used in self._shaped for used in inputs):
+        shaping = inputs[:1] if _name(node) in _SHAPED_LIKE_FIRST else inputs
+        if self._shapes_by_data(node) or any(used in self._shaped for used in shaping):
             self._shaped.add(node)
         self._decides[node] = self._hangs_on_data(node)  # now, while what it uses is known: a chain may be long
 
@@ -85,16 +93,22 @@ class DataFlow:
                     return True
             elif used in self._made:
                 continue
-            elif not describes or (used in self._shaped and _reads_shape(node)):
+            elif not describes or (used in self._shaped and _reads_shape(node) and not self._counts_results(node)):
                 return True
         return False
+
+    def _counts_results(self, node: fx.Node) -> bool:
+        """Tell whether a node asks how many results a module or function returned: that is up to its code."""
+        source = node.all_input_nodes[0]
+        has_own_code = source.op == "call_module" or is_whole_function(source.target)
+        return node.target is len and has_own_code and type(self._examples.get(source)) is tuple
 
     def _holds_tensor_itself(self, node: fx.Node) -> bool:
         return isinstance(self._examples.get(node), Tensor)
 
     def _shapes_by_data(self, node: fx.Node) -> bool:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if name in _SHAPED_BY_DATA:
+        name = _name(node)
+        if name in _SHAPED_BY_DATA or is_whole_function(node.target):
             return True
         if name == "where":
             return len(node.args) == 1
@@ -108,9 +122,13 @@ class DataFlow:
         return any(isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8) for value in values)
 
 
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _draws(node: fx.Node) -> bool:
     """Tell whether a node may draw random numbers, or give memory as it was found."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     return any(word in name for word in ("rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "empty"))
 
 

@@ -8,19 +8,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, fx
 
 from .expressions import expression_of, is_question, literal
-from .guards import Guard, require
+from .guards import Guard, Tally, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
 
-__all__ = ["Decisions"]
+__all__ = ["BY_DATA", "Decisions"]
+
+BY_DATA = "it decides by the data in a tensor"
+_MOST_BY_DATA = 8
+"""A forward that decides more often (it loops, say) is not unrolled."""
 
 
 @dataclass
@@ -40,31 +44,45 @@ class Decisions:
         guards: expression -> guard over the arguments.
         flags: switches that decided ("self.training") -> the answer given.
         structural: the `require` nodes that check how a value is built, and decide nothing else.
+        by_data: the `require` nodes that ask what the data in a tensor decide.
     """
 
     def __init__(self, tracer: ModuleTracer) -> None:
         self.guards: dict[str, Guard] = {}
         self.flags: dict[str, bool] = {}
         self.structural: set[fx.Node] = set()
+        self.by_data: set[fx.Node] = set()
         self._tracer = tracer
         self._pending: list[_Pending] = []
         self._lengths: dict[fx.Node, fx.Node] = {}
 
     def truth(self, proxy: ValueProxy) -> bool:
         """Answer `bool(proxy)`."""
-        value = self._value(proxy)
+        value = self._known(proxy)
         with self._tracer.session.aside():
             answer = bool(value)
-        self._assume(proxy.node, answer, truth=True)
+        if self._hangs_on_data(proxy):
+            self._check_data(proxy, answer)
+        else:
+            self._assume(proxy.node, answer, truth=True)
         return answer
 
     def plain(self, proxy: ValueProxy, source: str | None = None) -> Any:
         """Return the plain value of a proxy; the graph holds for this value only."""
-        value = self._value(proxy)
+        value = self._value(proxy, source)
         if isinstance(value, Tensor):
             self._tracer.fail("it turns a tensor into a plain value")
         self._assume(proxy.node, value, source=source)
         return value
+
+    def text(self, proxy: ValueProxy, spec: str) -> str:
+        """Answer `format(proxy, spec)`; what it decides is seen in the end."""
+        frame, value = user_frame(), self._known(proxy)
+        if frame is None:
+            return format(self.plain(proxy), spec)
+        self._tracer.messages.note(proxy, frame, source_of())
+        with self._tracer.session.aside():
+            return format(value, spec)
 
     def index(self, proxy: ValueProxy, frame: FrameType) -> int:
         """Answer a use of a proxy as a plain integer."""
@@ -83,7 +101,11 @@ class Decisions:
         self._pending = [p for p in self._pending if p.proxy.node not in given or not _is_running(p)]
 
     def settle(self) -> None:
-        """Turn the integers that Python itself asked for into guards."""
+        """Turn the integers that Python itself asked for, and the texts that are no mere messages, into guards."""
+        for proxy, source in self._tracer.messages.take_read():
+            if self._hangs_on_data(proxy):
+                self._tracer.fail(BY_DATA, source)
+            self.plain(proxy, source)
         for pending in self._pending:
             self.plain(pending.proxy, pending.source)
         self._pending.clear()
@@ -96,6 +118,10 @@ class Decisions:
             count = len(proxy.fxopt_value)
         self._assume_length(proxy, count)
         return count
+
+    def length_of_tensor(self, proxy: ValueProxy) -> Any:
+        """Return `len(proxy)` as a value."""
+        return self._tracer.create_proxy("call_function", len, (proxy,), {})
 
     def iterate(self, proxy: ValueProxy, frame: FrameType) -> Iterator[Any]:
         """Answer an iteration or unpacking, item by item."""
@@ -138,20 +164,38 @@ class Decisions:
         """Note that a value is None, which no proxy can stand for."""
         self._assume(node, None, structural=True)
 
-    def _value(self, proxy: ValueProxy) -> Any:
-        value = proxy.fxopt_value
-        if value is UNKNOWN:
-            self._tracer.fail("it decides by a value that only example inputs can give")
-        data = self._tracer.data
-        if data.decides(proxy.node) or (isinstance(value, Tensor) and not data.is_made(proxy.node)):
-            self._tracer.fail("it decides by the data in a tensor")
+    def _value(self, proxy: ValueProxy, source: str | None) -> Any:
+        value = self._known(proxy)
+        if self._hangs_on_data(proxy):
+            self._tracer.fail(BY_DATA, source)
         return value
+
+    def _known(self, proxy: ValueProxy) -> Any:
+        if proxy.fxopt_value is UNKNOWN:
+            self._tracer.fail("it decides by a value that only example inputs can give")
+        return proxy.fxopt_value
+
+    def _hangs_on_data(self, proxy: ValueProxy) -> bool:
+        data, is_tensor = self._tracer.data, isinstance(proxy.fxopt_value, Tensor)
+        return data.decides(proxy.node) or (is_tensor and not data.is_made(proxy.node))
+
+    def _check_data(self, proxy: ValueProxy, answer: bool) -> None:
+        """Let the graph ask again, at this place: a tensor may be changed in place later."""
+        if len(self.by_data) == _MOST_BY_DATA:
+            self._tracer.fail(f"{BY_DATA} more than {_MOST_BY_DATA} times")
+        is_tensor = isinstance(proxy.fxopt_value, Tensor)
+        asked = self._tracer.create_proxy("call_function", bool, (proxy,), {}) if is_tensor else proxy
+        node, place = asked.node, source_of()
+        reason = f"{proxy.node.name}, which hangs on data, was {answer} at capture, which decided something at {place}"
+        check = self._tracer.graph.call_function(require, (node, answer, reason, True, cast("Any", Tally())))
+        check.meta.update(val=None, source=place)
+        self.by_data.add(check)
 
     def _assume_length(self, proxy: ValueProxy, count: int) -> None:
         if self._tracer.data.is_fixed(proxy.node):
             return
         if self._tracer.data.decides(self._length(proxy)):
-            self._tracer.fail("it decides by the data in a tensor")
+            self._tracer.fail(BY_DATA)
         self._assume(self._length(proxy), count, structural=True)
 
     def _length(self, proxy: ValueProxy) -> fx.Node:

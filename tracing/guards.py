@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -15,7 +15,7 @@ from ..errors import GuardError
 from .rollback import Kept
 from .signature import Absent
 
-__all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "require"]
+__all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "Tally", "require"]
 
 GUARD_NAMES: Mapping[str, Any] = {
     "Absent": Absent,
@@ -62,11 +62,41 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<guard>", "eval")
 
 
+@dataclass(slots=True)
+class Tally:
+    """Count how often a check of a decision by data was made, and how often it missed; all tallies are equal."""
+
+    checks: int = field(default=0, compare=False)
+    misses: int = field(default=0, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(Tally)
+
+    def is_hopeless(self) -> bool:
+        """Tell, every 16 misses, whether more than half of the checks since the last time missed."""
+        if self.misses < _WINDOW:
+            return False
+        mostly = 2 * self.misses > self.checks
+        self.checks = self.misses = 0
+        return mostly
+
+
+_WINDOW = 16
+
+
 class GuardMiss(Exception):
-    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
+    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over.
+
+    Attributes:
+        tally: how often it held so far, where it is about the data in a tensor; else None.
+    """
+
+    def __init__(self, reason: str, tally: Tally | None = None) -> None:
+        super().__init__(reason)
+        self.tally = tally
 
 
-def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True) -> None:
+def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
     """Check, in the middle of a graph, that `value` is still what a decision was based on.
 
     Args:
@@ -75,11 +105,14 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True)
         reason: what was decided, and where.
         restart: whether nothing has happened so far that running the module's own forward would repeat; or what
             takes back what has.
+        tally: counts the checks, where the value hangs on the data in a tensor.
 
     Raises:
         GuardMiss: if it is not, and the module may start over.
         GuardError: if it is not, and it may not.
     """
+    if tally is not None:
+        tally.checks += 1
     if isinstance(expected, bool):
         same = bool(value) is expected
     elif expected is None:
@@ -88,8 +121,10 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True)
         same = value == expected
     if same:
         return
+    if tally is not None:
+        tally.misses += 1
     if isinstance(restart, Kept):
         restart.restore()
     if restart:
-        raise GuardMiss(reason)
+        raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")

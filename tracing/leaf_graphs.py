@@ -13,6 +13,10 @@ from .tracer import ModuleTracer
 __all__ = ["trace_leaf"]
 
 
+def _no(_: nn.Module) -> bool:
+    return False
+
+
 def trace_leaf(module: nn.Module) -> fx.Graph:
     """Return what the forward of a leaf calls, traced without example values; `self.training` stays a read.
 
@@ -21,7 +25,7 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     """
     try:
         with tracing_session() as session:
-            tracer = ModuleTracer(session, ModelNames(module), "", None, lambda child: False)
+            tracer = ModuleTracer(session, ModelNames(module), "", None, _no, _no)
             graph = tracer.trace(signature_of(type(module).forward)).graph
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error

@@ -33,12 +33,14 @@ class LiveCall:
     Attributes:
         call: arguments and results, as copies.
         changed: modules whose buffers the call changed in place.
+        assigning: modules whose attributes the call set.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
         self.call = Call(copied(args), copied(kwargs), None, None, ambient_now())
         self.changed: set[nn.Module] = set()
+        self.assigning: set[nn.Module] = set()
         self._generators: list[RandomState] = []
         self._before = self._after = ModelState(module)
 
@@ -51,6 +53,7 @@ class LiveCall:
             output = forward(*args, **kwargs)
         self.call.output = copied(output)
         self.changed = {module for module, buffer, count in held if change_count(buffer) != count}
+        self.assigning = self._before.assigning()
         self._after = ModelState(self.module)
         return output
 

@@ -28,7 +28,10 @@ _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
     torch.Generator, Mapping, tuple, list,
 )  # fmt: skip
-_WHOLE = ("transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData")
+_WHOLE = (
+    "transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData",
+    "torch_geometric.nn.pool.select.base.SelectOutput", "torch_geometric.nn.pool.connect.base.ConnectOutput",
+)  # fmt: skip
 
 
 def is_object(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,14 @@ class Seen:
 
 
 class Observers:
-    """Make, once per class, a class that notes every attribute read, and lend it to a module."""
+    """Make, once per class, a class that notes every attribute read, and lend it to a module.
 
-    def __init__(self) -> None:
+    Args:
+        wrappers: id of a function -> what stands for it, also where an attribute holds it.
+    """
+
+    def __init__(self, wrappers: Mapping[int, Any]) -> None:
+        self._wrappers = wrappers
         self._classes: dict[type, type] = {}
         self._seen: set[str] = set()
 
@@ -66,7 +71,8 @@ class Observers:
 
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
             self._seen.add(name)
-            return read(module, name)
+            value = read(module, name)
+            return self._wrappers.get(id(value), value) if type(value) is types.FunctionType else value
 
         return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
 

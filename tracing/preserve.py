@@ -118,6 +118,14 @@ class AttributeState:
             return next(n for n in {**now, **before} if now.get(n, now) is not before.get(n, now))
         return next((name for name, container, copy in self._kept if not _same(container, copy)), None)
 
+    def assigned(self) -> bool:
+        """Tell whether an attribute of the user's, or what is in one, is no longer what it was."""
+        now, before = self._attributes, self._copy
+        names = {name for name in {**now, **before} if name not in _INTERNAL and name != "forward"}
+        if any(now.get(name, names) is not before.get(name, names) for name in names):
+            return True
+        return any(name not in _INTERNAL and not _same(container, copy) for name, container, copy in self._kept)
+
     def restore(self) -> None:
         """Put attributes, registries and containers back as they were."""
         self.restore_attributes()
@@ -185,7 +193,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = all_modules(model)
+        self._modules = modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
         self._namespaces = _Contents([state.namespace for state in self._attributes])
         self._containers = _Contents([held for state in self._attributes for held in state.containers])
@@ -196,6 +204,12 @@ class ModelState:
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
+
+    def assigning(self) -> set[nn.Module]:
+        """Return the modules whose own attributes have changed since; buffers and parameters do not count."""
+        if self._namespaces.are_same() and self._containers.are_same():
+            return set()
+        return {m for m, state in zip(self._modules, self._attributes, strict=True) if state.assigned()}
 
     def restore(self) -> None:
         """Put everything back."""

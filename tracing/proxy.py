@@ -56,7 +56,7 @@ class ValueProxy(fx.Proxy):
         return str(self.tracer.decisions.plain(self))
 
     def __format__(self, spec: str) -> str:
-        return format(self.tracer.decisions.plain(self), spec)
+        return self.tracer.decisions.text(self, spec)
 
     # Decisions
 

@@ -14,8 +14,9 @@ from ..errors import GuardError
 from .capture import Capture, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
-from .exclusive import are_fixed, turn
+from .exclusive import alone, are_fixed, turn
 from .fallback import Fallback, fallback_of
+from .guards import Tally, require
 from .leaves import runs_as_sequential
 from .live_call import LiveCall
 from .names import ModelNames
@@ -25,7 +26,7 @@ from .sequential import SequentialCaptures
 from .session import Untraceable
 from .structure import map_leaves
 
-__all__ = ["answer", "refuse"]
+__all__ = ["answer", "answer_to_data", "refuse"]
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _COPYABLE = (
@@ -69,6 +70,44 @@ def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rea
         return _Again(module, fallback, reason).call(args, kwargs)
     finally:
         turn.release()
+
+
+def answer_to_data(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, tally: Tally) -> Any:
+    """Return what a call gives whose data decide otherwise than those that the module was captured with.
+
+    Its own forward runs, and nothing is captured: the next call may decide otherwise again. Where most calls do, the
+    graph that checks is dropped.
+
+    Args:
+        module: runs from graphs.
+        args, kwargs: of the call.
+        reason: what did not hold.
+        tally: of the check.
+    """
+    capture, fallback = required_capture(module), fallback_of(module)
+    if fallback is None:
+        capture.misses[reason] += 1
+    else:
+        fallback.misses[reason] += 1
+        if tally.is_hopeless():
+            fallback.failures[reason] = "most calls decide otherwise: the graph was dropped"
+            _drop(module, reason)
+    return cast("Any", module)._fxopt_own(*args, **kwargs)
+
+
+def _drop(module: nn.Module, reason: str) -> None:
+    """Drop the graphs of a module that make a check."""
+    with alone():
+        capture = own(module)
+        checking = [v for v in capture.variants if _checks(v, reason)] or capture.variants  # else a region's graph does
+        capture.variants = [v for v in capture.variants if v not in checking]
+        capture.dropped = "most calls decided otherwise by the data in a tensor" if capture.variants else ""
+        recompile(module)
+
+
+def _checks(variant: Variant, reason: str) -> bool:
+    checks = variant.graph.find_nodes(op="call_function", target=require)
+    return any(check.args[2] == reason for check in checks)
 
 
 def _without_graphs(module: nn.Module) -> None:
@@ -167,11 +206,11 @@ def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> Variant:
     plain = call.args, call.kwargs
     _mark_values(call, capture)
     try:
-        return further_variant(names, capture.parameters, call, live.changed)
+        return further_variant(names, capture.parameters, call, live.changed, live.assigning)
     except Exception:
         # A forward may do with plain integers what no graph can say of values.
         call.args, call.kwargs = plain
-        return further_variant(names, capture.parameters, call, live.changed)
+        return further_variant(names, capture.parameters, call, live.changed, live.assigning)
 
 
 def _stand_in(module: nn.Module, capture: Capture) -> nn.Module:

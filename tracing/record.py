@@ -87,12 +87,14 @@ class Recording:
     Attributes:
         calls: module -> its calls, in order.
         changed: the modules whose own buffers were changed in place by a call.
+        assigning: the modules whose own attributes were set, or what is in them changed, by a call.
         outputs: what the model gave for each of the inputs.
         grad: whether it was run with gradients.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
     changed: set[nn.Module] = field(default_factory=set[nn.Module])
+    assigning: set[nn.Module] = field(default_factory=set[nn.Module])
     outputs: list[Any] = field(default_factory=list[Any])
     grad: bool = False
 
@@ -144,6 +146,7 @@ def _record(
         with captures_fixed(), restoring(state):
             recorder.run(model, inputs, grad=grad)
             state.check_parameters(model)
+            recorder.recording.assigning = state.assigning()
         if not recorder.stale():
             break
     return recorder.recording

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from .objects import copied_object, makes_objects, state_of
+from .preserve import RandomState
 
 __all__ = ["Kept", "Path", "changed_paths", "contents", "graft", "keep"]
 
@@ -25,10 +26,15 @@ _EMPTY = frozenset(
 class Kept:
     """Hold what some containers and objects contained."""
 
-    __slots__ = ("_copies",)
+    __slots__ = ("_copies", "_random")
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
+        self._random: RandomState | None = None
+
+    def hold_random_state(self) -> None:
+        """Note the state of the random generators."""
+        self._random = RandomState()
 
     def step(self, holder: Any, step: str | int) -> Any:
         """Note the contents of one container or object, and return what is at a step in it; None if nothing is."""
@@ -55,15 +61,20 @@ class Kept:
         for container, held in self._copies:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(held)
+        if self._random is not None:
+            self._random.restore()
 
 
-def keep(*kept: Any) -> Kept:
+def keep(*kept: Any, random: bool = False) -> Kept:
     """Note, in a graph, what is in the objects that it is going to change.
 
     Args:
         kept: an object and paths in it, again and again; what leads to a path and what lies under it is noted.
+        random: note the random state, too.
     """
     found = Kept()
+    if random:
+        found.hold_random_state()
     for root, paths in zip(kept[::2], kept[1::2], strict=True):
         for path in paths:
             holder = root

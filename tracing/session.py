@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off, untraceable_entries
+from .checked import patch_checks
 from .exclusive import alone
 from .functions import patch_functions
 from .objects import is_whole
@@ -27,6 +28,7 @@ from .proxy import ValueProxy, proxies_in
 from .record import calls_intercepted
 from .stand_ins import stand_in
 from .switches import patch_contexts
+from .whole_functions import patch_whole_functions
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -86,9 +88,9 @@ class Session:
     def __init__(self) -> None:
         self._tracer: ModuleTracer | None = None
         self._thread = threading.get_ident()
-        self.observers = Observers()
         self._patched_globals: set[int] = set()
         self._wrappers: dict[int, Any] = {}
+        self.observers = Observers(self._wrappers)
         self._uses_numpy: dict[int, bool] = {}
         self._undo = ExitStack()
         self._undo.enter_context(alone())
@@ -142,8 +144,13 @@ class Session:
     def wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Send calls of `owner.name` made by traced code to `handler(tracer, original, args, kwargs)`."""
         original = getattr(owner, name, None)
-        if original is None:
-            return
+        if original is not None:
+            self.patch(owner, name, self.wrapper(original, handler))
+
+    def wrapper(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands for a function while forwards are traced, the same each time; see `wrap`."""
+        if id(original) in self._wrappers:
+            return self._wrappers[id(original)]
 
         @functools.wraps(original, updated=())
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +159,7 @@ class Session:
             return handler(self.tracer, original, args, kwargs)
 
         self._wrappers[id(original)] = wrapper
-        self.patch(owner, name, wrapper)
+        return wrapper
 
     def wrap_globals(self, function: Callable[..., Any]) -> None:
         """Reach what a forward's module imported by name (`from math import sqrt`)."""
@@ -160,6 +167,9 @@ class Session:
         if namespace is None or id(namespace) in self._patched_globals:
             return
         self._patched_globals.add(id(namespace))
+        if "len" not in namespace:
+            namespace["len"] = self.wrapper(len, _length)
+            self._undo.callback(namespace.pop, "len", None)
         for name, value in list(namespace.items()):
             wrapper = self._wrappers.get(id(value))
             if wrapper is None and isinstance(value, type) and is_whole(value):
@@ -215,6 +225,8 @@ def tracing_session() -> Generator[Session]:
         _patch_refused(session)
         patch_contexts(session)
         patch_functions(session)
+        patch_whole_functions(session)
+        patch_checks(session)
         with calls_intercepted(_call_handler(session)), torch.no_grad():
             yield session
     finally:
@@ -229,6 +241,13 @@ def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: An
     if next(proxies_in((args, kwargs)), None) is None:
         return original(*args, **kwargs)
     return tracer.create_proxy("call_function", original, args, kwargs)
+
+
+def _length(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
+    if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, torch.Tensor):
+        return tracer.decisions.length_of_tensor(args[0])
+    return original(*args, **kwargs)
 
 
 def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:

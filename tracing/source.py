@@ -47,9 +47,7 @@ def generate(
     names = _Names({p.name for p in signature.parameters}, variants)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
     miss = f"return self._fxopt_{'refuse' if refuse else 'miss'}({forwarding})"
-    restart = (
-        f"return self._fxopt_{'refuse_' if refuse else ''}restart(str(miss){', ' if forwarding else ''}{forwarding})"
-    )
+    restart = f"return self._fxopt_{'refuse_' if refuse else ''}restart(miss{', ' if forwarding else ''}{forwarding})"
     lines = [f"def forward({signature.header}):"]
     for variant in variants:
         body = _variant(variant, names, restart if restarts else None)

@@ -17,8 +17,10 @@ from .arguments import Arguments
 from .attributes import Attributes
 from .capture import Variant
 from .changes import Change, Changes, Watch
+from .checked import Messages
+from .checks import order_checks
 from .children import Children
-from .cleanup import drop_unused, late_checks
+from .cleanup import drop_unused
 from .dataflow import DataFlow
 from .decisions import Decisions
 from .leaves import container_lengths, walks_children
@@ -31,7 +33,6 @@ from .observe import Seen
 from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
-from .rollback import Path, keep
 from .session import Session, Untraceable
 from .signature import Signature
 from .structure import copied, map_leaves
@@ -55,6 +56,7 @@ class ModuleTracer:
         home: name of the module to trace.
         call: the call to trace, with its children's results; None traces without example values.
         stateful: tells whether calling a module changes something that outlives the call.
+        assigning: tells whether calling a module sets attributes of it, or of a module inside it.
         answers: what switches ("self.training") are to answer, where it is not what they say now.
     """
 
@@ -65,6 +67,7 @@ class ModuleTracer:
         home: str,
         call: Call | None,
         stateful: Callable[[nn.Module], bool],
+        assigning: Callable[[nn.Module], bool],
         answers: Mapping[str, bool] | None = None,
     ) -> None:
         self.session = session
@@ -78,12 +81,13 @@ class ModuleTracer:
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
         self.decisions = Decisions(self)
+        self.messages = Messages()
         self.attributes = Attributes(self, dict(answers or {}))
         self.children = Children(self, call)
         self.contexts = OpenContexts(self)
         self.nested = NestedReads(self.module)
         self._lowering = Lowering(self)
-        self._stateful = stateful
+        self._stateful, self._assigning = stateful, assigning
         self._call = call
         self._lasting: dict[fx.Node, Change] = {}
         self.changes = Changes()
@@ -163,32 +167,8 @@ class ModuleTracer:
     def _finish(self) -> None:
         self.decisions.settle()
         drop_unused(self.graph)
-        late = late_checks(self.graph, lambda node: self._lasting_change(node) is not None)
-        kept = self._kept(late[-1]) if late else None
-        for check in late:
-            if kept is None and check not in self.decisions.structural:
-                reason = "it decides by an intermediate value after a change that cannot be taken back"
-                raise Untraceable(reason, check.meta["source"])
-            check.args = (*check.args[:3], kept or False)
+        order_checks(self.graph, self.module, self.decisions, self._lasting_change, self._assigning)
         self.examples.clear()
-
-    def _kept(self, last: fx.Node) -> fx.Node | None:
-        """Note the objects that are changed up to a check before they are; None where a change cannot be taken back."""
-        changes: dict[fx.Node, Change] = {}
-        for node in self.graph.nodes:
-            change = self._lasting_change(node)
-            if change is not None:
-                changes[node] = change
-            if node is last:
-                break
-        if not all(change.revocable for change in changes.values()):
-            return None
-        paths: dict[fx.Node, dict[Path, None]] = {}
-        for change in changes.values():
-            for root, found in change.paths.items():
-                paths.setdefault(root, {}).update(dict.fromkeys(found))
-        with self.graph.inserting_before(next(iter(changes))):
-            return self.graph.call_function(keep, tuple(a for root, p in paths.items() for a in (root, tuple(p))))
 
     def _lasting_change(self, node: fx.Node) -> Change | None:
         if node.op == "call_module" and self._stateful(self.module.get_submodule(str(node.target))):
@@ -205,6 +185,8 @@ class ModuleTracer:
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
             lasting = Change(revocable=False) if value is UNKNOWN else watch.lasting()
+            if target is setattr and _is_repeatable(args[0].node, args[1]):
+                lasting = None
         if kind == "call_method" and target in _RESHAPING:
             self.liftable = False
         asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor) and not watch.changed()
@@ -345,6 +327,12 @@ class ModuleTracer:
         if value is UNKNOWN or isinstance(value, Tensor):
             return id(proxy)
         return hash(self.decisions.plain(proxy))
+
+
+def _is_repeatable(holder: fx.Node, name: str) -> bool:
+    """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
+    reads = (user for user in holder.users if user.target is not setattr)
+    return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
 
 
 def _value(leaf: Any) -> Any:

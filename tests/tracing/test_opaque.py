@@ -23,17 +23,9 @@ X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)
 CONSTANT = torch.ones(6)
 
 
-def data_if(self, x):
+def data_number(self, x):
     y = self.inner(x)
-    if y.sum() > 0:  # HERE
-        return y
-    return -y
-
-
-def data_of_argument(self, x):
-    if (x > 0).any():  # HERE
-        return self.inner(x)
-    return x
+    return y * int(y.sum())  # HERE
 
 
 def data_of_parameter(self, x):
@@ -50,8 +42,7 @@ def item(self, x):
 def swallowed(self, x):
     y = self.inner(x)
     try:
-        if y.max() > 0:  # HERE
-            y = y + 1
+        y = y + int(y.max())  # HERE
     except Exception:
         y = y - 1
     return y
@@ -60,8 +51,8 @@ def swallowed(self, x):
 def boolean_shape(self, x):
     y = self.inner(x)
     kept = y[y > 0]
-    if kept.shape[0] > 3:  # HERE
-        return y * 2
+    for i in range(kept.shape[0]):  # HERE
+        y = y + i
     return y
 
 
@@ -146,8 +137,7 @@ def unregistered(self, x):
 
 
 CASES = {
-    data_if: "decides by the data in a tensor",
-    data_of_argument: "decides by the data in a tensor",
+    data_number: "decides by the data in a tensor",
     data_of_parameter: "decides by the data in a tensor",
     item: "decides by the data in a tensor",
     swallowed: "decides by the data in a tensor",
@@ -206,7 +196,7 @@ def test_coverage_counts_and_explains():
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.good, self.bad, self.unused = make(lambda self, x: self.inner(x)), make(data_if), make(data_if)
+            self.good, self.bad, self.unused = make(lambda self, x: self.inner(x)), make(data_number), make(data_number)
 
         def forward(self, x):
             return self.good(x) + self.bad(x)
@@ -305,7 +295,7 @@ def test_no_example_inputs():
     assert sum(program.captures[""].misses.values()) == 1
     with pytest.raises(InputError, match="needs example_inputs"):
         program.recording()
-    decides = capture_program(make(data_if))
+    decides = capture_program(make(data_number))
     assert "only example inputs can give" in decides.opaque[""].reason
 
 

@@ -1,0 +1,249 @@
+"""What a forward decides by the data in a tensor is checked in its graph; other data run the module's own forward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fxopt.tracing.fallback import misses_in, release
+from fxopt.tracing.program import capture_program
+
+X = torch.arange(1.0, 13.0).reshape(3, 4)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)
+        self.calls = 0
+
+
+def model_of(forward):
+    model = type("Model", (Base,), {"forward": forward})()
+    return model.eval()
+
+
+def decides(self, x):
+    y = self.linear(x)
+    return y if (x > 0).all() else -y
+
+
+def asserts(self, x):
+    assert x.max().item() <= 12, "too large"
+    return self.linear(x)
+
+
+def decides_by_a_shape(self, x):
+    kept = x[x > 0]
+    return self.linear(x) * 2 if kept.shape[0] > 3 else self.linear(x)
+
+
+def decides_after_drawing(self, x):
+    y = self.drop(self.linear(x)) + torch.rand(3, 4)
+    return y if (x > 0).all() else self.drop(-y)
+
+
+def decides_in_no_grad(self, x):
+    with torch.no_grad():
+        scale = 2 if (x > 0).all() else 3
+    return self.linear(x) * scale
+
+
+def asks_twice(self, x):
+    y = x * 1
+    first = bool((y > 0).all())
+    y.mul_(-1)
+    second = bool((y > 0).all())
+    return self.linear(x) * (1 if first else 2) * (3 if second else 5)
+
+
+def asks_for_itself_twice(self, x):
+    y = x.sum()
+    first = 1 if y > 0 else 2
+    flag = y > 0
+    result = 3 if flag else 5
+    flag.logical_not_()
+    return self.linear(x) * first * result * (7 if flag else 11)
+
+
+FOUND = (
+    decides, asserts, decides_by_a_shape, decides_after_drawing, decides_in_no_grad, asks_twice, asks_for_itself_twice,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("forward", FOUND, ids=lambda f: f.__name__)
+def test_other_data_run_the_own_forward(forward, training, agree, misses):
+    program = agree(model_of(forward).train(training), (X,), (-X,), (X[:, :] * 0.5,))
+    assert misses(program) == (0 if forward is asserts else 2), "one in each mode"
+
+
+def test_a_failing_assertion_is_the_users_own():
+    program = capture_program(model_of(asserts), (X,))
+    with pytest.raises(AssertionError, match="too large"):
+        program.model(X * 9)
+
+
+def test_random_numbers_go_on_where_they_would(misses):
+    model = model_of(decides_after_drawing).train()
+    captured = copy.deepcopy(model)
+    program = capture_program(captured, (X,))
+    for x in (X, -X, X):
+        torch.manual_seed(3)
+        expected = model(x), torch.rand(2)
+        torch.manual_seed(3)
+        given = captured(x), torch.rand(2)
+        assert all(map(torch.equal, given, expected))
+    assert misses(program) == 1
+
+
+def writes_first(self, x):
+    x.mul_(2)
+    return self.linear(x) if x.sum() > 0 else x  # HERE
+
+
+def counts_first(self, x):
+    y = self.norm(x)
+    return self.linear(y) if y.sum() > 1e9 else y  # HERE
+
+
+def loops(self, x):
+    while x.abs().max() > 1e-4:  # HERE
+        x = x / 2
+    return self.linear(x)
+
+
+def takes_the_number(self, x):
+    return self.linear(x) * sum(range(int(x.max())))  # HERE
+
+
+def takes_the_text(self, x):
+    return self.linear(x) * len(f"{x.sum():.3f}")  # HERE
+
+
+def takes_the_text_of_a_check(self, x):
+    text = f"{x.sum()}"  # HERE
+    torch._check((x > 0).any().item(), lambda: text)
+    return self.linear(x) * len(text)
+
+
+REFUSED = {
+    writes_first: "after a change that cannot be taken back",
+    counts_first: "after a change that cannot be taken back",
+    loops: "more than 8 times",
+    takes_the_number: "decides by the data in a tensor",
+    takes_the_text: "decides by the data in a tensor",
+    takes_the_text_of_a_check: "decides by the data in a tensor",
+}
+
+
+@pytest.mark.parametrize("forward", REFUSED, ids=lambda f: f.__name__)
+def test_refused(forward, agree):
+    program = agree(model_of(forward), (X,), (X * 3,), opaque=True)
+    assert REFUSED[forward] in program.opaque[""].reason
+
+
+def test_without_examples_nothing_is_decided():
+    program = capture_program(model_of(decides))
+    assert "only example inputs can give" in program.opaque[""].reason
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class AfterCounting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counting = Counting()
+
+    def forward(self, x):
+        y = self.counting(x)
+        return y if x.sum() > 0 else -y
+
+
+def test_children_that_set_attributes_are_not_called_twice(agree):
+    model = AfterCounting()
+    program = agree(model, (X,), (-X,), opaque=True)
+    assert "cannot be taken back" in program.opaque[""].reason
+    assert program.model.counting.calls == model.counting.calls
+
+
+def checks(self, x):
+    y = self.linear(x)
+    torch._check((x > 0).any().item(), lambda: f"nothing of {x.shape[0]} rows")
+    return y
+
+
+def checks_with_text(self, x):
+    return self.linear(x) * length_of((x > 0).any(), f"nothing of {x.shape[0]} rows with {x.sum()}")
+
+
+def length_of(condition, text):
+    return len(text)
+
+
+def test_checks_decide_by_their_condition(agree, misses):
+    assert misses(agree(model_of(checks), (X,), (X[:2],))) == 0
+    with pytest.raises(RuntimeError, match="nothing of 3 rows"):
+        capture_program(model_of(checks), (X,)).model(-X)
+
+
+def test_texts_for_other_functions_are_decisions():
+    program = capture_program(model_of(checks_with_text), (X,))
+    assert "data in a tensor" in program.opaque[""].reason
+
+
+def test_lengths_of_tensors_are_values(agree, misses):
+    def forward(self, x):
+        y = self.linear(x)
+        _, order = y.sort(dim=0)
+        return y * len(y) + torch.arange(len(order))[:, None]
+
+    assert misses(agree(model_of(forward), (X,), (X[:2],))) == 0
+
+
+def test_where_most_calls_miss_the_graph_is_dropped():
+    model = model_of(decides)
+    fast = capture_program(copy.deepcopy(model), (X,)).model
+    release(fast, 4)
+    for _ in range(40):
+        assert torch.equal(fast(-X), model(-X))
+    assert torch.equal(fast(X), model(X))
+    (miss,) = misses_in(fast)
+    assert miss.calls == 16
+    assert "dropped" in miss.failure
+
+
+def test_where_few_calls_miss_the_graph_stays():
+    model = model_of(decides)
+    fast = capture_program(copy.deepcopy(model), (X,)).model
+    release(fast, 4)
+    for number in range(100):
+        x = X if number % 3 else -X
+        assert torch.equal(fast(x), model(x))
+    (miss,) = misses_in(fast)
+    assert (miss.calls, miss.captured, miss.failure) == (34, 0, "")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_check_too(copied):
+    model = AllPositive()
+    fast = copied(capture_program(copy.deepcopy(model), (X,)).model)
+    for x in (X, -X):
+        assert torch.equal(fast(x), model(x))
+
+
+class AllPositive(nn.Module):
+    def forward(self, x):
+        return x * 2 if (x > 0).all() else x * 3

@@ -1,0 +1,115 @@
+"""Let the checks in the middle of a graph start over: what happened before them is taken back, or must be nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
+
+from torch import fx, nn
+
+from .changes import Change
+from .cleanup import late_checks
+from .decisions import Decisions
+from .draws import draws, module_draws
+from .rollback import Path, keep
+from .session import Untraceable
+
+__all__ = ["order_checks"]
+
+_Lasting = Callable[[fx.Node], Change | None]
+
+
+def order_checks(
+    graph: fx.Graph,
+    module: nn.Module,
+    decisions: Decisions,
+    lasting: _Lasting,
+    assigning: Callable[[nn.Module], bool],
+) -> None:
+    """Move checks to before what cannot be done twice, or let the graph note what is to be taken back.
+
+    Args:
+        graph: as it was traced.
+        module: its home.
+        decisions: that the checks are of.
+        lasting: tells what running a node changes that outlives the call.
+        assigning: tells whether calling a module sets attributes.
+
+    Raises:
+        Untraceable: if a check comes after a change that cannot be taken back.
+    """
+    order = _Order(graph, module, decisions, lasting)
+    order.run()
+    order.check_children(assigning)
+
+
+class _Order:
+    def __init__(self, graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting) -> None:
+        self._graph, self._module, self._decisions, self._lasting = graph, module, decisions, lasting
+
+    def run(self) -> None:
+        by_data = self._decisions.by_data
+        late = late_checks(self._graph, lambda node: self._lasting(node) is not None, by_data)
+        # Checks by data are careful with random numbers too: they miss although the model is used as it was.
+        drawn = self._by_data_after(self._draws)
+        checks = list(dict.fromkeys((*late, *drawn)))
+        kept = self._kept(checks, random=bool(drawn)) if checks else None
+        for check in checks:
+            if kept is None and check not in self._decisions.structural:
+                self._refuse(check)
+            check.args = (*check.args[:3], kept or False, *check.args[4:])
+
+    def check_children(self, assigning: Callable[[nn.Module], bool]) -> None:
+        """Make sure that no child, called again, finds attributes that it set itself."""
+
+        def assigns(node: fx.Node) -> bool:
+            return node.op == "call_module" and assigning(self._callee(node))
+
+        for check in self._by_data_after(assigns):
+            self._refuse(check)
+
+    def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
+        """Return the checks by data that come after a node for which `first` holds."""
+        found: list[fx.Node] = []
+        by_data, is_after = self._decisions.by_data, False
+        for node in self._graph.nodes if by_data else ():
+            is_after = is_after or first(node)
+            if is_after and node in by_data:
+                found.append(node)
+        return found
+
+    def _refuse(self, check: fx.Node) -> NoReturn:
+        what = "the data in a tensor" if check in self._decisions.by_data else "an intermediate value"
+        raise Untraceable(f"it decides by {what} after a change that cannot be taken back", check.meta["source"])
+
+    def _callee(self, node: fx.Node) -> nn.Module:
+        return self._module.get_submodule(str(node.target))
+
+    def _kept(self, checks: Collection[fx.Node], *, random: bool) -> fx.Node | None:
+        """Note what is changed up to the last of some checks before it is; None where that cannot be taken back."""
+        before = _up_to_last(self._graph, checks)
+        changes = {node: change for node in before if (change := self._lasting(node)) is not None}
+        if not all(change.revocable for change in changes.values()):
+            return None
+        first = next(node for node in before if node in changes or (random and self._draws(node)))
+        with self._graph.inserting_before(first):
+            return self._graph.call_function(keep, _paths(changes.values()), {"random": True} if random else {})
+
+    def _draws(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return any(map(module_draws, self._callee(node).modules()))
+        return draws(node)
+
+
+def _up_to_last(graph: fx.Graph, checks: Collection[fx.Node]) -> list[fx.Node]:
+    nodes = list(graph.nodes)
+    return nodes[: max(nodes.index(check) for check in checks)]
+
+
+def _paths(changes: Iterable[Change]) -> tuple[Any, ...]:
+    """Return what `keep` is to be given: each object that is changed, and the paths in it."""
+    paths: dict[fx.Node, dict[Path, None]] = {}
+    for change in changes:
+        for root, found in change.paths.items():
+            paths.setdefault(root, {}).update(dict.fromkeys(found))
+    return tuple(argument for root, found in paths.items() for argument in (root, tuple(found)))
