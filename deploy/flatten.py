@@ -19,6 +19,7 @@ from ..tracing.functions import FunctionCall
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.leaves import is_leaf
+from ..tracing.rollback import keep
 from ..tracing.signature import signature_of
 from .conditions import FUNCTIONS, Apply, Argument, Attribute, Condition, Literal, Read, Tree, parts
 from .flat_code import FlatVariant
@@ -32,6 +33,9 @@ from .values import encode
 __all__ = ["Flattening", "NotNow"]
 
 Scope = Mapping[str, Any]
+
+_BY_DATA = "it decides by the data in a tensor"
+"""What has no forward of its own cannot start over where other data decide otherwise."""
 
 
 class NotNow(Exception):
@@ -197,6 +201,8 @@ class Flattening:
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node | None = None) -> Any:
         if function is require:
             return self._require(args)
+        if function is keep and kwargs.get("random"):
+            raise ArchiveError(_BY_DATA)
         if isinstance(function, type) and dataclasses.is_dataclass(function):
             return fields_of(function, args, kwargs)
         try:
@@ -211,7 +217,9 @@ class Flattening:
         return self._create("call_function", function, args, kwargs, node)
 
     def _require(self, args: tuple[Any, ...]) -> None:
-        value, expected, reason = args[:3]
+        value, expected, reason, *_, tally = (*args, None) if len(args) < 5 else args
+        if tally is not None:
+            raise ArchiveError(_BY_DATA)
         if isinstance(value, fx.Node):
             self._create("call_function", require, (value, expected, reason, False), {})
             return

@@ -93,7 +93,9 @@ class _Order:
             return None
         first = next(node for node in before if node in changes or (random and self._draws(node)))
         with self._graph.inserting_before(first):
-            return self._graph.call_function(keep, _paths(changes.values()), {"random": True} if random else {})
+            kept = self._graph.call_function(keep, _paths(changes.values()), {"random": True} if random else {})
+        kept.meta["source"] = next(iter(checks)).meta["source"]
+        return kept
 
     def _draws(self, node: fx.Node) -> bool:
         if node.op == "call_module":
