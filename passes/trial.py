@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import checkpoints_off, version_of
+from ..tracing.parameter_data import ParameterData
 from .float64 import Float64Mode, double_defaults, widened
 from .interpret import Arguments, graph_forward
 from .sharing import shared_memory
@@ -92,6 +93,9 @@ class Trial:
             stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
             if self.tape is not None:
                 stack.enter_context(checkpoints_off())  # a second computation would draw from the tape again
+            # Where types are kept, the stand-ins of parameters share memory with them.
+            parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
+            stack.enter_context(ParameterData(parameters).preserved())
             if self.by_node:
                 self._interpret(like or arguments)
             return self._run(arguments, stand_ins)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat import own_buffers
+from ..compat import own_buffers, own_parameters
 from .agreement import same_outputs
 from .ambient import ambient_now
 from .names import all_modules
@@ -49,12 +49,19 @@ class LiveCall:
         held = [
             (m, b, change_count(b)) for m in all_modules(self.module) for b in own_buffers(m).values() if b is not None
         ]
-        with calls_intercepted(_directly(self._note)):
+        data = self._before.data
+        with calls_intercepted(_directly(self._note)), data.watched():
             output = forward(*args, **kwargs)
         self.call.output = copied(output)
         self.changed = {module for module, buffer, count in held if change_count(buffer) != count}
+        self.changed |= {
+            module
+            for module in all_modules(self.module)
+            if not data.changed().isdisjoint(map(id, own_parameters(module).values()))
+        }
         self.assigning = self._before.assigning()
         self._after = ModelState(self.module)
+        self._after.data.keep(data.reached)
         return output
 
     def _note(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

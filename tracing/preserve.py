@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..compat import own_buffers, own_parameters, version_of
 from ..errors import InputError
 from .names import all_modules
+from .parameter_data import ParameterData
 from .regions import context_regions
 
 __all__ = [
@@ -189,7 +190,11 @@ class ModelState:
     """Hold what running a model may change, to put it back, any number of times.
 
     These are: buffers (in place), attributes of every module with the plain containers in them, registries,
-    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied.
+    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
+    for those whose `data` is reached for while it is watched.
+
+    Attributes:
+        data: what those parameters hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -202,6 +207,7 @@ class ModelState:
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
+        self.data = ParameterData(self._parameters.values())
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
 
@@ -221,6 +227,7 @@ class ModelState:
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
                 tensor.data.copy_(copy)
+        self.data.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -259,7 +266,8 @@ def preserved(model: nn.Module) -> Generator[None]:
 def restoring(state: ModelState) -> Generator[None]:
     """Put `state` back on leaving."""
     try:
-        yield
+        with state.data.watched():
+            yield
     finally:
         state.restore()
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import has_pre_hooks, modules_by_name, own_buffers
+from ..compat import has_pre_hooks, modules_by_name, own_buffers, own_parameters
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .exclusive import alone, captures_fixed
@@ -86,7 +86,7 @@ class Recording:
 
     Attributes:
         calls: module -> its calls, in order.
-        changed: the modules whose own buffers were changed in place by a call.
+        changed: the modules whose own buffers, or parameters past the count of changes, were changed by a call.
         assigning: the modules whose own attributes were set, or what is in them changed, by a call.
         outputs: what the model gave for each of the inputs.
         grad: whether it was run with gradients.
@@ -145,6 +145,7 @@ def _record(
         recorder = _Recorder(modules, copying=copying)
         with captures_fixed(), restoring(state):
             recorder.run(model, inputs, grad=grad)
+            recorder.note_changed(model, state.data.changed())
             state.check_parameters(model)
             recorder.recording.assigning = state.assigning()
         if not recorder.stale():
@@ -174,6 +175,12 @@ class _Recorder:
                 self._run_once(model, copy_inputs(call, grad=grad))
         self.recording.grad = grad
         self.recording.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
+
+    def note_changed(self, model: nn.Module, parameters: set[int]) -> None:
+        """Note the modules whose parameters, given by their ids, hold something else than before."""
+        if parameters:
+            own = ((module, own_parameters(module).values()) for module in all_modules(model))
+            self.recording.changed |= {module for module, held in own if not parameters.isdisjoint(map(id, held))}
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
