@@ -54,10 +54,11 @@ class LiveCall:
             output = forward(*args, **kwargs)
         self.call.output = copied(output)
         self.changed = {module for module, buffer, count in held if change_count(buffer) != count}
+        touched = data.changed()
         self.changed |= {
             module
-            for module in all_modules(self.module)
-            if not data.changed().isdisjoint(map(id, own_parameters(module).values()))
+            for module in (all_modules(self.module) if touched else ())
+            if not touched.isdisjoint(map(id, own_parameters(module).values()))
         }
         self.assigning = self._before.assigning()
         self._after = ModelState(self.module)
