@@ -14,12 +14,13 @@ from torch import nn
 from ..compat import is_torch_wrapper, own_buffers
 from .capture import Capture, Variant, capture_of
 from .fingerprint import fingerprint
+from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
 from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
-from .session import Session, Untraceable, tracing_session
+from .session import Session, Untraceable
 from .signature import Signature, signature_of
 from .spans import with_regions
 from .tracer import ModuleTracer
@@ -45,11 +46,19 @@ class Opaque:
 
 @dataclass
 class Captures:
-    """What capturing a model gave: qualified name -> capture, the opaque modules, and the names of the leaves."""
+    """What capturing a model gave.
+
+    Attributes:
+        captured: qualified name -> capture.
+        opaque: qualified name -> why there is none.
+        leaves: names of the modules that are never looked into.
+        uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
+    """
 
     captured: dict[str, Capture]
     opaque: dict[str, Opaque]
     leaves: list[str]
+    uncertain: bool = False
 
 
 def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
@@ -60,7 +69,7 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
         recording: its calls on the example inputs; None traces without example values.
     """
     result = Captures({}, {}, [])
-    with tracing_session() as session:
+    with tracing_session(names.modules.values()) as session:
         capturer = _Capturer(names, recording, session)
         for module in dict.fromkeys(names.modules.values()):
             name = names.name(module)
@@ -74,6 +83,7 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                     result.captured[name] = found
                 elif found is not None:
                     result.opaque[name] = found
+        result.uncertain = capturer.uncertain
     return result
 
 
@@ -93,7 +103,7 @@ def further_variant(
         Untraceable: if the forward does something that no graph can say.
         Exception: whatever the forward raises when it is run on proxies.
     """
-    with tracing_session() as session:
+    with tracing_session(names.modules.values()) as session:
         recording = Recording(changed=changed, assigning=assigning)
         variant = next(_Capturer(names, recording, session).variants("", signature, call))
         (variant,), regions = with_regions(names.modules[""], [variant])
@@ -112,6 +122,7 @@ class _Capturer:
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
         self._awake: dict[int, tuple[Capture, Capture]] = {}
+        self.uncertain = False
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
     def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
@@ -151,8 +162,10 @@ class _Capturer:
             signature = self._signature(module, calls)
             variants = list(self.variants(name, signature, calls[0]))
         except Untraceable as error:
+            self.uncertain = True
             return Opaque(name, error.location or _defined_at(module), error.reason)
         except Exception as error:
+            self.uncertain = True
             reason = f"tracing it raised {type(error).__name__}: {error}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
         for call in calls[1:]:
@@ -169,6 +182,7 @@ class _Capturer:
         try:
             found = list(self.variants(name, signature, call))
         except Exception:
+            self.uncertain = True
             return []
         return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
 
@@ -183,10 +197,13 @@ class _Capturer:
                 self._session, self._names, name, call, self._is_stateful, self._is_assigning, answers
             )
             try:
-                yield tracer.trace(signature)
+                variant = tracer.trace(signature)
+                self.uncertain |= bool(tracer.decisions.by_data)
+                yield variant
             except Exception:
                 if len(tried) == 1:
                     raise
+                self.uncertain = True
                 continue
             for flag, answer in tracer.decisions.flags.items():
                 flipped = {**answers, flag: not answer}

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..compat import storage_id
 from .objects import is_object, state_of, tensors_within
-from .preserve import change_count
+from .preserve import change_count, memory_of
 from .rollback import Path, changed_paths, contents
 
 __all__ = ["Change", "Changes", "Watch"]
@@ -70,7 +69,7 @@ class Changes:
 
     def protect(self, value: Any, node: fx.Node | None = None) -> None:
         """Note a value that was there before the call, or that something else may hold; `node` is an argument."""
-        self._storages.update(map(_storage, tensors_within(value)))
+        self._storages.update(map(memory_of, tensors_within(value)))
         if _is_mutable(value):
             self._outside[id(value)] = value
             if node is not None:
@@ -83,16 +82,8 @@ class Changes:
 
     def is_outside(self, value: Any) -> bool:
         """Tell whether a value outlives the call."""
-        return _storage(value) in self._storages if isinstance(value, Tensor) else id(value) in self._outside
+        return memory_of(value) in self._storages if isinstance(value, Tensor) else id(value) in self._outside
 
 
 def _is_mutable(value: Any) -> bool:
     return is_object(value) or isinstance(value, (list, set, Mapping))
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
-    try:
-        return storage_id(tensor)
-    except NotImplementedError:
-        return id(tensor)

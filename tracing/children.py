@@ -15,7 +15,7 @@ from .objects import objects_in
 from .proxy import UNKNOWN, ValueProxy
 from .record import Call, Computed
 from .rollback import graft
-from .structure import copied, map_leaves
+from .structure import map_leaves
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -66,7 +66,7 @@ class Children:
                 call.note_computed(*map_leaves(_mark, (args, kwargs), ValueProxy))
                 for mine, before, after in zip(given, objects_in((call.args, call.kwargs)), call.after, strict=False):
                     graft(mine, before, after)
-                return copied(call.output)
+                return call.example(call.output)
         values = self._tracer.values((args, kwargs))
         if values is UNKNOWN:
             return UNKNOWN

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import fx, nn
 
 from ..errors import CaptureError
+from .interception import tracing_session
 from .names import ModelNames
-from .session import Untraceable, tracing_session
+from .session import Untraceable
 from .signature import signature_of
 from .tracer import ModuleTracer
 
@@ -23,9 +24,10 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     Raises:
         CaptureError: if the forward cannot be traced.
     """
+    names = ModelNames(module)
     try:
-        with tracing_session() as session:
-            tracer = ModuleTracer(session, ModelNames(module), "", None, _no, _no)
+        with tracing_session(names.modules.values()) as session:
+            tracer = ModuleTracer(session, names, "", None, _no, _no)
             graph = tracer.trace(signature_of(type(module).forward)).graph
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error

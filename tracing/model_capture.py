@@ -54,13 +54,18 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
     names = ModelNames(model)
     with in_phase(model, training):
         state = ModelState(model)
-        recording = record(model, inputs, state=state) if inputs else None
+        recording = record(model, inputs, state=state, exact=False) if inputs else None
         with restoring(state):
             found = capture_modules(names, recording)
         if recording is None:
             _install(names, found)
-        else:
-            _install_checked(model, names, found, inputs, recording, state)
+            return found
+        if found.uncertain and not recording.is_exact():
+            # Where forwards work in place, the numbers recorded are what became of them.
+            recording = record(model, inputs, state=state)
+            with restoring(state):
+                found = capture_modules(names, recording)
+        _install_checked(model, names, found, inputs, recording, state)
     return found
 
 

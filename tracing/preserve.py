@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters, version_of
+from ..compat import own_buffers, own_parameters, storage_id, version_of
 from ..errors import InputError
 from .names import all_modules
 from .parameter_data import ParameterData
@@ -27,6 +27,7 @@ __all__ = [
     "change_count",
     "host_random_state",
     "in_phase",
+    "memory_of",
     "preserved",
     "restoring",
 ]
@@ -47,6 +48,14 @@ _NOTHING: dict[str, Any] = {}
 def change_count(tensor: Tensor) -> int | None:
     """Return how often a tensor was changed in place; None for inference tensors, which do not count."""
     return None if tensor.is_inference() else version_of(tensor)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
+    try:
+        return storage_id(tensor)
+    except NotImplementedError:
+        return id(tensor)
 
 
 class RandomState:

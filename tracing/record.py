@@ -16,10 +16,11 @@ from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .exclusive import alone, captures_fixed
 from .inputs import Inputs
-from .names import all_modules
-from .objects import copied_object, is_object, objects_in, tensors_within
-from .preserve import ModelState, change_count, restoring
-from .structure import copied, map_leaves, map_tensors, tensors_in
+from .names import all_modules, all_tensors
+from .objects import objects_in
+from .preserve import ModelState, change_count, memory_of, restoring
+from .redirect import redirect
+from .structure import aliased, copied, map_leaves, map_tensors
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -41,6 +42,7 @@ class Call:
         ambient: the autocast that it ran under, if any.
         children: the modules that it called directly, in order.
         after: the objects among its arguments, as it left them.
+        spare: nobody needs the numbers in its tensors: they may be worked on in place.
     """
 
     args: tuple[Any, ...]
@@ -50,6 +52,11 @@ class Call:
     ambient: Ambient | None = None
     children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
     after: list[Any] = field(default_factory=list[Any])
+    spare: bool = False
+
+    def example(self, value: Any) -> Any:
+        """Return one of the recorded values to trace with: the forward may change it."""
+        return aliased(value) if self.spare else copied(value)
 
     def note_computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Wrap the arguments that `args` and `kwargs`, which are as the caller's trace has them, wrap."""
@@ -90,6 +97,7 @@ class Recording:
         assigning: the modules whose own attributes were set, or what is in them changed, by a call.
         outputs: what the model gave for each of the inputs.
         grad: whether it was run with gradients.
+        lent: the tensors that were recorded without a copy, and how often each had been changed by then.
     """
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
@@ -97,6 +105,11 @@ class Recording:
     assigning: set[nn.Module] = field(default_factory=set[nn.Module])
     outputs: list[Any] = field(default_factory=list[Any])
     grad: bool = False
+    lent: list[tuple[Tensor, int | None]] = field(default_factory=list[tuple[Tensor, "int | None"]])
+
+    def is_exact(self) -> bool:
+        """Tell whether all tensors still hold what they held when they were recorded; those that cannot tell do not."""
+        return all(count is not None and change_count(tensor) == count for tensor, count in self.lent)
 
 
 def record(
@@ -106,6 +119,7 @@ def record(
     *,
     grad: bool = False,
     state: ModelState | None = None,
+    exact: bool = True,
 ) -> Recording:
     """Run `model` once for each of `inputs`, as it is, and return how its modules were called.
 
@@ -117,18 +131,20 @@ def record(
         modules: record these modules only; None means all.
         state: the state to put back; by default the present one.
         grad: run with gradients, so that outputs are attached to parameters and to inputs that require them.
+        exact: False where examples will do: tensors that are changed in place afterwards have the shapes that they had
+            at the time of the call, but later numbers (see `Recording.is_exact`). Then the model is run only once.
 
     Raises:
         InputError: where the model itself raises; chained, naming the innermost module.
     """
     state = state or ModelState(model)
     try:
-        return _record(model, inputs, modules, state, grad=grad)
+        return _record(model, inputs, modules, state, grad=grad, exact=exact)
     except InputError as error:
         if grad or error.__cause__ is None:
             raise
         try:
-            return _record(model, inputs, modules, state, grad=True)
+            return _record(model, inputs, modules, state, grad=True, exact=exact)
         except InputError:
             raise error from error.__cause__
 
@@ -140,33 +156,46 @@ def _record(
     state: ModelState,
     *,
     grad: bool,
+    exact: bool,
 ) -> Recording:
     for copying in (False, True):
-        recorder = _Recorder(modules, copying=copying)
+        recorder = _Recorder(modules, copying=copying, spare=not exact)
         with captures_fixed(), restoring(state):
             recorder.run(model, inputs, grad=grad)
             recorder.note_changed(model, state.data.changed())
             state.check_parameters(model)
             recorder.recording.assigning = state.assigning()
-        if not recorder.stale():
+        if not exact or recorder.recording.is_exact():
             break
     return recorder.recording
 
 
 class _Recorder:
-    def __init__(self, modules: Collection[nn.Module] | None, *, copying: bool) -> None:
+    """Record calls, in one of three ways.
+
+    Args:
+        modules: of these modules only; None means all.
+        copying: tensors are copied as they are met; else they are lent.
+        spare: lent tensors may be worked on in place, so they are aliases, and those of the model are copied.
+    """
+
+    def __init__(self, modules: Collection[nn.Module] | None, *, copying: bool, spare: bool) -> None:
         self.recording = Recording()
         self.only = None if modules is None else set(modules)
         self.copying = copying
+        self.spare = spare
         self.error: BaseException | None = None
         self.culprit: nn.Module | None = None
         self._stack: list[Call] = []
-        self._seen: list[tuple[Tensor, int | None]] = []
+        self._own: set[int] = set()
+        self._known: dict[int, tuple[int | None, Tensor]] = {}
         self._thread = threading.get_ident()
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)
         buffers = [(m, b, change_count(b)) for m in modules for b in own_buffers(m).values() if b is not None]
+        if self.spare:
+            self._own = set(map(memory_of, all_tensors(model)))
         for module in modules:
             if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
@@ -184,7 +213,8 @@ class _Recorder:
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
-            self.recording.outputs.append(self._kept(model(*call.args, **call.kwargs)))
+            output = model(*call.args, **call.kwargs)
+            self.recording.outputs.append(copied(output) if self.spare else self._kept(output))
         except (Exception, SystemExit) as error:
             culprit = self.culprit if error is self.error and self.culprit is not None else model
             raise InputError(_failure(model, culprit, error)) from error
@@ -192,7 +222,9 @@ class _Recorder:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
-        call = Call(self._kept(args), self._kept(kwargs) if kwargs else {}, None, None, ambient_now())
+        call = Call(
+            self._kept(args), self._kept(kwargs) if kwargs else {}, None, ambient=ambient_now(), spare=self.spare
+        )
         if self.only is None or module in self.only:
             self.recording.calls.setdefault(module, []).append(call)
         if self._stack:
@@ -225,34 +257,38 @@ class _Recorder:
     def _kept(self, value: Any) -> Any:
         if self.copying:
             return copied(value)
-        if type(value) is Tensor:  # as most outputs are
-            self._seen.append((value, change_count(value)))
-            return value
-        if not objects_in(value):
-            self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_in(value))
-            return value
-        self._seen.extend((tensor, change_count(tensor)) for tensor in tensors_within(value))
-        return map_leaves(lambda leaf: copied_object(leaf) if is_object(leaf) else leaf, value)
+        return map_tensors(self._lent, value, self._noted)
 
-    def stale(self) -> bool:
-        """Tell whether a recorded tensor has changed since; tensors that cannot tell count as changed."""
-        return any(count is None or change_count(tensor) != count for tensor, count in self._seen)
+    def _lent(self, tensor: Tensor) -> Tensor:
+        if not self.spare:
+            return self._noted(tensor)
+        known = self._known.get(id(tensor))
+        if known is not None and change_count(tensor) == known[0]:
+            return known[1]
+        if type(tensor) is not Tensor or tensor.is_inference() or memory_of(tensor) in self._own:
+            return copied(tensor)
+        alias = self._noted(tensor).detach()
+        self._known[id(tensor)] = change_count(tensor), alias
+        return alias
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        self.recording.lent.append((tensor, change_count(tensor)))
+        return tensor
 
 
 @contextmanager
 def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]) -> Generator[None]:
     """Send every module call, in any thread, through `handler(original, module, args, kwargs)`."""
+
+    def intercepted(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return handler(original, module, args, kwargs)
+
     with alone():
-        original = nn.Module.__call__
-
-        def intercepted(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return handler(original, module, args, kwargs)
-
-        nn.Module.__call__ = intercepted
+        end = redirect(cast("Any", nn.Module.__call__), intercepted)
         try:
             yield
         finally:
-            nn.Module.__call__ = original
+            end()
 
 
 def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:

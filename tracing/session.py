@@ -1,46 +1,32 @@
-"""What must be intercepted while forwards are traced, and put back afterwards."""
+"""Who is traced now, what is patched meanwhile, and how to step aside from it."""
 
 from __future__ import annotations
 
 import builtins
 import functools
 import inspect
-import math
 import random
 import sys
 import threading
-import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..compat import torch_functions_off, untraceable_entries
-from .checked import patch_checks
-from .exclusive import alone
-from .functions import patch_functions
+from ..compat import torch_functions_off
 from .objects import is_whole
 from .observe import Observers
-from .proxy import ValueProxy, proxies_in
-from .record import calls_intercepted
+from .proxy import ValueProxy
+from .redirect import redirect
 from .stand_ins import stand_in
-from .switches import patch_contexts
-from .whole_functions import patch_whole_functions
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
 
-__all__ = ["Session", "Untraceable", "tracing_session"]
+__all__ = ["Session", "Untraceable"]
 
-_FACTORIES = (
-    "arange as_tensor bartlett_window blackman_window complex empty empty_strided eye from_numpy full hamming_window "
-    "hann_window kaiser_window linspace logspace normal ones polar rand randint randn randperm range scalar_tensor "
-    "tensor tril_indices triu_indices zeros finfo iinfo"
-).split()
-_QUESTIONS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
 _MISSING = object()
 _isinstance = builtins.isinstance
 
@@ -82,18 +68,70 @@ class _Suspension:
             builtins.isinstance = self._session.is_instance
 
 
+class _Patch(NamedTuple):
+    """An attribute of a class or module of torch's, and what it is to be for a while."""
+
+    owner: Any
+    name: str
+    before: Any
+    value: Any
+
+    def is_current(self) -> bool:
+        return self.owner.__dict__.get(self.name, _MISSING) is self.before
+
+    def make(self) -> None:
+        setattr(self.owner, self.name, self.value)
+
+    def undo(self) -> None:
+        if self.before is not _MISSING:
+            setattr(self.owner, self.name, self.before)
+        elif self.name in self.owner.__dict__:
+            delattr(self.owner, self.name)
+
+
 class Session:
-    """Know which tracer, if any, the code that runs now belongs to."""
+    """Know which tracer, if any, the code that runs now belongs to.
+
+    What is patched is worked out once; a session that is closed may be opened again.
+
+    Attributes:
+        observers: see what the traced module's forward reads.
+        autocasts: what each autocast that traced code made was made with.
+    """
 
     def __init__(self) -> None:
+        self._wrappers: dict[int, Any] = {}
+        self.observers = Observers(self._wrappers)
+        self.autocasts: dict[int, tuple[object, Mapping[str, Any]]] = {}
         self._tracer: ModuleTracer | None = None
         self._thread = threading.get_ident()
         self._patched_globals: set[int] = set()
-        self._wrappers: dict[int, Any] = {}
-        self.observers = Observers(self._wrappers)
         self._uses_numpy: dict[int, bool] = {}
+        self._patches: list[_Patch] = []
+        self._stand_ins: dict[int, Any] = {}
         self._undo = ExitStack()
-        self._undo.enter_context(alone())
+        self._loaded = len(sys.modules)
+
+    def open(self) -> None:
+        """Begin to intercept."""
+        self.observers = Observers(self._wrappers)
+        self._thread = threading.get_ident()
+        for patch in self._patches:
+            patch.make()
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._undo.close()
+        for patch in reversed(self._patches):
+            patch.undo()
+        self.autocasts.clear()
+        self._patched_globals.clear()
+        self._uses_numpy.clear()
+        self._stand_ins.clear()
+
+    def is_current(self) -> bool:
+        """Tell whether what was there when the patches were worked out is still there, and nothing else."""
+        return len(sys.modules) == self._loaded and all(patch.is_current() for patch in self._patches)
 
     @property
     def tracer(self) -> ModuleTracer | None:
@@ -136,10 +174,18 @@ class Session:
         return _Suspension(self, torch_functions_off())
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute until the session ends."""
-        before = cast("Any", vars(owner).get(name, _MISSING))
-        setattr(owner, name, value)
-        self._undo.callback(_unset, owner, name, before)
+        """Let an attribute be `value` whenever the session is open."""
+        self._patches.append(_Patch(owner, name, vars(owner).get(name, _MISSING), value))
+
+    def patch_now(self, owner: Any, name: str, value: Any) -> None:
+        """Let an attribute be `value` until the session, which is open, is closed."""
+        patch = _Patch(owner, name, vars(owner).get(name, _MISSING), value)
+        self._undo.callback(patch.undo)
+        patch.make()
+
+    def redirect(self, function: Any, handler: Callable[..., Any]) -> None:
+        """Let calls of a method of modules run `handler(original, ...)` until the session is closed."""
+        self._undo.callback(redirect(function, handler))
 
     def wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Send calls of `owner.name` made by traced code to `handler(tracer, original, args, kwargs)`."""
@@ -171,9 +217,9 @@ class Session:
             namespace["len"] = self.wrapper(len, _length)
             self._undo.callback(namespace.pop, "len", None)
         for name, value in list(namespace.items()):
-            wrapper = self._wrappers.get(id(value))
+            wrapper = self._wrappers.get(id(value)) or self._stand_ins.get(id(value))
             if wrapper is None and isinstance(value, type) and is_whole(value):
-                wrapper = self._wrappers[id(value)] = stand_in(value, self._make)
+                wrapper = self._stand_ins[id(value)] = stand_in(value, self._make)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)
@@ -195,161 +241,12 @@ class Session:
             known = self._uses_numpy[id(namespace)] = numpy is not None and any(v is numpy for v in namespace.values())
         return random.getstate(), numpy.random.get_state()[2:] if known and numpy is not None else None
 
-    def close(self) -> None:
-        """Put everything back."""
-        self._undo.close()
-
-
-def _unset(owner: Any, name: str, before: Any) -> None:
-    if before is _MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def tracing_session() -> Generator[Session]:
-    """Intercept, while inside, what traced forwards do; code that is not traced runs as always."""
-    session = Session()
-    try:
-        _patch_modules(session)
-        _patch_reads(session)
-        _patch_plain_reads(session)
-        for name in _FACTORIES:
-            session.wrap(torch, name, _record)
-        for name in _QUESTIONS:
-            session.wrap(torch, name, _ask)
-        for name, function in vars(math).items():
-            if isinstance(function, types.BuiltinFunctionType):
-                session.wrap(math, name, _record_if_traced)
-        _patch_refused(session)
-        patch_contexts(session)
-        patch_functions(session)
-        patch_whole_functions(session)
-        patch_checks(session)
-        with calls_intercepted(_call_handler(session)), torch.no_grad():
-            yield session
-    finally:
-        session.close()
-
-
-def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.torch_function(original, args, kwargs)
-
-
-def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    if next(proxies_in((args, kwargs)), None) is None:
-        return original(*args, **kwargs)
-    return tracer.create_proxy("call_function", original, args, kwargs)
-
 
 def _length(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
     """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
-    if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, torch.Tensor):
+    if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, Tensor):
         return tracer.decisions.length_of_tensor(args[0])
     return original(*args, **kwargs)
-
-
-def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.attributes.ask(original, args, kwargs)
-
-
-def _patch_refused(session: Session) -> None:
-    """Give up on what fx would drop or break open without a word."""
-    refusals = [
-        (torch, "manual_seed", "the random seed is set inside the forward"),
-        (torch, "set_rng_state", "the random state is set inside the forward"),
-        (torch.autograd, "grad", "gradients are computed inside the forward"),
-        *untraceable_entries(),
-    ]
-    for owner, name, reason in refusals:
-        _refuse(session, owner, name, reason)
-
-
-def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
-    original = cast("Callable[..., Any]", vars(owner)[name])
-
-    @functools.wraps(original)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if session.tracer is not None:
-            session.tracer.fail(reason)
-        return original(*args, **kwargs)
-
-    session.patch(owner, name, refused)
-
-
-def _call_handler(session: Session) -> Callable[..., Any]:
-    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        tracer = session.tracer
-        if tracer is None:
-            return original(module, *args, **kwargs)
-        return tracer.children.call(original, module, args, kwargs)
-
-    return call
-
-
-def _patch_modules(session: Session) -> None:
-    """Send reads of `training`, and assignments, on modules to the tracer."""
-    write = nn.Module.__setattr__
-    delete = cast("Callable[[nn.Module, str], None]", nn.Module.__delattr__)
-
-    def write_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if session.tracer is None or session.tracer.attributes.accepts(module, name, value):
-            write(module, name, value)
-
-    def delete_attribute(module: nn.Module, name: str) -> None:
-        if session.tracer is not None:
-            session.tracer.fail(f"deletes self.{name}")
-        delete(module, name)
-
-    def training(module: nn.Module) -> Any:
-        value = module.__dict__["training"]
-        return value if session.tracer is None else session.tracer.attributes.read_training(module, value)
-
-    def set_training(module: nn.Module, value: Any) -> None:
-        if session.tracer is not None:
-            session.tracer.attributes.made(module)
-        module.__dict__["training"] = value
-
-    session.patch(nn.Module, "__setattr__", write_attribute)
-    session.patch(nn.Module, "__delattr__", delete_attribute)
-    session.patch(nn.Module, "training", property(training, set_training))
-
-
-def _patch_reads(session: Session) -> None:
-    """Send reads of tensors and of children, and those in vain, to the tracer."""
-    read = nn.Module.__getattr__
-
-    def read_attribute(module: nn.Module, name: str) -> Any:
-        tracer = session.tracer
-        if tracer is None:
-            return read(module, name)
-        try:
-            value = read(module, name)
-        except AttributeError:
-            tracer.attributes.questions.note_missing(module, name)
-            raise
-        return tracer.attributes.read(module, name, value, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-
-    session.patch(nn.Module, "__getattr__", read_attribute)
-
-
-def _patch_plain_reads(session: Session) -> None:
-    """Show the tracer which plain attributes of modules inside the traced one are read."""
-    look_up: Callable[[nn.Module, str], Any] = object.__getattribute__
-
-    def read_any(module: nn.Module, name: str) -> Any:
-        value = look_up(module, name)
-        tracer = session.tracer
-        if tracer is not None and module is not tracer.module:
-            if name in look_up(module, "__dict__"):
-                tracer.attributes.note_plain(module, name, value)
-            else:
-                frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-                tracer.attributes.questions.note_class_read(module, name, frame)
-        return value
-
-    session.patch(nn.Module, "__getattribute__", read_any)
 
 
 class _Mode(TorchFunctionMode):

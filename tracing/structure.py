@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .objects import copied_object, is_object
 
-__all__ = ["copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = ["aliased", "copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
 
 
 def is_namedtuple(value: object) -> bool:
@@ -40,13 +40,21 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(getattr(value, field.name, None), found)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return `value` rebuilt with `function` of each tensor in it, objects copied; what holds none is kept as it is."""
+def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[[Tensor], Any] | None = None) -> Any:
+    """Return `value` rebuilt with `function` of each tensor in it, objects copied; what holds none is kept as it is.
+
+    Args:
+        function: of a tensor.
+        value: what holds tensors, or is one.
+        within: of a tensor that an object holds, where that is to be another function.
+    """
+    if type(value) is Tensor:  # as most values are
+        return function(value)
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
-        return copied_object(leaf, function) if is_object(leaf) else leaf
+        return copied_object(leaf, within or function) if is_object(leaf) else leaf
 
     if isinstance(value, (tuple, list, Mapping)) or dataclasses.is_dataclass(value):
         return map_leaves(change, value)
@@ -63,6 +71,18 @@ def copied(value: Any) -> Any:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
+
+
+def aliased(value: Any) -> Any:
+    """Return `value` with other tensors on the same memory: who gives one another shape leaves that in `value` alone.
+
+    What `copied` alone can protect is copied: the objects in `value`, and tensors of other kinds.
+    """
+    return map_tensors(_alias, value, _copy)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return _copy(tensor) if type(tensor) is not Tensor or tensor.is_inference() else tensor.detach()
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:

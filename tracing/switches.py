@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -161,7 +161,7 @@ def _patch_set_grad_enabled(session: Session) -> None:
 def _patch_autocast(session: Session) -> None:
     """Follow autocast, and switch it: the example values are to have its types."""
     signature = inspect.signature(torch.autocast.__init__)
-    given: dict[int, tuple[object, Mapping[str, Any]]] = {}
+    given = session.autocasts
 
     def make(tracer: ModuleTracer, self: Any, *args: Any, **kwargs: Any) -> None:
         named = dict(signature.bind(self, *args, **kwargs).arguments)

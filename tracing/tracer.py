@@ -152,7 +152,12 @@ class ModuleTracer:
 
     def _placeholder(self, name: str, value: Any) -> ValueProxy:
         identifier = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
-        return self.source_node("placeholder", identifier, UNKNOWN if value is None else copied(value))
+        return self.source_node("placeholder", identifier, self._example(value))
+
+    def _example(self, value: Any) -> Any:
+        if value is None:
+            return UNKNOWN
+        return copied(value) if self._call is None else self._call.example(value)
 
     def _check(self, state: AttributeState, forward: Callable[..., Any], draws: Any) -> None:
         if self.failure is not None:

@@ -29,7 +29,7 @@ SCRIPT = textwrap.dedent(
     dist.init_process_group("gloo")
     fast = fxopt.optimize(Net().eval(), example_inputs=(torch.ones(2, 4),), measure=False)
     fast(torch.ones(2, 4))
-    print("ready", dist.get_rank(), flush=True)
+    print(f"ready {dist.get_rank()}\\n", end="", flush=True)
     dist.barrier()
     if dist.get_rank() == 1:
         fast(torch.ones(2, 4), True)
