@@ -113,15 +113,16 @@ def test_a_model_that_only_exact_numbers_let_through_is_captured():
 
 
 class Negating(nn.Module):
-    """Change the sign of what it is given, in place, and decide by it."""
+    """Decide by what it is given, then change its sign in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tanh = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.tanh(x) if x.sum() > 0 else x * 3
         x.neg_()
-        return self.tanh(x) if x.sum() > 0 else x * 3
+        return y
 
 
 class Deciding(nn.Module):
