@@ -159,8 +159,7 @@ class _Capturer:
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
-            signature = self._signature(module, calls)
-            variants = list(self.variants(name, signature, calls[0]))
+            signature, variants = self._first(name, module, calls)
         except Untraceable as error:
             self.uncertain = True
             return Opaque(name, error.location or _defined_at(module), error.reason)
@@ -175,6 +174,17 @@ class _Capturer:
         variants, regions = with_regions(module, variants)
         own = None if signature is usual else signature
         return Capture(type(module), variants, own, regions=regions, _parameters=signature)
+
+    def _first(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> tuple[Signature, list[Variant]]:
+        """Return the graphs of a module's first call, and the signature that they are for."""
+        fitting = self._fitting(module, calls)
+        try:
+            return fitting[0], list(self.variants(name, fitting[0], calls[0]))
+        except TypeError:
+            if len(fitting) == 1:
+                raise
+        # The decorator hands arguments on to a function that has other names for them.
+        return fitting[1], list(self.variants(name, fitting[1], calls[0]))
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
@@ -210,16 +220,16 @@ class _Capturer:
                 if flag not in answers and flipped not in tried and flipped not in pending:
                     pending.append(flipped)
 
-    def _signature(self, module: nn.Module, calls: Sequence[Call | None]) -> Signature:
-        """Return the signature that the recorded calls fit: the function's under a decorator, or the decorator's."""
+    def _fitting(self, module: nn.Module, calls: Sequence[Call | None]) -> list[Signature]:
+        """Return the signatures that the recorded calls fit: the function's under a decorator, then the decorator's."""
         forward = type(module).forward
         if forward not in self._signatures:
             follow = signature_of(forward)
             outer = signature_of(forward, follow_wrapped=False)
-            plain = follow.decorated or inspect.unwrap(forward) is forward
-            self._signatures[forward] = [follow, outer] if plain else [outer]
+            plain = inspect.unwrap(forward) is forward
+            self._signatures[forward] = [follow] if plain else [follow, outer] if follow.decorated else [outer]
         candidates = self._signatures[forward]
-        return next((s for s in candidates if all(_fits(s, call) for call in calls)), candidates[-1])
+        return [s for s in candidates if all(_fits(s, call) for call in calls)] or candidates[-1:]
 
     def _is_assigning(self, module: nn.Module) -> bool:
         return self._recording is not None and not self._recording.assigning.isdisjoint(module.modules())

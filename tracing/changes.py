@@ -21,10 +21,12 @@ class Change:
 
     Attributes:
         revocable: it only gave objects other contents, and all of them are found by `paths`.
+        objects: whether an object or a container was given other contents, and not tensors only.
         paths: argument -> the paths in it to what was changed.
     """
 
     revocable: bool
+    objects: bool = False
     paths: dict[fx.Node, list[Path]] = field(default_factory=dict[fx.Node, "list[Path]"])
 
 
@@ -52,7 +54,8 @@ class Watch:
             return None
         paths = {node: changed_paths(self._changes.roots[node], before) for node, before in self._roots.items()}
         paths = {node: found for node, found in paths.items() if found}
-        return Change(bool(paths) and not any(isinstance(value, Tensor) for value in outside), paths)
+        tensors = [isinstance(value, Tensor) for value in outside]
+        return Change(bool(paths) and not any(tensors), not all(tensors), paths)
 
 
 class Changes:

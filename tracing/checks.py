@@ -49,7 +49,9 @@ class _Order:
 
     def run(self) -> None:
         by_data = self._decisions.by_data
-        late = late_checks(self._graph, lambda node: self._lasting(node) is not None, by_data)
+        late = late_checks(
+            self._graph, lambda node: self._lasting(node) is not None, by_data, self._decisions.read_later
+        )
         # Checks by data are careful with random numbers too: they miss although the model is used as it was.
         drawn = self._by_data_after(self._draws)
         checks = list(dict.fromkeys((*late, *drawn)))

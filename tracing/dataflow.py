@@ -16,6 +16,12 @@ from .whole_functions import is_whole_function
 
 __all__ = ["DataFlow"]
 
+_DESCRIPTIONS: Any = (
+    getattr, hasattr, len, type, list, operator.getitem, operator.contains,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type,
+    torch.broadcast_tensors, torch.broadcast_shapes,
+)  # fmt: skip
+"""Functions that tell the shape, type or structure of values."""
 _SHAPED_BY_DATA = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations".split()
 )
@@ -31,6 +37,9 @@ class DataFlow:
 
     Args:
         examples: node -> its example value.
+
+    Attributes:
+        later: values that hang on what was read of an object after objects had been changed.
     """
 
     def __init__(self, examples: Mapping[fx.Node, Any]) -> None:
@@ -41,13 +50,24 @@ class DataFlow:
         self._made: set[fx.Node] = set()
         self._decides: dict[fx.Node, bool] = {}
         self._objects: set[fx.Node] = set()
+        self._changed = False
+        self.later: set[fx.Node] = set()
 
-    def note(self, node: fx.Node, *, fixed: bool = False) -> None:
-        """Follow a new node; `fixed` says that the structure of its value never changes."""
+    def note(self, node: fx.Node, *, fixed: bool = False, changes: bool = False) -> None:
+        """Follow a new node.
+
+        Args:
+            node: the node.
+            fixed: the structure of its value never changes.
+            changes: it changes objects that outlive the call.
+        """
         inputs = node.all_input_nodes
         value: Any = self._examples.get(node)
         kind = cast("type[object]", type(value))
-        if is_object(value) or (isinstance(value, (list, Mapping)) and not self._objects.isdisjoint(inputs)):
+        if (self._changed and not self._objects.isdisjoint(inputs)) or not self.later.isdisjoint(inputs):
+            self.later.add(node)
+        self._changed = self._changed or changes
+        if is_object(value) or (isinstance(value, (list, set, Mapping)) and not self._objects.isdisjoint(inputs)):
             self._objects.add(node)
         if isinstance(value, Tensor) or next(tensors_in(value), None) is not None:
             self._tensors.add(node)
@@ -65,6 +85,16 @@ class DataFlow:
     def is_fixed(self, node: fx.Node) -> bool:
         """Tell whether the number of items in a node's value can never change."""
         return node in self._fixed
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Tell whether a value was got from an object, by its name, key or a method."""
+        if node.op == "call_function" and node.target not in (getattr, operator.getitem):
+            return False
+        return node.op in ("call_function", "call_method") and node.args[0] in self._objects
+
+    def is_object(self, node: fx.Node) -> bool:
+        """Tell whether a value is an object, or a container that one holds."""
+        return node in self._objects
 
     def is_made(self, node: fx.Node) -> bool:
         """Tell whether a tensor was made from shapes and constants alone (`arange`, a causal mask)."""
@@ -136,9 +166,7 @@ def _describes(node: fx.Node) -> bool:
     """Tell whether a node reads only the shape, type or layout of tensors."""
     if node.op == "call_method":
         return node.target in DESCRIPTIONS
-    if node.target in (getattr, len, torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type):
-        return True
-    return node.target in (torch.broadcast_tensors, torch.broadcast_shapes, operator.getitem, list, operator.contains)
+    return node.target in _DESCRIPTIONS
 
 
 def _reads_shape(node: fx.Node) -> bool:

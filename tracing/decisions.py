@@ -5,10 +5,10 @@ from __future__ import annotations
 import dis
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor, fx
 
@@ -164,6 +164,49 @@ class Decisions:
         """Note that a value is None, which no proxy can stand for."""
         self._assume(node, None, structural=True)
 
+    def kind_read(self, proxy: ValueProxy) -> None:
+        """Note that it mattered what kind of value was read of an object."""
+        kind = self._tracer.create_proxy("call_function", type, (proxy,), {})
+        self.plain(self._tracer.create_proxy("call_function", getattr, (kind, "__qualname__"), {}))
+
+    def missing(self, proxy: ValueProxy, name: str) -> NoReturn:
+        """Note that a value has no attribute called `name`.
+
+        Raises:
+            AttributeError: always, as the value itself does.
+        """
+        if self._tracer.data.is_object(proxy.node):
+            self.truth(self._tracer.create_proxy("call_function", hasattr, (proxy, name), {}))
+        raise AttributeError(f"{type(proxy.fxopt_value).__name__!r} object has no attribute {name!r}")
+
+    def present(self, node: fx.Node, place: str, *, lifted: bool = False) -> bool:
+        """Note that a value is not None; with `lifted` only if that can be asked before the forward starts."""
+        expression = self._lifted(node)
+        if expression is not None:
+            if node.target is getattr:
+                owner, name = expression.rsplit(".", 1)
+                expression = f"getattr({owner}, {name!r}, None)"
+            condition = f"{expression} is not None"
+            self.guards.setdefault(condition, Guard(condition, f"decided at {place}"))
+            return True
+        if lifted:
+            return False
+        with self._tracer.graph.inserting_after(node):
+            answer = self._tracer.graph.call_function(operator.is_not, (node, None))
+        self._require(answer, True, place, structural=True)
+        return True
+
+    @property
+    def read_later(self) -> Collection[fx.Node]:
+        """Return the values that hang on what was read of objects after they had been changed."""
+        return self._tracer.data.later
+
+    def _lifted(self, node: fx.Node) -> str | None:
+        """Return Python for a value over the forward's arguments, as they are when it starts, or None."""
+        if not self._tracer.liftable or node in self.read_later:
+            return None
+        return expression_of(node, self._tracer.expressions)
+
     def _value(self, proxy: ValueProxy, source: str | None) -> Any:
         value = self._known(proxy)
         if self._hangs_on_data(proxy):
@@ -208,7 +251,7 @@ class Decisions:
         self, node: fx.Node, value: Any, *, truth: bool = False, structural: bool = False, source: str | None = None
     ) -> None:
         place = source_of() if source is None else source
-        expression = expression_of(node, self._tracer.expressions) if self._tracer.liftable else None
+        expression = self._lifted(node)
         condition = None if expression is None else _condition(expression, value, truth=truth)
         if expression is None or condition is None:
             self._require(node, value, place, structural=structural)

@@ -108,7 +108,7 @@ def _function(base: type[nn.Module], source: Source, signature: Signature) -> An
     function.__qualname__ = f"{base.__qualname__}.forward"
     function.__doc__ = base.forward.__doc__
     function.__annotations__ = dict(getattr(base.forward, "__annotations__", {}))
-    if signature.decorated:
+    if inspect.unwrap(base.forward) is not base.forward:
         function.__signature__ = inspect.signature(base.forward)
     linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
     weakref.finalize(function, linecache.cache.pop, filename, None)

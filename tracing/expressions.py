@@ -82,6 +82,10 @@ def _function(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
         return None
     if function is getattr:
         return f"{parts[0]}.{node.args[1]}"
+    if function is hasattr:
+        return f"hasattr({parts[0]}, {parts[1]})"
+    if function is type:
+        return f"type({parts[0]})"
     if function is len:
         return f"len({parts[0]})"
     if function is operator.getitem:

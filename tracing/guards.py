@@ -22,6 +22,8 @@ GUARD_NAMES: Mapping[str, Any] = {
     "Tensor": Tensor,
     "torch": torch,
     "bool": bool,
+    "getattr": getattr,
+    "hasattr": hasattr,
     "isinstance": isinstance,
     "len": len,
     "dict": dict,
@@ -114,7 +116,7 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if tally is not None:
         tally.checks += 1
     if isinstance(expected, bool):
-        same = bool(value) is expected
+        same = value is not None and bool(value) is expected  # at capture it was something
     elif expected is None:
         same = value is None
     else:

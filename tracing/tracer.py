@@ -6,7 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +30,7 @@ from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
 from .observe import Seen
+from .presence import Presence, is_statement
 from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
 from .record import Call
@@ -45,6 +46,7 @@ _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_me
 _RESHAPING = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _OPTIONAL = (getattr, operator.getitem)
 _ACCESSOR = property_access()
+_MISSING = object()
 
 
 class ModuleTracer:
@@ -86,6 +88,7 @@ class ModuleTracer:
         self.children = Children(self, call)
         self.contexts = OpenContexts(self)
         self.nested = NestedReads(self.module)
+        self.presence = Presence(self)
         self._lowering = Lowering(self)
         self._stateful, self._assigning = stateful, assigning
         self._call = call
@@ -171,6 +174,7 @@ class ModuleTracer:
 
     def _finish(self) -> None:
         self.decisions.settle()
+        self.presence.settle()
         drop_unused(self.graph)
         order_checks(self.graph, self.module, self.decisions, self._lasting_change, self._assigning)
         self.examples.clear()
@@ -192,9 +196,10 @@ class ModuleTracer:
             lasting = Change(revocable=False) if value is UNKNOWN else watch.lasting()
             if target is setattr and _is_repeatable(args[0].node, args[1]):
                 lasting = None
+            asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor)
+            asks = asks and not is_statement()
         if kind == "call_method" and target in _RESHAPING:
             self.liftable = False
-        asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor) and not watch.changed()
         return self.add(kind, target, args, kwargs, value, optional=asks or target in _OPTIONAL, lasting=lasting)
 
     def add(
@@ -223,7 +228,9 @@ class ModuleTracer:
             if lasting is not None:
                 self._lasting[node] = lasting
             proxy = self._proxy(node, value)
-            self.data.note(node, fixed=fixed)
+            self.data.note(node, fixed=fixed, changes=lasting is not None and lasting.objects)
+            if value is not None and value is not UNKNOWN:
+                self.presence.note(node, changes=lasting is not None)
             if kind == "call_module":
                 self.changes.protect(value)
             else:
@@ -298,8 +305,11 @@ class ModuleTracer:
             self.fail(f"it calls .{name} on a value")
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
+        owner: Any = Tensor if value is UNKNOWN else proxy.fxopt_value
         with self.session.suspended():
-            member: Any = getattr(Tensor, name, None) if value is UNKNOWN else getattr(cast("Any", value), name)
+            member: Any = getattr(owner, name, None if value is UNKNOWN else _MISSING)
+        if member is _MISSING:
+            self.decisions.missing(proxy, name)
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)
         return self.create_proxy("call_function", getattr, (proxy, name), {})
@@ -324,6 +334,8 @@ class ModuleTracer:
         answer = isinstance(value, kinds)
         if proxy.node.op == "placeholder":
             self.decisions.kind(proxy.node, value, kinds)
+        elif self.data.is_read(proxy.node):
+            self.decisions.kind_read(proxy)
         return answer
 
     def hash_of(self, proxy: ValueProxy) -> int:

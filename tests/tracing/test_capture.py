@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections import namedtuple
 from dataclasses import dataclass
@@ -458,9 +460,54 @@ def test_decorated_forwards_see_what_was_given(agree):
     x = X[0]
     program = agree(UsesDecorator(), Inputs(x), Inputs(x=x), Inputs(x, flag=None), Inputs(x=x, flag=True), X2)
     assert sum(program.captures[""].misses.values()) == 4
-    import inspect
-
     assert str(inspect.signature(program.model.forward)) == "(x, flag=None, extra=None)"
+
+
+def _dispatched(forward):
+    """Wrap a forward as an interface that calls an implementation by position, whatever its parameters are called."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        implementation = forward if self.implementation is None else self.implementation
+        return implementation(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _subtract(self, first, second, *, scale=1):
+    return self.linear(first - second) * scale
+
+
+class Dispatches(nn.Module):
+    def __init__(self, implementation):
+        super().__init__()
+        self.implementation = implementation
+        self.linear = nn.Linear(6, 3)
+
+    @_dispatched
+    def forward(self, left, right=None, scale=1):
+        return self.linear(left + right) * scale
+
+
+class Dispatcher(nn.Module):
+    def __init__(self, **given):
+        super().__init__()
+        self.inner = Dispatches(_subtract)
+        self.given = given
+
+    def forward(self, x):
+        return self.inner(x, x.flip(0), **self.given)
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 3}], ids=["", "keyword"])
+def test_a_decorator_may_call_a_function_with_other_names(agree, misses, given):
+    program = agree(Dispatcher(**given), X, X2)
+    assert misses(program) == 0
+    assert str(inspect.signature(program.module("inner").forward)) == "(left, right=None, scale=1)"
+    program.model.inner.implementation = None
+    x = X[0]
+    expected = program.model.inner.linear(x + x.flip(0)) * given.get("scale", 1)
+    assert torch.equal(program.model(x), expected)
 
 
 class MadeFromShapes(nn.Module):
