@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import keyword
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -177,7 +178,7 @@ class _Body:
         """Write the condition under which `require` raises, to spare the call where it does not."""
         operand = self._operand(value)
         if isinstance(expected, bool):
-            return f"not {operand}" if expected else operand
+            return f"not {operand}" if expected else f"{operand} or {operand} is None"
         return f"{operand} is not None" if expected is None else f"not {operand} == {self._operand(expected)}"
 
     def _local(self, node: fx.Node) -> str:
@@ -199,6 +200,8 @@ class _Body:
         form = operator_format(function)
         if form is not None and not node.kwargs:
             return form.format(*(self._operand(argument) for argument in node.args))
+        if function is operator.is_not:
+            return " is not ".join(self._operand(argument) for argument in node.args)
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], str):
             return attribute_expression(self._operand(node.args[0]), node.args[1])
         if isinstance(function, FunctionCall):
