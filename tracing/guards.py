@@ -15,7 +15,7 @@ from ..errors import GuardError
 from .rollback import Kept
 from .signature import Absent
 
-__all__ = ["GUARD_NAMES", "Guard", "GuardMiss", "Tally", "require"]
+__all__ = ["GUARD_NAMES", "NOT_HELD", "Guard", "GuardMiss", "Tally", "require"]
 
 GUARD_NAMES: Mapping[str, Any] = {
     "Absent": Absent,
@@ -36,6 +36,8 @@ GUARD_NAMES: Mapping[str, Any] = {
     "bytes": bytes,
 }
 """What guard expressions may call; no argument of a captured forward may have one of these names."""
+NOT_HELD = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What a guard that cannot be evaluated raises: it does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Guard:
         try:
             # The expression was written by the tracer from a module's own attribute reads.
             return bool(eval(_compiled(self.expression), dict(GUARD_NAMES), dict(names)))  # noqa: S307
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+        except NOT_HELD:
             return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .direct_reads import DirectReads
 from .expressions import literal
 from .guards import Guard
 from .observe import INTERNAL, Quiet
@@ -21,6 +23,8 @@ _LONGEST = 64
 """Items of a container that guards compare."""
 _DEEPEST = 3
 """Containers in containers that are looked into."""
+_DIRECT = re.compile(r"\.__dict__\['(\w+)'\]")
+"""How attributes are read from dictionaries; people are told of attributes."""
 
 
 class NestedReads:
@@ -31,6 +35,7 @@ class NestedReads:
         self._places: dict[int, tuple[str, str]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
+        self._reads: dict[int, tuple[DirectReads, dict[str, Any]]] = {}
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
 
@@ -96,10 +101,30 @@ class NestedReads:
             except AttributeError:
                 self._keep(f"{name!r} not in {path}.__dict__", root, f"{path} has no {name}")
                 raise
-            self._note(value, root, _attribute(holder, name, path, value))
+            expression = self._direct(cls, cast("dict[str, Any]", vars(holder)), name, value, (root, path))
+            self._note(value, root, expression or attribute_expression(path, name))
             return value
 
         return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+    def _direct(self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, str]) -> str | None:
+        """Return how a guard reads an attribute from the dictionary of its object, if it is there.
+
+        So it does not look like a tensor's, either: moving the model changes types and devices of those.
+        """
+        root, path = place
+        known = self._reads.get(id(held))
+        if known is None:
+            known = self._reads[id(held)] = DirectReads(cls, held), held
+        found = known[0].of(name)
+        if found is None or held.get(found.key, found) is not value:
+            placed = isinstance(value, (torch.dtype, torch.device)) and name in held
+            return f"{path}.__dict__[{name!r}]" if placed else None
+        if not path.removeprefix("self.").isidentifier():  # what is set on the module itself is noticed
+            self._keep(f"type({path}).__qualname__ == {cls.__qualname__!r}", root, f"{path} is a {cls.__qualname__}")
+        for key in sorted(found.missing):
+            self._keep(f"{key!r} not in {path}.__dict__", root, f"{path} has no {key}")
+        return f"{path}.__dict__[{found.key!r}]"
 
     def _note_all(self, held: dict[str, Any], root: str, path: str) -> None:
         self._note(tuple(held), root, f"tuple({path}.__dict__)")
@@ -120,7 +145,7 @@ class NestedReads:
             self._note(item, root, f"{expression}[{key!r}]", depth - 1)
 
     def _keep(self, condition: str, root: str, reason: str) -> None:
-        self._read.setdefault(condition, (root, reason))
+        self._read.setdefault(condition, (root, _DIRECT.sub(r".\1", reason)))
 
 
 def _can_be_lent(value: Any) -> bool:
@@ -142,16 +167,6 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
         return []
     pairs = cast("dict[Any, Any]", value).items() if kind is dict else enumerate(cast("list[Any]", value))
     return [(key, item) for key, item in pairs if type(key) in (int, str)]
-
-
-def _attribute(holder: Any, name: str, path: str, value: Any) -> str:
-    """Return how a guard reads an attribute.
-
-    Types and devices are asked for in a way that does not look like a tensor's: moving the model changes those.
-    """
-    if isinstance(value, (torch.dtype, torch.device)) and name in vars(holder):
-        return f"{path}.__dict__[{name!r}]"
-    return attribute_expression(path, name)
 
 
 def _spelled(value: Any) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..compat import in_place_format, operator_format
+from .conditions import fits
 from .functions import FunctionCall
 from .guards import GUARD_NAMES, GuardMiss, require
 from .signature import Signature, given
@@ -52,7 +53,8 @@ def generate(
     lines = [f"def forward({signature.header}):"]
     for variant in variants:
         body = _variant(variant, names, restart if restarts else None)
-        condition = " and ".join(f"({guard.expression})" for guard in variant.guards)
+        asked, condition = fits(variant.guards, names.fresh, names.name)
+        lines += [f"    {line}" for line in asked]
         if variant is variants[-1]:
             if condition:
                 lines += [f"    if not ({condition}):", f"        {miss}"]

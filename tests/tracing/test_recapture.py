@@ -345,7 +345,7 @@ def test_a_configuration_is_left_as_it_is():
     fast = captured(model, X)
     assert type(model.config) is Config
     assert vars(fast.config).keys() == vars(model.config).keys()
-    assert "self.config.scale == 2.0" in [g.expression for g in capture_of(fast).variants[0].guards]
+    assert "self.config.scale is 2.0" in [g.reason for g in capture_of(fast).variants[0].guards]
 
 
 def test_copies_and_pickles_keep_their_graphs_and_go_on(pair):

@@ -1,0 +1,191 @@
+"""Guards on what a configuration holds ask its dictionary, and still see whatever a read of the attribute would."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.tracing.captured import capture_of
+from fxopt.tracing.direct_reads import DirectRead, DirectReads
+from fxopt.tracing.fallback import misses_in
+
+switch = False
+
+
+class Inner:
+    def __init__(self, shift: float = 1.0) -> None:
+        self.shift = shift
+
+
+class Config:
+    """Maps names to others, as configurations of language models do, and may refuse to be read."""
+
+    names = types.MappingProxyType({"width": "n_width"})
+    default = 3.0
+
+    def __init__(self) -> None:
+        self.n_width, self._kind, self.default, self.a, self.b = 2.0, "plain", 3.0, None, 5.0
+        self.text = "self.config.__dict__['a'] == 1 and 'x' not in self.config.__dict__"
+        self.inner = Inner()
+
+    def __getattribute__(self, name: str) -> Any:
+        held = super().__getattribute__("__dict__")
+        if held.get("refused") == name:
+            raise RuntimeError(f"{name} is refused")
+        return super().__getattribute__(super().__getattribute__("names").get(name, name))
+
+    @property
+    def kind(self) -> str:
+        return self._kind
+
+    @property
+    def first(self) -> float:
+        return self.b if self.a is None else self.a
+
+    @property
+    def switched(self) -> float:
+        return self.b if switch else self.n_width
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        config = self.config
+        x = x * config.width + config.default + config.first * config.switched + config.inner.shift
+        x = x if config.text.startswith("self") else -x
+        return x.sin() if config.kind == "plain" else x.cos()
+
+
+X = torch.randn(3, 4)
+
+
+def set_mapped(net: Net) -> None:
+    net.config.n_width = 7.0
+
+
+def set_behind_property(net: Net) -> None:
+    net.config._kind = "other"
+
+
+def set_what_is_preferred(net: Net) -> None:
+    net.config.a = 1.0
+
+
+def uncover_default(net: Net) -> None:
+    del net.config.default
+
+
+def set_text(net: Net) -> None:
+    net.config.text = "other"
+
+
+def set_inner(net: Net) -> None:
+    net.config.inner.shift = 2.0
+
+
+def exchange_inner(net: Net) -> None:
+    class Mapped(Inner):
+        def __getattribute__(self, name: str) -> Any:
+            return 9.0 if name == "shift" else super().__getattribute__(name)
+
+    net.config.inner = Mapped()
+
+
+CHANGES = [
+    set_mapped, set_behind_property, set_what_is_preferred, uncover_default, set_text, set_inner, exchange_inner,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen_through_maps_and_properties(change):
+    plain, fast = Net(), fxopt.capture(Net(), (X,)).model
+    assert torch.equal(fast(X), plain(X))
+    assert not misses_in(fast)
+    change(plain)
+    change(fast)
+    assert torch.equal(fast(X), plain(X))
+    assert misses_in(fast)
+
+
+def test_a_property_that_asks_elsewhere_is_asked(monkeypatch):
+    plain, fast = Net(), fxopt.capture(Net(), (X,)).model
+    monkeypatch.setattr(f"{__name__}.switch", True)
+    assert torch.equal(fast(X), plain(X))
+
+
+def test_a_refusal_that_comes_later_is_raised():
+    fast = fxopt.capture(Net(), (X,)).model
+    fast.config.refused = "width"
+    with pytest.raises(RuntimeError, match="width is refused"):
+        fast(X)
+    fast.config.refused = "nothing"
+    assert torch.equal(fast(X), Net()(X))
+
+
+def test_reasons_name_attributes():
+    variant = capture_of(fxopt.capture(Net(), (X,)).model).variants[0]
+    reasons = {guard.expression: guard.reason for guard in variant.guards}
+    assert reasons["self.config.__dict__['n_width'] == 2.0"] == "self.config.n_width is 2.0"
+    assert reasons["self.config.__dict__['inner'].__dict__['shift'] == 1.0"] == "self.config.inner.shift is 1.0"
+
+
+def test_a_guard_that_cannot_be_asked_is_a_miss():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + getattr(self.inner, "shift", 4.0)
+
+    fast = fxopt.capture(Reads(), (X,)).model
+    assert torch.equal(fast(X), X + 1)
+    del fast.inner.shift
+    assert torch.equal(fast(X), X + 4)
+    assert [miss.calls for miss in misses_in(fast)] == [1]
+
+
+def found(cls: type, name: str, **held: Any) -> DirectRead | None:
+    return DirectReads(cls, held).of(name)
+
+
+def test_where_reads_end():
+    assert found(Inner, "shift", shift=1) == DirectRead("shift", frozenset())
+    assert found(Config, "width", n_width=1) == DirectRead("n_width", frozenset({"refused"}))
+    assert found(Config, "width", n_width=1, refused="") is None
+    assert found(Config, "kind", _kind=1).key == "_kind"
+    for name in ("first", "switched", "missing", "default", "names"):
+        assert found(Config, name, a=1, b=2, n_width=3) is None
+
+
+class Walks:
+    def __getattribute__(self, name: str) -> Any:
+        return next(iter(object.__getattribute__(self, "__dict__").values()))
+
+
+class Descriptor:
+    def __get__(self, holder: Any, cls: Any) -> Any:
+        return vars(holder)["value"]
+
+    def __set__(self, holder: Any, value: Any) -> None: ...
+
+
+class Described:
+    value = Descriptor()
+
+
+class Slotted(int):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Walks, Described, Slotted])
+def test_what_cannot_be_followed_is_not(cls):
+    assert found(cls, "value", value=1) is None
