@@ -35,6 +35,7 @@ class Attributes:
         self._proxies: dict[str, ValueProxy] = {}
         self._names: dict[int, str] | None = None
         self._new: set[int] = set()
+        self.handed_on: set[int] = set()
         self.questions = ChildQuestions(tracer)
 
     def proxy(self, target: str, value: Any) -> ValueProxy:
@@ -62,6 +63,7 @@ class Attributes:
         for holder, path in self._holders():
             for name, held in cast("dict[str, Any]", vars(holder)).items():
                 if held is value and name.isidentifier():
+                    self.handed_on.add(id(value))
                     return self._part(path, name, value)
         return None
 

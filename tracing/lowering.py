@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from .numpy_values import is_array, is_scalar
 from .proxy import ValueProxy
 from .structure import is_namedtuple
 
@@ -72,8 +73,10 @@ class Lowering:
             return held.node
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._dataclass(value)
-        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        if is_scalar(value):
             return value
+        if is_array(value):
+            return self._tracer.fail("it uses a numpy array that is no attribute of the module; a buffer would do")
         return self._tracer.fail(f"it passes on a {type(value).__name__}")
 
     def _dataclass(self, value: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from .direct_reads import DirectReads
 from .expressions import literal
 from .guards import Guard
+from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
 from .source import attribute_expression, module_expression
 
@@ -21,6 +22,8 @@ __all__ = ["NestedReads"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
+_MOST_BYTES = 1024
+"""Larger arrays are not compared."""
 _DEEPEST = 3
 """Containers in containers that are looked into."""
 _DIRECT = re.compile(r"\.__dict__\['(\w+)'\]")
@@ -36,6 +39,8 @@ class NestedReads:
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
         self._reads: dict[int, tuple[DirectReads, dict[str, Any]]] = {}
+        self.arrays: list[tuple[str, Any]] = []
+        """Arrays that were read and are too large to be compared at each call, each with how it was reached."""
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
 
@@ -68,7 +73,7 @@ class NestedReads:
         """
         attributes = self._module.__dict__
         for name in sorted(plain):
-            if type(attributes.get(name)) in (*_MUTABLE, tuple):
+            if type(attributes.get(name)) in (*_MUTABLE, tuple) or is_array(attributes.get(name)):
                 self._note(attributes[name], name, f"self.{name}")
         return [
             Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
@@ -137,12 +142,26 @@ class NestedReads:
         if text is not None:
             self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
             return
+        if type(value) is float or is_array(value) or is_scalar(value):
+            self._note_number(value, root, expression)
+            return
         self._lend(value, root, expression)
         items = _items(value) if depth else []
         if items and type(value) is not tuple:
             self._keep(f"len({expression}) == {len(items)}", root, f"{expression} has {len(items)} items")
         for key, item in items:
             self._note(item, root, f"{expression}[{key!r}]", depth - 1)
+
+    def _note_number(self, value: Any, root: str, expression: str) -> None:
+        """Note a number without a spelling, or an array of numpy's: guards compare what is in it, if that is little."""
+        if type(value) is float:
+            self._keep(f"str({expression}) == {str(value)!r}", root, f"{expression} is {value}")
+        elif value.nbytes <= _MOST_BYTES:
+            now = f"({expression}.dtype.str, {expression}.shape, {expression}.tobytes())"
+            then = (value.dtype.str, value.shape, value.tobytes())
+            self._keep(f"{now} == {then!r}", root, f"{expression} holds what it held")
+        else:
+            self.arrays.append((expression, value))
 
     def _keep(self, condition: str, root: str, reason: str) -> None:
         self._read.setdefault(condition, (root, _DIRECT.sub(r".\1", reason)))

@@ -121,8 +121,14 @@ class ModuleTracer:
         self.attributes.questions.settle(forward)
         lengths = container_lengths(self.module, self.graph, seen.names)
         guards = (*arguments.guards, *lengths, *self.nested.guards(seen.plain), *self.decisions.guards.values())
+        self._check_arrays()
         reads = seen.plain | self.attributes.questions.read
         return Variant(guards, self.graph, self.expressions, frozenset(reads))
+
+    def _check_arrays(self) -> None:
+        for expression, array in self.nested.arrays:
+            if id(array) not in self.attributes.handed_on:
+                raise Untraceable(f"it reads {expression}, a large numpy array that may change; a buffer would do")
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.
@@ -302,7 +308,7 @@ class ModuleTracer:
         """Answer a read of an attribute: a method to call later, or the value as a node."""
         value = proxy.fxopt_value
         if name in _REFUSED and (value is UNKNOWN or isinstance(value, Tensor)):
-            self.fail(f"it calls .{name} on a value")
+            self.fail("it turns a tensor into a numpy array" if name == "numpy" else f"it calls .{name} on a value")
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
         owner: Any = Tensor if value is UNKNOWN else proxy.fxopt_value
