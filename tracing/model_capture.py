@@ -14,7 +14,7 @@ from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
 from .capturing import Captures, Opaque, capture_modules
 from .inputs import Inputs, normalize_inputs
-from .names import ModelNames, all_modules, all_parameters
+from .names import ModelNames, all_modules, is_meta
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
 from .structure import map_tensors
@@ -29,8 +29,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
         UsageError: if `example_inputs` is none of the forms it may have.
     """
     inputs = normalize_inputs(example_inputs)
-    parameters = all_parameters(model)
-    if not parameters or not all(parameter.is_meta for parameter in parameters):
+    if not is_meta(model):
         return inputs
 
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:

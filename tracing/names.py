@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_children, own_parameters
 
-__all__ = ["ModelNames", "all_modules", "all_parameters", "all_tensors", "parameters_by_name", "tensors_by_name"]
+__all__ = [
+    "ModelNames",
+    "all_modules",
+    "all_parameters",
+    "all_tensors",
+    "is_meta",
+    "parameters_by_name",
+    "tensors_by_name",
+]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -37,6 +45,12 @@ def all_tensors(model: nn.Module) -> list[Tensor]:
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return every parameter of `model` once, in any order."""
     return [tensor for tensor in all_tensors(model) if isinstance(tensor, nn.Parameter)]
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Say whether a model is on the meta device: it has parameters, and all of them are there."""
+    parameters = all_parameters(model)
+    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters, storage_id, version_of
 from ..errors import InputError
-from .names import all_modules
+from .names import all_modules, is_meta
 from .parameter_data import ParameterData
 from .regions import context_regions
 
@@ -204,6 +204,7 @@ class ModelState:
 
     Attributes:
         data: what those parameters hold.
+        is_meta: whether all of the parameters are on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -217,6 +218,7 @@ class ModelState:
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
         self.data = ParameterData(self._parameters.values())
+        self.is_meta = is_meta(model)
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
 
@@ -273,9 +275,9 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restoring(state: ModelState) -> Generator[None]:
-    """Put `state` back on leaving."""
+    """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile."""
     try:
-        with state.data.watched():
+        with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
             yield
     finally:
         state.restore()

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, written_values
+from ..tracing.names import is_meta
 from ..tracing.regions import ContextRegion
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class FoldConstants(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
+        on_meta = is_meta(program.model)
         for home, capture in program.captures.items():
             for variant, captured in enumerate(capture.variants):
                 constants = Constants(captured.graph, program, home)
@@ -51,7 +53,7 @@ class FoldConstants(Pass):
                 sizes: dict[fx.Node, int] = {}
                 for node in constants.ends():
                     size = evaluate(node).numel()
-                    reason = self._obstacle(node in handed, size, program.module(home))
+                    reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(home))
                     if reason is None:
                         sizes[node] = size
                     else:
@@ -74,6 +76,9 @@ class FoldConstants(Pass):
             node = edit.graph_node(label)
             name = edit.add_constant(value, name=f"constant_{node.name}")
             edit.replace(node, edit.get_attr(name, before=node))
+
+
+_ON_META = "the model is on the meta device, where a constant of another device could not be used"
 
 
 def _site(sizes: Mapping[fx.Node, int], program: Program, home: str, variant: int) -> Site:
