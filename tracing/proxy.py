@@ -81,7 +81,7 @@ class ValueProxy(fx.Proxy):
         return self.tracer.decisions.length(self)
 
     def __hash__(self) -> int:
-        return self.tracer.hash_of(self)
+        return self.tracer.hash_of(self, _caller())
 
     def __contains__(self, item: Any) -> bool:
         return self.tracer.decisions.contains(self, item)

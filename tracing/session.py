@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off
+from .memos import call_memo, is_memoised
 from .objects import is_whole
 from .observe import Observers
 from .proxy import ValueProxy
@@ -195,24 +196,36 @@ class Session:
 
     def wrapper(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands for a function while forwards are traced, the same each time; see `wrap`."""
-        if id(original) in self._wrappers:
-            return self._wrappers[id(original)]
+        if id(original) not in self._wrappers:
+            self._wrappers[id(original)] = self._wrapping(original, handler)
+        return self._wrappers[id(original)]
 
+    def _wrapping(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original, updated=())
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self.tracer is None:
                 return original(*args, **kwargs)
             return handler(self.tracer, original, args, kwargs)
 
-        self._wrappers[id(original)] = wrapper
         return wrapper
+
+    def is_new(self, owner: object) -> bool:
+        """Tell, the first time that it is asked for a namespace or class, that nothing in it was replaced yet."""
+        known = id(owner) in self._patched_globals
+        self._patched_globals.add(id(owner))
+        return not known
+
+    def stand_in(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands for a function of the user's until the session is closed; see `wrap`."""
+        if id(original) not in self._stand_ins:
+            self._stand_ins[id(original)] = self._wrapping(original, handler)
+        return self._stand_ins[id(original)]
 
     def wrap_globals(self, function: Callable[..., Any]) -> None:
         """Reach what a forward's module imported by name (`from math import sqrt`)."""
         namespace = getattr(function, "__globals__", None)
-        if namespace is None or id(namespace) in self._patched_globals:
+        if namespace is None or not self.is_new(namespace):
             return
-        self._patched_globals.add(id(namespace))
         if "len" not in namespace:
             namespace["len"] = self.wrapper(len, _length)
             self._undo.callback(namespace.pop, "len", None)
@@ -220,6 +233,8 @@ class Session:
             wrapper = self._wrappers.get(id(value)) or self._stand_ins.get(id(value))
             if wrapper is None and isinstance(value, type) and is_whole(value):
                 wrapper = self._stand_ins[id(value)] = stand_in(value, self._make)
+            if wrapper is None and is_memoised(value):
+                wrapper = self.stand_in(value, call_memo)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from .decisions import Decisions
 from .leaves import container_lengths, walks_children
 from .locate import source_of
 from .lowering import Lowering
+from .memos import asks_memo, patch_memos
 from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
@@ -105,6 +107,7 @@ class ModuleTracer:
         arguments = Arguments(signature, self._placeholder, self.expressions)
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
+        patch_memos(self.session, type(self.module))
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
@@ -344,11 +347,13 @@ class ModuleTracer:
             self.decisions.kind_read(proxy)
         return answer
 
-    def hash_of(self, proxy: ValueProxy) -> int:
-        """Answer `hash(proxy)`: tensors by identity, plain values by what they are."""
+    def hash_of(self, proxy: ValueProxy, frame: FrameType) -> int:
+        """Answer `hash(proxy)`, asked by what runs in `frame`: tensors by identity, plain values by what they are."""
         value = proxy.fxopt_value
         if value is UNKNOWN or isinstance(value, Tensor):
             return id(proxy)
+        if asks_memo(frame):
+            self.fail("it calls a memoised function that is found neither in its file nor in its class")
         return hash(self.decisions.plain(proxy))
 
 
