@@ -11,9 +11,11 @@ from torch import Tensor, fx, nn
 
 from .child_questions import ChildQuestions
 from .expressions import question
+from .nested import items_of
 from .objects import has_attributes
 from .observe import INTERNAL
 from .proxy import ValueProxy
+from .structure import copied
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -34,6 +36,7 @@ class Attributes:
         self._answers = answers
         self._proxies: dict[str, ValueProxy] = {}
         self._names: dict[int, str] | None = None
+        self._held: dict[int, ValueProxy] = {}
         self._new: set[int] = set()
         self.handed_on: set[int] = set()
         self.questions = ChildQuestions(tracer)
@@ -51,12 +54,33 @@ class Attributes:
         Raises:
             Untraceable: if no module inside holds it.
         """
+        name = self.tensor_names().get(id(tensor))
+        if name is not None:
+            return self.proxy(name, tensor)
+        held = self._held.get(id(tensor)) or self._in_container(tensor)
+        if held is None:
+            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
+        self._held[id(tensor)] = held
+        return held
+
+    def tensor_names(self) -> Mapping[int, str]:
+        """Return id of a tensor -> its name as seen from the traced module."""
         if self._names is None:
             self._names = self._tracer.names.tensors(self._tracer.home)
-        name = self._names.get(id(tensor))
-        if name is None:
-            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
-        return self.proxy(name, tensor)
+        return self._names
+
+    def _in_container(self, tensor: Tensor) -> ValueProxy | None:
+        """Return the proxy of a tensor in a list, tuple or dictionary that the traced module holds, or None."""
+        for name, value in list(vars(self._tracer.module).items()):
+            path = None if name in INTERNAL else _path_to(tensor, value)
+            if path is not None:
+                with self._tracer.session.aside():
+                    example = copied(value)  # the forward may write into it
+                proxy: Any = self.proxy(name, example)
+                for key in path:
+                    proxy = proxy.fxopt_item(key)
+                return proxy
+        return None
 
     def of_object(self, value: Any) -> ValueProxy | None:
         """Return the proxy of an object that the module holds as an attribute (its configuration), or a part of one."""
@@ -139,6 +163,17 @@ class Attributes:
         if path is None:
             return None
         return f"{path}.{name}" if path else name
+
+
+def _path_to(tensor: Tensor, value: Any, depth: int = 2) -> tuple[int | str, ...] | None:
+    """Return the keys and places that lead from a container to a tensor in it, or None."""
+    for key, item in items_of(value):
+        if item is tensor:
+            return (key,)
+        inner = _path_to(tensor, item, depth - 1) if depth else None
+        if inner is not None:
+            return (key, *inner)
+    return None
 
 
 def _changes(node: fx.Node, target: str) -> bool:

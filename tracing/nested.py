@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
 from .source import attribute_expression, module_expression
 
-__all__ = ["NestedReads"]
+__all__ = ["NestedReads", "items_of"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
@@ -31,10 +31,15 @@ _DIRECT = re.compile(r"\.__dict__\['(\w+)'\]")
 
 
 class NestedReads:
-    """Lend a noting class to the plain objects in a module's attributes, and to those inside them that are read."""
+    """Lend a noting class to the plain objects in a module's attributes, and to those inside them that are read.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    Args:
+        module: the traced module.
+        names: returns id of a tensor -> its name, of all that are registered in the module or inside.
+    """
+
+    def __init__(self, module: nn.Module, names: Callable[[], Mapping[int, str]]) -> None:
+        self._module, self._names = module, names
         self._places: dict[int, tuple[str, str]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
@@ -80,7 +85,7 @@ class NestedReads:
         ]
 
     def _lend(self, value: Any, root: str, path: str, depth: int = _DEEPEST) -> None:
-        for key, item in _items(value) if depth else ():
+        for key, item in items_of(value) if depth else ():
             self._lend(item, root, f"{path}[{key!r}]", depth - 1)
         cls = cast("type[Any]", type(value))
         if id(value) in self._places or not _can_be_lent(value):
@@ -146,11 +151,27 @@ class NestedReads:
             self._note_number(value, root, expression)
             return
         self._lend(value, root, expression)
-        items = _items(value) if depth else []
+        items = items_of(value) if depth else []
         if items and type(value) is not tuple:
-            self._keep(f"len({expression}) == {len(items)}", root, f"{expression} has {len(items)} items")
+            keys = [key for key, _ in items]
+            named = type(value) is dict and len(keys) == len(cast("dict[Any, Any]", value))
+            condition = f"list({expression}) == {keys!r}" if named else f"len({expression}) == {len(items)}"
+            self._keep(condition, root, f"{expression} has {len(items)} items")
         for key, item in items:
-            self._note(item, root, f"{expression}[{key!r}]", depth - 1)
+            if isinstance(item, torch.Tensor):
+                self._note_tensor(item, root, f"{expression}[{key!r}]")
+            else:
+                self._note(item, root, f"{expression}[{key!r}]", depth - 1)
+
+    def _note_tensor(self, tensor: torch.Tensor, root: str, expression: str) -> None:
+        """Note that a container holds a tensor; a parameter or buffer is known by its name from then on."""
+        name = self._names().get(id(tensor))
+        if name is None:
+            self._keep(f"isinstance({expression}, Tensor)", root, f"{expression} is a tensor")
+            return
+        *owners, name = name.split(".")
+        condition = f"{expression} is getattr({module_expression(owners)}, {name!r}, None)"
+        self._keep(condition, root, f"{expression} is {'.'.join((*owners, name))}")
 
     def _note_number(self, value: Any, root: str, expression: str) -> None:
         """Note a number without a spelling, or an array of numpy's: guards compare what is in it, if that is little."""
@@ -179,7 +200,7 @@ def _can_be_lent(value: Any) -> bool:
 _MUTABLE = (list, dict, set)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the items of a short container, each with the key that leads there."""
     kind = cast("type[Any]", type(value))
     if kind not in (list, tuple, dict) or len(value) > _LONGEST:

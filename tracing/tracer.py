@@ -89,7 +89,7 @@ class ModuleTracer:
         self.attributes = Attributes(self, dict(answers or {}))
         self.children = Children(self, call)
         self.contexts = OpenContexts(self)
-        self.nested = NestedReads(self.module)
+        self.nested = NestedReads(self.module, self.attributes.tensor_names)
         self.presence = Presence(self)
         self._lowering = Lowering(self)
         self._stateful, self._assigning = stateful, assigning
