@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..compat import is_torch_wrapper, own_buffers
-from .capture import Capture, Variant, capture_of
+from .capture import Capture, RegionPlan, Variant, capture_of
 from .fingerprint import fingerprint
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
@@ -89,8 +89,8 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
 
 def further_variant(
     names: ModelNames, signature: Signature, call: Call, changed: set[nn.Module], assigning: set[nn.Module]
-) -> Variant:
-    """Trace the root of `names` for one more call of it.
+) -> tuple[Variant, Mapping[str, RegionPlan]]:
+    """Trace the root of `names` for one more call of it; return the graph, and the regions that it calls.
 
     Args:
         names: of a module and those inside it.
@@ -107,9 +107,7 @@ def further_variant(
         recording = Recording(changed=changed, assigning=assigning)
         variant = next(_Capturer(names, recording, session).variants("", signature, call))
         (variant,), regions = with_regions(names.modules[""], [variant])
-    if regions:
-        raise Untraceable("a part of it runs under a context, and only optimize makes regions of such parts")
-    return variant
+    return variant, regions
 
 
 class _Capturer:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters
 from .agreement import same_outputs
 from .ambient import ambient_now
 from .names import all_modules
+from .objects import copied_object, is_object, objects_in, tensors_within
 from .preserve import ModelState, RandomState, change_count
 from .record import Call, calls_intercepted
-from .structure import copied
+from .regions import ContextRegion
+from .rollback import graft
+from .structure import copied, map_leaves
 
 __all__ = ["Differs", "LiveCall"]
 
@@ -38,22 +41,26 @@ class LiveCall:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module = module
-        self.call = Call(copied(args), copied(kwargs), None, None, ambient_now())
+        self.call = Call(_noted(args), _noted(kwargs), None, None, ambient_now())
         self.changed: set[nn.Module] = set()
         self.assigning: set[nn.Module] = set()
         self._generators: list[RandomState] = []
+        self._counts: list[tuple[Tensor, int | None]] = []
         self._before = self._after = ModelState(module)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on the arguments themselves and return what it gives; what it raises is the user's to see."""
-        held = [
+        buffers = [
             (m, b, change_count(b)) for m in all_modules(self.module) for b in own_buffers(m).values() if b is not None
         ]
         data = self._before.data
+        held = objects_in((args, kwargs))
+        self._counts = [(tensor, change_count(tensor)) for tensor in tensors_within(held)]
         with calls_intercepted(_directly(self._note)), data.watched():
             output = forward(*args, **kwargs)
+        self.call.after = _noted(held)
         self.call.output = copied(output)
-        self.changed = {module for module, buffer, count in held if change_count(buffer) != count}
+        self.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
         touched = data.changed()
         self.changed |= {
             module
@@ -65,10 +72,15 @@ class LiveCall:
         self._after.data.keep(data.reached)
         return output
 
+    @property
+    def writes_into_objects(self) -> bool:
+        """Say whether the call changed tensors that its arguments hold: they cannot be taken back."""
+        return any(count is None or change_count(tensor) != count for tensor, count in self._counts)
+
     def _note(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = Call(copied(args), copied(kwargs), None)
+        call, held = Call(_noted(args), _noted(kwargs), None), objects_in((args, kwargs))
         output = original(module, *args, **kwargs)
-        call.output = copied(output)
+        call.output, call.after = _noted(output), _noted(held)
         self.call.children.append((module, call))
         self._generators.append(RandomState())
         return output
@@ -97,6 +109,9 @@ class LiveCall:
             if child is not module or not same_outputs(given, expected):
                 raise Differs
             generators.restore()
+            pairs = zip(objects_in((args, kwargs)), objects_in((call.args, call.kwargs)), call.after, strict=True)
+            for mine, before, after in pairs:
+                graft(mine, before, after)
             return copied(call.output)
 
         self._before.restore()
@@ -106,7 +121,19 @@ class LiveCall:
                 output = forward(*args, **kwargs)
         except Differs:
             return False
-        return not recorded and same_outputs(output, self.call.output)
+        held = objects_in((args, kwargs))
+        return not recorded and same_outputs([output, held], [self.call.output, self.call.after])
+
+
+def _noted(value: Any) -> Any:
+    """Return copies of the tensors in a value, and of the objects in it, which hold the same tensors as before."""
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copied(leaf)
+        return copied_object(leaf) if is_object(leaf) else leaf
+
+    return map_leaves(note, value)
 
 
 def _directly(handler: _Handler) -> _Handler:
@@ -115,7 +142,7 @@ def _directly(handler: _Handler) -> _Handler:
 
     def intercept(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal depth
-        if threading.get_ident() != thread or depth:
+        if threading.get_ident() != thread or depth or isinstance(module, ContextRegion):
             return original(module, *args, **kwargs)
         depth += 1
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, own_children, process_count
 from ..errors import GuardError
-from .capture import Capture, Variant, capture_of, required_capture
+from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
 from .exclusive import alone, are_fixed, turn
@@ -20,10 +20,12 @@ from .guards import Tally, require
 from .leaves import runs_as_sequential
 from .live_call import LiveCall
 from .names import ModelNames
+from .objects import copied_object, is_object
 from .record import Call, Computed
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
 from .session import Untraceable
+from .spans import counting
 from .structure import map_leaves
 
 __all__ = ["answer", "answer_to_data", "refuse"]
@@ -33,7 +35,7 @@ _COPYABLE = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
     enum.Enum,
 )  # fmt: skip
-"""What an argument may hold besides tensors: an object that the forward changes could not be put back."""
+"""What an argument may hold besides tensors, and objects that can be copied."""
 
 
 def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
@@ -173,24 +175,27 @@ class _Again:
             Untraceable: if there is none that would run for this call and give the same.
             Exception: whatever the forward raises when it is run on proxies.
         """
+        if live.writes_into_objects:
+            raise Untraceable("it changes tensors in an object that it is given")
         capture = required_capture(self.module)
         stand_in = _stand_in(self.module, capture)
-        variant = _variant(stand_in, capture, live)
+        variant, regions = _variant(stand_in, capture, live)
+        install(stand_in, Capture(capture.base, [variant], capture.signature, regions=regions))
         names = call_names(stand_in, capture, *live.call.plain_arguments)
         if not all(guard.holds(names) for guard in variant.guards):
             raise Untraceable("its graph would not hold for the same call")
         conditions = _conditions(variant)
         if any(_conditions(known) == conditions for known in capture.variants):
             raise Untraceable("the case shows in the middle of the forward only")
-        install(stand_in, Capture(capture.base, [variant], capture.signature))
         if not live.gives_the_same(cast("Any", stand_in).forward):
             raise Untraceable("its graph gave another result than its forward")
         if _holds_still(self.module, stand_in, variant):
-            self._install(variant)
+            self._install(variant, regions)
 
-    def _install(self, variant: Variant) -> None:
+    def _install(self, variant: Variant, regions: Mapping[str, RegionPlan]) -> None:
         capture = own(self.module)
-        capture.variants = [*capture.variants, variant]
+        capture.variants = [*(counting(known, len(regions)) for known in capture.variants), variant]
+        capture.regions = {**capture.regions, **regions}
         recompile(self.module)
         self.fallback.captured[self.reason] += 1
 
@@ -199,9 +204,9 @@ def _conditions(variant: Variant) -> frozenset[str]:
     return frozenset(guard.expression for guard in variant.guards)
 
 
-def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> Variant:
+def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> tuple[Variant, Mapping[str, RegionPlan]]:
     if runs_as_sequential(stand_in):
-        return SequentialCaptures().capture(stand_in, live.call).variants[0]
+        return SequentialCaptures().capture(stand_in, live.call).variants[0], {}
     call, names = live.call, ModelNames(stand_in)
     plain = call.args, call.kwargs
     _mark_values(call, capture)
@@ -237,7 +242,7 @@ def _obstacle(arguments: _Arguments) -> str:
 
     def note(leaf: Any) -> Any:
         plain = type(leaf) in (Tensor, nn.Parameter) if isinstance(leaf, Tensor) else isinstance(leaf, _COPYABLE)
-        if not plain:
+        if not plain and not (is_object(leaf) and copied_object(leaf) is not leaf):
             unknown.append(type(leaf).__name__)
         return leaf
 
