@@ -113,6 +113,8 @@ class Flattening:
     def _inline(self, home: str, module: nn.Module, variant: Variant, scope: Scope | None) -> Any:
         """Add what a graph does; return its result, made of nodes of the flat graph."""
         values: dict[fx.Node, Any] = {}
+        if variant.volatile:
+            raise _Located(f"module {home or '(root)'!r}: its attributes are set while the model runs")
         for node in variant.graph.nodes:
             with self._located(home, node.meta.get("source", "")):
                 if node.op == "placeholder":

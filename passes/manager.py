@@ -23,6 +23,7 @@ from .site_calls import SiteCalls
 from .site_trial import SiteTrial
 from .state_map import StateMap
 from .supervision import supervised
+from .volatile import without_volatile
 from .whole_model import Landed, WholeModel
 
 __all__ = ["Landed", "Manager", "PassTrace"]
@@ -151,7 +152,7 @@ class Manager:
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return found
+        return [without_volatile(self.program, item) for item in found]
 
     def _supervised(self, pass_: Pass, step: str, action: Callable[[], Any]) -> Any:
         return supervised(action, what=f"pass '{pass_.name}' ({step})", seconds=self.settings.pass_timeout)

@@ -19,6 +19,7 @@ from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.regions import ContextRegion
 from .batchable_modules import module_operator
 from .mode_guards import asks_for_training, runs_in_mode
+from .volatile import VOLATILE, is_volatile
 
 __all__ = [
     "checks_on_the_way",
@@ -47,6 +48,8 @@ def obstacle_to_opening(module: nn.Module) -> str | None:
             return "it has parametrizations"
         if "forward" in vars(submodule):
             return "its forward was replaced"
+        if is_volatile(submodule):
+            return VOLATILE
     return None
 
 

@@ -108,11 +108,18 @@ class Attributes:
         if value is None or issubclass(type(value), nn.Module):
             self.questions.note_read(module, name, value, frame)
             return value
+        if issubclass(type(value), ValueProxy):  # it was set before
+            return value
         target = self._target(module, name) if isinstance(value, Tensor) else None
         return value if target is None else self.proxy(target, value)
 
     def note_plain(self, module: nn.Module, name: str, value: Any) -> None:
-        """Note that a plain attribute of a module inside is read; the traced module's own are seen elsewhere."""
+        """Note that an attribute of a module inside is read; the traced module's own are seen elsewhere."""
+        if name in self._tracer.assigned(module) and self._tracer.children.has_called(module):
+            self._tracer.fail(f"it reads the attribute {name!r} of a child after a call that sets it")
+        if self._tracer.assignments.is_written(module, name):
+            return
+        self._tracer.assignments.note_read(module, name)
         if name in INTERNAL or name.startswith(("__", "_fxopt")) or isinstance(value, (Tensor, nn.Module)):
             return
         with self._tracer.session.aside():
@@ -146,16 +153,17 @@ class Attributes:
         return self._tracer.source_node("call_function", function, value, args, kwargs)
 
     def accepts(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Tell whether an assignment is to be made; one that a node makes already (`self.count += 1`) is not.
+        """Tell whether an assignment is to be made now; to the traced module, or one inside it, nodes make it.
 
         Raises:
-            Untraceable: for any other assignment to the traced module or one inside it.
+            Untraceable: if it assigns what no graph can.
         """
-        target = self._target(module, name)
-        if target is None:
+        path = self._tracer.names.relative(self._tracer.home, module)
+        if path is None:
             return True
+        target = f"{path}.{name}" if path else name
         if not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
-            self._tracer.fail(f"it assigns self.{target}")
+            self._tracer.assignments.record(module, path, name, value)
         return False
 
     def _target(self, module: nn.Module, name: str) -> str | None:

@@ -29,12 +29,15 @@ class Variant:
         graph: placeholders are the tensors among the arguments.
         arguments: name of a placeholder -> Python for it over the forward's arguments ("inputs[0]").
         reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
+        volatile: the module's attributes are set while the model runs, by this graph or around it: what it computes
+            hangs on more than its arguments, and passes leave it as it is.
     """
 
     guards: tuple[Guard, ...]
     graph: fx.Graph
     arguments: Mapping[str, str] = field(default_factory=dict[str, str])
     reads: frozenset[str] = frozenset()
+    volatile: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ class Capture:
 
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
-        return self._with([Variant(v.guards, copy_graph(v.graph), dict(v.arguments), v.reads) for v in self.variants])
+        return self._with([replace(v, graph=copy_graph(v.graph), arguments=dict(v.arguments)) for v in self.variants])
 
     def _with(self, variants: list[Variant]) -> Capture:
         return replace(self, variants=variants, misses=Counter(self.misses), owner=None, _parameters=None, _rebased={})
@@ -128,14 +131,14 @@ class Capture:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads) for v in self.variants]
+        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.variants]
         kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.resting, self.regions)
         return _rebuild_capture, (class_recipe(self.base), variants, *kept)
 
 
 def _rebuild_capture(
     recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
-    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str]]],
+    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str], bool]],
     signature: Signature | None,
     misses: Counter[str],
     dropped: str,
@@ -145,7 +148,9 @@ def _rebuild_capture(
     regions: Mapping[str, RegionPlan],
 ) -> Capture:
     make, given = recipe
-    rebuilt = [Variant(guards, graph.graph(), arguments, reads) for guards, graph, arguments, reads in variants]
+    rebuilt = [
+        Variant(guards, graph.graph(), args, reads, volatile) for guards, graph, args, reads, volatile in variants
+    ]
     return Capture(
         make(*given), rebuilt, signature, misses, dropped, lost, rewritten=rewritten, resting=resting, regions=regions
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ __all__ = ["Captures", "Opaque", "capture_modules", "further_variant"]
 
 _MAX_VARIANTS = 8
 """Graphs kept for one module that is called in several ways."""
+
+_MAX_STATES = 2
+"""So often a module that sets its own attributes is traced again with those that it leaves."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,11 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
 
 
 def further_variant(
-    names: ModelNames, signature: Signature, call: Call, changed: set[nn.Module], assigning: set[nn.Module]
+    names: ModelNames,
+    signature: Signature,
+    call: Call,
+    changed: set[nn.Module],
+    assigning: dict[nn.Module, frozenset[str]],
 ) -> tuple[Variant, Mapping[str, RegionPlan]]:
     """Trace the root of `names` for one more call of it; return the graph, and the regions that it calls.
 
@@ -97,7 +104,7 @@ def further_variant(
         signature: of its forward.
         call: the call, with the results of its children.
         changed: the modules whose buffers the call changed in place.
-        assigning: the modules whose attributes it set.
+        assigning: the modules whose attributes it set, and which.
 
     Raises:
         Untraceable: if the forward does something that no graph can say.
@@ -108,6 +115,15 @@ def further_variant(
         variant = next(_Capturer(names, recording, session).variants("", signature, call))
         (variant,), regions = with_regions(names.modules[""], [variant])
     return variant, regions
+
+
+@dataclass
+class _Case:
+    """What a trace is to find: answers of switches, and attributes that calls have set; `depth` calls ago."""
+
+    answers: Mapping[str, bool]
+    attributes: Mapping[tuple[nn.Module, str], Any] = field(compare=False)
+    depth: int = 0
 
 
 class _Capturer:
@@ -195,14 +211,14 @@ class _Capturer:
         return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
 
     def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
-        """Yield the graph of a call, and one for each other answer of a switch that decided something in it."""
-        pending: list[Mapping[str, bool]] = [{}]
-        tried: list[Mapping[str, bool]] = []
+        """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
+        pending: list[_Case] = [_Case({}, {} if call is None else call.attributes)]
+        tried: list[_Case] = []
         while pending and len(tried) < _MAX_VARIANTS:
-            answers = pending.pop(0)
-            tried.append(answers)
+            case = pending.pop(0)
+            tried.append(case)
             tracer = ModuleTracer(
-                self._session, self._names, name, call, self._is_stateful, self._is_assigning, answers
+                self._session, self._names, name, call, self._is_stateful, self._assigned, case.answers, case.attributes
             )
             try:
                 variant = tracer.trace(signature)
@@ -213,10 +229,11 @@ class _Capturer:
                     raise
                 self.uncertain = True
                 continue
-            for flag, answer in tracer.decisions.flags.items():
-                flipped = {**answers, flag: not answer}
-                if flag not in answers and flipped not in tried and flipped not in pending:
-                    pending.append(flipped)
+            flipped = [{**case.answers, f: not answer} for f, answer in tracer.decisions.flags.items()]
+            found = [_Case(answers, case.attributes) for answers in flipped if answers.keys() != case.answers.keys()]
+            if tracer.left is not None and case.depth < _MAX_STATES:
+                found.append(_Case(case.answers, tracer.left, case.depth + 1))
+            pending += [case for case in found if case not in tried and case not in pending]
 
     def _fitting(self, module: nn.Module, calls: Sequence[Call | None]) -> list[Signature]:
         """Return the signatures that the recorded calls fit: the function's under a decorator, then the decorator's."""
@@ -229,8 +246,8 @@ class _Capturer:
         candidates = self._signatures[forward]
         return [s for s in candidates if all(_fits(s, call) for call in calls)] or candidates[-1:]
 
-    def _is_assigning(self, module: nn.Module) -> bool:
-        return self._recording is not None and not self._recording.assigning.isdisjoint(module.modules())
+    def _assigned(self, module: nn.Module) -> frozenset[str]:
+        return frozenset() if self._recording is None else self._recording.assigning.get(module, frozenset())
 
     def _is_stateful(self, module: nn.Module) -> bool:
         known = self._stateful.get(module)

@@ -20,14 +20,16 @@ class Change:
     """What an operation changed that outlives the call.
 
     Attributes:
-        revocable: it only gave objects other contents, and all of them are found by `paths`.
+        revocable: it only gave objects other contents, all of them found by `paths`, or set `attributes`.
         objects: whether an object or a container was given other contents, and not tensors only.
         paths: argument -> the paths in it to what was changed.
+        attributes: where the `__setattr__` of a module is, and the name of an attribute that was set.
     """
 
     revocable: bool
     objects: bool = False
     paths: dict[fx.Node, list[Path]] = field(default_factory=dict[fx.Node, "list[Path]"])
+    attributes: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
 class Watch:

@@ -19,13 +19,7 @@ __all__ = ["order_checks"]
 _Lasting = Callable[[fx.Node], Change | None]
 
 
-def order_checks(
-    graph: fx.Graph,
-    module: nn.Module,
-    decisions: Decisions,
-    lasting: _Lasting,
-    assigning: Callable[[nn.Module], bool],
-) -> None:
+def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting) -> None:
     """Move checks to before what cannot be done twice, or let the graph note what is to be taken back.
 
     Args:
@@ -33,14 +27,11 @@ def order_checks(
         module: its home.
         decisions: that the checks are of.
         lasting: tells what running a node changes that outlives the call.
-        assigning: tells whether calling a module sets attributes.
 
     Raises:
         Untraceable: if a check comes after a change that cannot be taken back.
     """
-    order = _Order(graph, module, decisions, lasting)
-    order.run()
-    order.check_children(assigning)
+    _Order(graph, module, decisions, lasting).run()
 
 
 class _Order:
@@ -60,15 +51,6 @@ class _Order:
             if kept is None and check not in self._decisions.structural:
                 self._refuse(check)
             check.args = (*check.args[:3], kept or False, *check.args[4:])
-
-    def check_children(self, assigning: Callable[[nn.Module], bool]) -> None:
-        """Make sure that no child, called again, finds attributes that it set itself."""
-
-        def assigns(node: fx.Node) -> bool:
-            return node.op == "call_module" and assigning(self._callee(node))
-
-        for check in self._by_data_after(assigns):
-            self._refuse(check)
 
     def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return the checks by data that come after a node for which `first` holds."""
@@ -95,7 +77,11 @@ class _Order:
             return None
         first = next(node for node in before if node in changes or (random and self._draws(node)))
         with self._graph.inserting_before(first):
-            kept = self._graph.call_function(keep, _paths(changes.values()), {"random": True} if random else {})
+            options: dict[str, Any] = {"random": True} if random else {}
+            setters = dict.fromkeys(place for change in changes.values() for place in change.attributes)
+            if setters:
+                options["attributes"] = tuple((self._graph.get_attr(target), name) for target, name in setters)
+            kept = self._graph.call_function(keep, _paths(changes.values()), options)
         kept.meta["source"] = next(iter(checks)).meta["source"]
         return kept
 

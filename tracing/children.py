@@ -33,6 +33,7 @@ class Children:
 
     def __init__(self, tracer: ModuleTracer, call: Call | None) -> None:
         self._tracer = tracer
+        self._called: set[nn.Module] = set()
         self._results: dict[nn.Module, deque[Call]] = {}
         for child, child_call in [] if call is None else call.children:
             self._results.setdefault(child, deque()).append(child_call)
@@ -51,10 +52,15 @@ class Children:
             given = objects_in(self._tracer.values((args, kwargs)))
             watch = Watch(self._tracer.changes, given)
         value = self._value(original, module, args, kwargs, given)
+        self._called.add(module)
         with self._tracer.session.aside():
             lasting = watch.lasting()
         fixed = is_library(type(module)) and is_leaf(module)
         return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed, lasting=lasting)
+
+    def has_called(self, module: nn.Module) -> bool:
+        """Tell whether a module, or one that it is inside of, was called."""
+        return any(module in called.modules() for called in self._called)
 
     def _value(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: Sequence[Any]

@@ -30,7 +30,7 @@ def fingerprint(module: nn.Module, calls: Sequence[Call | None]) -> Hashable | N
     no plain values by identity); names, shapes and types of its tensors; and for each call the arguments, and which
     children were called with what result, tensors again by shape and type.
     """
-    if len(calls) > _MAX_CALLS:
+    if len(calls) > _MAX_CALLS or any(call is not None and call.attributes for call in calls):
         return None
     structure = _Structure()
     try:

@@ -43,7 +43,7 @@ class LiveCall:
         self.module = module
         self.call = Call(_noted(args), _noted(kwargs), None, None, ambient_now())
         self.changed: set[nn.Module] = set()
-        self.assigning: set[nn.Module] = set()
+        self.assigning: dict[nn.Module, frozenset[str]] = {}
         self._generators: list[RandomState] = []
         self._counts: list[tuple[Tensor, int | None]] = []
         self._before = self._after = ModelState(module)

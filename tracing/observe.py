@@ -45,6 +45,11 @@ class Observers:
         self._classes: dict[type, type] = {}
         self._seen: set[str] = set()
 
+    @property
+    def seen(self) -> set[str]:
+        """Return the names of the attributes read so far of the module that is observed."""
+        return self._seen
+
     @contextmanager
     def observed(self, module: nn.Module) -> Generator[Seen]:
         """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""

@@ -128,13 +128,12 @@ class AttributeState:
             return next(n for n in {**now, **before} if now.get(n, now) is not before.get(n, now))
         return next((name for name, container, copy in self._kept if not _same(container, copy)), None)
 
-    def assigned(self) -> bool:
-        """Tell whether an attribute of the user's, or what is in one, is no longer what it was."""
+    def assigned(self) -> frozenset[str]:
+        """Return the names of the user's attributes that are no longer what they were, or hold something else."""
         now, before = self._attributes, self._copy
-        names = {name for name in {**now, **before} if name not in _INTERNAL and name != "forward"}
-        if any(now.get(name, names) is not before.get(name, names) for name in names):
-            return True
-        return any(name not in _INTERNAL and not _same(container, copy) for name, container, copy in self._kept)
+        names = {name for name in {**now, **before} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)}
+        names |= {name for name, container, copy in self._kept if not _same(container, copy)}
+        return frozenset(name for name in names if name not in _INTERNAL and name != "forward")
 
     def restore(self) -> None:
         """Put attributes, registries and containers back as they were."""
@@ -222,11 +221,12 @@ class ModelState:
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
 
-    def assigning(self) -> set[nn.Module]:
-        """Return the modules whose own attributes have changed since; buffers and parameters do not count."""
+    def assigning(self) -> dict[nn.Module, frozenset[str]]:
+        """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""
         if self._namespaces.are_same() and self._containers.are_same():
-            return set()
-        return {m for m, state in zip(self._modules, self._attributes, strict=True) if state.assigned()}
+            return {}
+        pairs = zip(self._modules, self._attributes, strict=True)
+        return {module: names for module, state in pairs if (names := state.assigned())}
 
     def restore(self) -> None:
         """Put everything back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compat import has_pre_hooks, modules_by_name, own_buffers, own_parameters
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
+from .attribute_watch import AttributeWatch
 from .exclusive import alone, captures_fixed
 from .inputs import Inputs
 from .names import all_modules, all_tensors
@@ -43,6 +44,7 @@ class Call:
         children: the modules that it called directly, in order.
         after: the objects among its arguments, as it left them.
         spare: nobody needs the numbers in its tensors: they may be worked on in place.
+        attributes: of the module and those inside it, what the model had set otherwise than before it ran.
     """
 
     args: tuple[Any, ...]
@@ -53,6 +55,7 @@ class Call:
     children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
     after: list[Any] = field(default_factory=list[Any])
     spare: bool = False
+    attributes: dict[tuple[nn.Module, str], Any] = field(default_factory=dict[tuple[nn.Module, str], Any])
 
     def example(self, value: Any) -> Any:
         """Return one of the recorded values to trace with: the forward may change it."""
@@ -94,7 +97,7 @@ class Recording:
     Attributes:
         calls: module -> its calls, in order.
         changed: the modules whose own buffers, or parameters past the count of changes, were changed by a call.
-        assigning: the modules whose own attributes were set, or what is in them changed, by a call.
+        assigning: the modules whose own attributes were set by a call, or what is in them changed, and which.
         outputs: what the model gave for each of the inputs.
         grad: whether it was run with gradients.
         lent: the tensors that were recorded without a copy, and how often each had been changed by then.
@@ -102,7 +105,7 @@ class Recording:
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
     changed: set[nn.Module] = field(default_factory=set[nn.Module])
-    assigning: set[nn.Module] = field(default_factory=set[nn.Module])
+    assigning: dict[nn.Module, frozenset[str]] = field(default_factory=dict[nn.Module, frozenset[str]])
     outputs: list[Any] = field(default_factory=list[Any])
     grad: bool = False
     lent: list[tuple[Tensor, int | None]] = field(default_factory=list[tuple[Tensor, "int | None"]])
@@ -158,15 +161,16 @@ def _record(
     grad: bool,
     exact: bool,
 ) -> Recording:
+    recorder = _Recorder(modules, copying=False, spare=not exact)
     for copying in (False, True):
         recorder = _Recorder(modules, copying=copying, spare=not exact)
-        with captures_fixed(), restoring(state):
-            recorder.run(model, inputs, grad=grad)
-            recorder.note_changed(model, state.data.changed())
-            state.check_parameters(model)
-            recorder.recording.assigning = state.assigning()
+        recorder.run_preserved(model, inputs, state, grad=grad)
         if not exact or recorder.recording.is_exact():
             break
+    if modules is None and recorder.recording.assigning:
+        watched = recorder.recording.assigning
+        recorder = _Recorder(None, copying=recorder.copying, spare=not exact, watched=watched)
+        recorder.run_preserved(model, inputs, state, grad=grad)
     return recorder.recording
 
 
@@ -177,10 +181,19 @@ class _Recorder:
         modules: of these modules only; None means all.
         copying: tensors are copied as they are met; else they are lent.
         spare: lent tensors may be worked on in place, so they are aliases, and those of the model are copied.
+        watched: note for each call what these attributes are.
     """
 
-    def __init__(self, modules: Collection[nn.Module] | None, *, copying: bool, spare: bool) -> None:
+    def __init__(
+        self,
+        modules: Collection[nn.Module] | None,
+        *,
+        copying: bool,
+        spare: bool,
+        watched: Mapping[nn.Module, Collection[str]] | None = None,
+    ) -> None:
         self.recording = Recording()
+        self._watch = AttributeWatch(watched) if watched else None
         self.only = None if modules is None else set(modules)
         self.copying = copying
         self.spare = spare
@@ -190,6 +203,14 @@ class _Recorder:
         self._own: set[int] = set()
         self._known: dict[int, tuple[int | None, Tensor]] = {}
         self._thread = threading.get_ident()
+
+    def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
+        """Run the model on all inputs, and put back what that changes."""
+        with captures_fixed(), restoring(state):
+            self.run(model, inputs, grad=grad)
+            self.note_changed(model, state.data.changed())
+            state.check_parameters(model)
+            self.recording.assigning = state.assigning()
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)
@@ -225,6 +246,8 @@ class _Recorder:
         call = Call(
             self._kept(args), self._kept(kwargs) if kwargs else {}, None, ambient=ambient_now(), spare=self.spare
         )
+        if self._watch is not None:
+            call.attributes = self._watch.seen_from(module)
         if self.only is None or module in self.only:
             self.recording.calls.setdefault(module, []).append(call)
         if self._stack:

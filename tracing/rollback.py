@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
@@ -17,6 +17,7 @@ Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""
 
 _DEPTH = 8
+_MISSING: Any = object()
 _EMPTY = frozenset(
     (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, bool, int, float, str, bytes, type(None), type)
 )
@@ -26,11 +27,18 @@ _EMPTY = frozenset(
 class Kept:
     """Hold what some containers and objects contained."""
 
-    __slots__ = ("_copies", "_random")
+    __slots__ = ("_attributes", "_copies", "_random")
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
         self._random: RandomState | None = None
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
+
+    def hold_attribute(self, setter: Any, name: str) -> None:
+        """Note an attribute of a module, given by its `__setattr__`."""
+        own = setter.__self__.__dict__
+        holder = own["_buffers"] if name in own["_buffers"] else own
+        self._attributes.append((holder, name, holder.get(name, _MISSING)))
 
     def hold_random_state(self) -> None:
         """Note the state of the random generators."""
@@ -61,18 +69,26 @@ class Kept:
         for container, held in self._copies:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(held)
+        for holder, name, value in self._attributes:
+            if value is _MISSING:
+                holder.pop(name, None)
+            else:
+                holder[name] = value
         if self._random is not None:
             self._random.restore()
 
 
-def keep(*kept: Any, random: bool = False) -> Kept:
+def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = ()) -> Kept:
     """Note, in a graph, what is in the objects that it is going to change.
 
     Args:
         kept: an object and paths in it, again and again; what leads to a path and what lies under it is noted.
         random: note the random state, too.
+        attributes: the `__setattr__` of modules, and names of attributes to note.
     """
     found = Kept()
+    for setter, name in attributes:
+        found.hold_attribute(setter, name)
     if random:
         found.hold_random_state()
     for root, paths in zip(kept[::2], kept[1::2], strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from ..compat import property_access
 from .ambient import Ambient
 from .arguments import Arguments
+from .assignments import Assignments, State
 from .attributes import Attributes
 from .capture import Variant
 from .changes import Change, Changes, Watch
@@ -60,8 +61,12 @@ class ModuleTracer:
         home: name of the module to trace.
         call: the call to trace, with its children's results; None traces without example values.
         stateful: tells whether calling a module changes something that outlives the call.
-        assigning: tells whether calling a module sets attributes of it, or of a module inside it.
+        assigned: names the attributes of a module itself that calls set.
         answers: what switches ("self.training") are to answer, where it is not what they say now.
+        state: attributes that modules are to have, where they are not those that they have now.
+
+    Attributes:
+        left: attributes that the call leaves, where the next one may need another graph; else None.
     """
 
     def __init__(
@@ -71,8 +76,9 @@ class ModuleTracer:
         home: str,
         call: Call | None,
         stateful: Callable[[nn.Module], bool],
-        assigning: Callable[[nn.Module], bool],
+        assigned: Callable[[nn.Module], frozenset[str]],
         answers: Mapping[str, bool] | None = None,
+        state: State | None = None,
     ) -> None:
         self.session = session
         self.names = names
@@ -92,7 +98,11 @@ class ModuleTracer:
         self.nested = NestedReads(self.module, self.attributes.tensor_names)
         self.presence = Presence(self)
         self._lowering = Lowering(self)
-        self._stateful, self._assigning = stateful, assigning
+        self.assigned = assigned
+        self.assignments = Assignments(self)
+        self.left: State | None = None
+        self.state: State = state or {}
+        self._stateful = stateful
         self._call = call
         self._lasting: dict[fx.Node, Change] = {}
         self.changes = Changes()
@@ -108,6 +118,7 @@ class ModuleTracer:
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
+        self.assignments.begin(self.state)
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
@@ -117,16 +128,22 @@ class ModuleTracer:
                 self._check(state, forward, draws)
         finally:
             self.contexts.close()
+            self.assignments.undo()
             state.restore()
+            self.assignments.end()
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
         self.attributes.questions.settle(forward)
         lengths = container_lengths(self.module, self.graph, seen.names)
-        guards = (*arguments.guards, *lengths, *self.nested.guards(seen.plain), *self.decisions.guards.values())
+        plain = seen.plain - self.assignments.names
+        guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         self._check_arrays()
-        reads = seen.plain | self.attributes.questions.read
-        return Variant(guards, self.graph, self.expressions, frozenset(reads))
+        reads = plain | self.attributes.questions.read
+        volatile = bool(self.state or self.assignments.nodes)
+        return Variant(
+            (*guards, *self.decisions.guards.values()), self.graph, self.expressions, frozenset(reads), volatile
+        )
 
     def _check_arrays(self) -> None:
         for expression, array in self.nested.arrays:
@@ -175,6 +192,8 @@ class ModuleTracer:
         if self.failure is not None:
             raise self.failure
         self.contexts.check()
+        self.assignments.settle(self.seen_names())
+        self.assignments.undo()
         changed = state.changed()
         if changed is not None:
             self.fail(f"it changes self.{changed}")
@@ -185,13 +204,26 @@ class ModuleTracer:
         self.decisions.settle()
         self.presence.settle()
         drop_unused(self.graph)
-        order_checks(self.graph, self.module, self.decisions, self._lasting_change, self._assigning)
+        order_checks(self.graph, self.module, self.decisions, self._lasting_change)
         self.examples.clear()
 
+    def seen_names(self) -> set[str]:
+        """Return the names of the module's own attributes that were read so far."""
+        return self.session.observers.seen
+
+    def note_lasting(self, node: fx.Node, change: Change) -> None:
+        """Note what a node changes that outlives the call."""
+        self._lasting[node] = change
+
     def _lasting_change(self, node: fx.Node) -> Change | None:
-        if node.op == "call_module" and self._stateful(self.module.get_submodule(str(node.target))):
+        change = self._lasting.get(node)
+        if node.op != "call_module":
+            return change
+        callee = self.module.get_submodule(str(node.target))
+        if self._stateful(callee):
             return Change(revocable=False)
-        return self._lasting.get(node)
+        places = [(m, name) for m in callee.modules() for name in sorted(self.assigned(m))]
+        return change if not places else self.assignments.change(places, change)
 
     # Nodes
 

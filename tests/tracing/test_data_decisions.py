@@ -174,9 +174,29 @@ class AfterCounting(nn.Module):
 
 def test_children_that_set_attributes_are_not_called_twice(agree):
     model = AfterCounting()
-    program = agree(model, (X,), (-X,), opaque=True)
+    program = agree(model, (X,), (-X,))
+    assert program.model.counting.calls == model.counting.calls == 4
+
+
+class AfterListing(AfterCounting):
+    def __init__(self):
+        super().__init__()
+        self.counting = Listing()
+
+
+class Listing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(len(self.seen))
+        return x * len(self.seen)
+
+
+def test_children_that_fill_lists_are_not_called_twice(agree):
+    program = agree(AfterListing(), (X,), (-X,), opaque=True)
     assert "cannot be taken back" in program.opaque[""].reason
-    assert program.model.counting.calls == model.counting.calls
 
 
 def checks(self, x):

@@ -108,12 +108,12 @@ class ReassignsBuffer(nn.Module):
         return self.inner(x) + self.state
 
 
-def test_assigning_attributes_is_opaque_and_children_are_captured(agree):
-    program = agree(ReassignsBuffer(), X, X2, opaque=True)
-    assert set(program.opaque) == {""}
-    assert "assigns self.state" in program.opaque[""].reason
-    assert program.opaque[""].location.startswith("test_modes.py:")
-    assert set(program.captures) == {"inner"}
+def test_buffers_that_are_assigned_stay_buffers(agree, misses):
+    model = ReassignsBuffer()
+    program = agree(model, X, X2)
+    assert misses(program) == 0
+    assert torch.equal(program.model.state, model.state)
+    assert list(program.model.state_dict()) == list(model.state_dict())
 
 
 class InPlace(nn.Module):

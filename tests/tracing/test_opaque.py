@@ -103,7 +103,7 @@ def autocast_by_hand(self, x):
 
 
 def assigns(self, x):
-    self.last = x  # HERE
+    self.last = [x]  # HERE
     return self.inner(x)
 
 
