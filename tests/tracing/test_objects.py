@@ -86,6 +86,41 @@ def test_what_was_changed_is_put_back_before_the_own_forward_runs():
     assert sum(sum(capture.misses.values()) for capture in program.captures.values()) > 0
 
 
+class Described(Layer):
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        return super().forward(x, memory), None
+
+
+class Above(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Described(0)
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        y, more = self.layer(x, memory)
+        return y if more is None else y + more
+
+
+@pytest.mark.parametrize("more", [(torch.ones(4),), (None, None)], ids=["another", "too many"])
+def test_a_hook_that_comes_later_gives_what_is_found_out_after_a_change(more: tuple[Any, ...]):
+    model, x = Above(), torch.randn(3, 4)
+    fast = capture_program(model, (x, Memory())).model
+    mine, theirs, outcomes = Memory(), Memory(), []
+    for each, memory in ((fast, mine), (model, theirs)):
+        each.layer.register_forward_hook(lambda module, args, output: (output[0], *more))
+        try:
+            outcomes.append(each(x, memory))
+        except ValueError as error:
+            outcomes.append(str(error))
+    if len(more) == 1:
+        torch.testing.assert_close(*outcomes)
+    else:
+        assert outcomes[0] == outcomes[1]
+        assert "too many values" in outcomes[0]
+    assert mine.seen == theirs.seen == 1
+    torch.testing.assert_close(mine.layers, theirs.layers)
+
+
 def test_example_objects_are_not_changed():
     memory = Memory()
     memory.update(torch.ones(1, 4), 0)
