@@ -23,7 +23,8 @@ def test_there_are_fifteen():
 @each_model
 def test_models_on_graphs_are_captured_and_equal(subject: Subject):
     row, _ = captured_row(subject.make())
-    assert row["different"] == []
+    assert row["different"] == row["opaque"] == []
+    assert row["fallbacks"] == {}
     assert row["graphs"] > 0
 
 

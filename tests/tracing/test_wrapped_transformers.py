@@ -82,3 +82,32 @@ def test_checkpointing_switched_on_later_is_run():
     captured.transformer.h[0].attn.c_attn.register_forward_hook(lambda *_: calls.append(1))
     gradients(captured, IDS)
     assert len(calls) == 2
+
+
+def test_a_mask_that_decides_is_asked_again():
+    model = make("Bert", "sdpa", **{k: v for k, v in SMALL.items() if "key_value" not in k}).eval()
+    mask = torch.ones_like(IDS)
+    program = fxopt.capture(model, {"input_ids": IDS, "attention_mask": mask})
+    assert not program.opaque, program.coverage().text
+    padded = mask.clone()
+    padded[0, -2:] = 0
+    with torch.no_grad():
+        for given in (mask, padded, mask):
+            call = {"input_ids": IDS, "attention_mask": given}
+            assert torch.equal(program.model(**call).logits, model(**call).logits)
+
+
+def test_recurrent_states_are_left_behind():
+    settings = {k: v for k, v in SMALL.items() if k not in ("use_cache", "max_position_embeddings")}
+    settings["num_hidden_layers"] = 3  # the third is one of attention
+    model = make("RecurrentGemma", **settings, lru_width=32, attention_window_size=8, use_cache=True).eval()
+    program = fxopt.capture(model, {"input_ids": IDS})
+    assert not program.opaque, program.coverage().text
+    with torch.no_grad():
+        for given in (IDS, MORE, IDS):
+            assert torch.equal(program.model(input_ids=given).logits, model(input_ids=given).logits)
+            blocks = [[m for m in each.modules() if hasattr(m, "conv1d_state")] for each in (model, program.model)]
+            assert blocks[0]
+            for mine, theirs in zip(*blocks, strict=True):
+                assert torch.equal(mine.conv1d_state, theirs.conv1d_state)
+                assert torch.equal(mine.rg_lru.recurrent_states, theirs.rg_lru.recurrent_states)
