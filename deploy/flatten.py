@@ -10,19 +10,22 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ..errors import ArchiveError, CaptureError, GuardError
 from ..layers.ensemble import VectorizedMembers
-from ..tracing.capture import Capture, Variant, capture_of
+from ..tracing.capture import Capture, Variant, capture_of, required_capture
 from ..tracing.functions import FunctionCall
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.leaves import is_leaf
+from ..tracing.regions import ContextRegion
 from ..tracing.rollback import keep
 from ..tracing.signature import signature_of
 from .conditions import FUNCTIONS, Apply, Argument, Attribute, Condition, Literal, Read, Tree, parts
 from .flat_code import FlatVariant
+from .flat_contexts import carries_gradients, forbids_autocast, records_nothing
 from .flat_values import Fields, Unfolded, call_on_structure, example_of, fields_of, fold, holds, mapped, plain
 from .graph_json import FlatGraph
 from .guard_trees import conjuncts, path_of, reads_self_only
@@ -147,6 +150,8 @@ class Flattening:
         module = self.holdings.names.modules[name]
         name = self.holdings.names.name(module)
         with self._located(name, self.opaque.get(name, ("", ""))[0]):
+            if isinstance(module, ContextRegion):
+                return self._under_context(name, module, args, kwargs)
             self.holdings.check_callable(module)
             capture = capture_of(module)
             if capture is not None and capture.variants:
@@ -158,6 +163,22 @@ class Flattening:
             if isinstance(module, VectorizedMembers):
                 raise ArchiveError("its members call a module that archives do not hold")
             raise ArchiveError(self.opaque.get(name, ("", f"this {type(module).__name__} has no graph"))[1])
+
+    def _under_context(self, name: str, region: ContextRegion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put what runs under a context into the graph, where it is the same without."""
+        context, device, before = region.context, forbids_autocast(region.context), set(self.graph.nodes)
+        if device is not None:
+            asked = self._create("call_function", torch.is_autocast_enabled, (device,), {})
+            asked.meta["val"] = False
+            reason = f"a part of the model runs without autocast, which is switched on for {device} now"
+            self._create("call_function", require, (asked, False, reason, False), {})
+        elif not records_nothing(context):
+            raise ArchiveError(f"its forward opens {context}, which archives do not")
+        result = self._call_captured(name, region, required_capture(region), args, kwargs)
+        inside = [node for node in self.graph.nodes if node not in before]
+        if device is None and carries_gradients(inside, self.holdings.takes_gradients):
+            raise ArchiveError(f"its forward opens {context} where gradients might flow, which archives do not")
+        return result
 
     def _call_captured(
         self, name: str, module: nn.Module, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]

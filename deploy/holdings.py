@@ -71,6 +71,12 @@ class Holdings:
         if user_class(type(module)).__call__ is not nn.Module.__call__:
             raise ArchiveError(f"{type(module).__name__} has a __call__ of its own")
 
+    def takes_gradients(self, name: str) -> bool:
+        """Tell whether the model holds a parameter under a name, or another tensor that wants gradients."""
+        path, _, own = name.rpartition(".")
+        held = getattr(self.names.modules.get(path), own, None)
+        return isinstance(held, nn.Parameter) or (isinstance(held, Tensor) and held.requires_grad)
+
     def read(self, name: str) -> str:
         """Note that a graph reads a tensor or mode, and return its name."""
         self.attributes[name] = None

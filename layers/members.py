@@ -17,7 +17,7 @@ from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, own_class
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
 
-__all__ = ["FusedMembers", "attach_member", "detach_member", "seal"]
+__all__ = ["FusedMembers", "attach_member", "seal"]
 
 
 class FusedMembers(nn.Module):
@@ -90,23 +90,6 @@ def attach_member(
 
 def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return own_parameters(module), own_buffers(module)
-
-
-def detach_member(module: nn.Module) -> None:
-    """Give a member tensors of its own again, with the values of its slices; nothing happens to other modules."""
-    views = views_of(module)
-    own = {name: view.read().detach().clone() for name, view in views.items()}
-    if not own:
-        return
-    _change(module, {VIEWS: None})
-    parameters, buffers = _registers(module)
-    for name, value in own.items():
-        if name in buffers:
-            buffers[name] = value
-        else:
-            parameters[name] = nn.Parameter(value, views[name].stacked.requires_grad)
-    if isinstance(module, nn.RNNBase):
-        module._init_flat_weights()  # pyright: ignore[reportPrivateUsage]
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 from fxopt.errors import FusedMemberError
-from fxopt.layers.members import FusedMembers, attach_member, detach_member, seal
+from fxopt.layers.members import FusedMembers, attach_member, seal
 from fxopt.tracing.captured import capture_of, own
 from fxopt.tracing.program import capture_program
 
@@ -453,27 +453,6 @@ def test_seals_and_views_add_up_and_come_off_in_turn():
     first()
     assert type(linear) is nn.Linear
     assert list(linear._parameters) == ["weight", "bias"]
-
-
-def test_detaching_gives_parameters_of_its_own(fused: Model):
-    linear = fused.heads[1].layers[0]
-    values = linear.weight.detach().clone()
-    detach_member(linear)
-    assert type(linear) is nn.Linear
-    assert list(linear.state_dict()) == ["weight", "bias"]
-    assert isinstance(linear.weight, nn.Parameter)
-    with torch.no_grad():
-        fused.store.layers_0_weight.zero_()
-    assert torch.equal(linear.weight, values)
-    detach_member(fused.trunk)
-    assert type(fused.trunk) is nn.Linear
-
-
-def test_a_detached_member_keeps_its_seal(fused: Model):
-    detach_member(fused.heads[0])
-    assert isinstance(fused.heads[0].scale, nn.Parameter)
-    with pytest.raises(FusedMemberError):
-        fused.heads[0].layers = nn.Identity()
 
 
 # -- the store -----------------------------------------------------------------------------------------------------
