@@ -107,14 +107,15 @@ class ParameterData:
 
 
 _watching: list[ParameterData] = []
+_patched: dict[str, Any] = {}
 _changing = threading.Lock()
 
 
 def _enter(watch: ParameterData) -> None:
     with _changing:
         if not _watching:
-            _TENSOR.data = property(_get, _set)
-            _TENSOR.numpy = _numpy
+            _patched.update({name: vars(Tensor)[name] for name in ("data", "numpy") if name in vars(Tensor)})
+            _TENSOR.data, _TENSOR.numpy = property(_get, _set), _numpy
         _watching.append(watch)
 
 
@@ -122,8 +123,11 @@ def _leave(watch: ParameterData) -> None:
     with _changing:
         _watching.remove(watch)
         if not _watching:
-            # They are those of torch's base class again.
+            # They are those of torch's base class again, unless somebody else had put others there.
             del _TENSOR.data, _TENSOR.numpy
+            for name, value in _patched.items():
+                setattr(Tensor, name, value)
+            _patched.clear()
 
 
 def _get(tensor: Tensor) -> Any:

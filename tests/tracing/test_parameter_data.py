@@ -180,3 +180,17 @@ def test_only_what_is_reached_for_is_copied() -> None:
     assert state.data.changed() == set()
     assert torch.equal(model.weight, Layer().weight)
     assert torch.Tensor.data is DATA and "numpy" not in vars(torch.Tensor)
+
+
+def test_what_others_put_on_tensors_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reads.append(1)
+        return torch._C.TensorBase.numpy(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "numpy", numpy, raising=False)
+    with restoring(ModelState(Layer())):
+        pass
+    torch.ones(1).numpy()
+    assert reads == [1] and vars(torch.Tensor)["numpy"] is numpy
