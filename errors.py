@@ -93,7 +93,12 @@ class StateError(FxoptError):
 
 
 class Unsuitable(FxoptError):
-    """A rewrite found out while writing that it does not apply; the site is refused with this reason."""
+    """A rewrite found out while writing that it does not apply; the site is refused with this reason.
+
+    Where several sites are rewritten together, `site` is the one at fault.
+    """
+
+    site: object = None
 
 
 class VerificationError(FxoptError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -87,6 +87,9 @@ class Site:
         rows_of: the placeholder whose number of rows may decide between `switchable` lowerings, where calls of several
             sizes are timed; see `passes.switching`.
         switchable: the choices that can stand in one graph.
+        kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
+            other.
+        parts: the sites of one home that are decided together as this one; see `passes.together`.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -101,6 +104,8 @@ class Site:
     label: str = ""
     rows_of: str = ""
     switchable: tuple[str, ...] = ()
+    kind: Hashable = None
+    parts: tuple[Site, ...] = ()
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""
@@ -163,6 +168,12 @@ class Pass:
     def rewrite(self, site: Site, edit: Edit) -> None:
         """Rewrite one site, through `edit` only."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
+
+    def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
+        """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
+        for site in sites:
+            with edit.at(site):
+                self.rewrite(site, edit)
 
     def __str__(self) -> str:
         from .pipeline import format_pass

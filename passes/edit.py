@@ -83,6 +83,13 @@ class Edit:
         finally:
             self.site = site
 
+    @contextmanager
+    def at(self, site: Site) -> Generator[None]:
+        """Work on one of several sites of the same graph; after an error, `site` tells where it happened."""
+        whole, self.site = self.site, site
+        yield
+        self.site = whole
+
     def graphs_before(self) -> dict[str, str]:
         """Return the text of the graphs that those of the home were made from, by their names in `Program.graphs`."""
         if not self._owned:
@@ -103,7 +110,7 @@ class Edit:
         known = {node.name for node in self.site.graph.nodes}
         for node in graph.nodes:
             if node.name not in known:
-                self._sign(node)
+                self.sign(node)
         self._own_graph(instead=graph)
 
     def set_variants(self, variants: Sequence[Variant], made_from: Sequence[int]) -> None:
@@ -118,12 +125,13 @@ class Edit:
             raise CaptureError(f"module '{self.site.home}' has no graph to edit")
         if not self._owned:
             self._undo.append(lambda: install(self.home, before))
-        self._owned, self._made_from = True, list(made_from)
+        earlier = range(len(before.variants)) if self._made_from is None else self._made_from
+        self._owned, self._made_from = True, [earlier[number] for number in made_from]
         for new, old in zip(variants, self._graphs_made_from(), strict=True):
             known = {node.name for node in old.nodes}
             for node in new.graph.nodes:
                 if node.name not in known:
-                    self._sign(node)
+                    self.sign(node)
         with_variants(self.home, variants)
         self.program.touch()
 
@@ -143,7 +151,7 @@ class Edit:
                 node = graph.call_method(target[1:], args, kwargs)
             else:
                 node = graph.call_module(target, args, kwargs)
-        self._sign(node)
+        self.sign(node)
         return node
 
     def graph_node(self, label: str) -> fx.Node:
@@ -156,7 +164,7 @@ class Edit:
         graph = self.graph
         with graph.inserting_before(before or _behind_operands(graph, ())):
             node = graph.get_attr(name)
-        self._sign(node)
+        self.sign(node)
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -186,7 +194,8 @@ class Edit:
         for node in reversed([node for node in early if node not in set(nodes)]):
             last.append(node)
 
-    def _sign(self, node: fx.Node) -> None:
+    def sign(self, node: fx.Node) -> None:
+        """Note on a new node which pass and site made it, unless that is noted already."""
         node.meta.setdefault("provenance", (self.pass_name, self.site.key))
 
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:

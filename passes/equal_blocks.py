@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from .likeness import Likeness, Unlike
 from .plan import Decision
 from .reference import RecordedCall
 from .state_map import StateMap
+from .together import identity, parts_of, together
 
 __all__ = ["Block", "EqualBlocks", "Precedent"]
 
@@ -23,13 +25,23 @@ class Precedent:
 
     Attributes:
         decision: the site's own.
+        chosen: the site with its choice; of several decided together those that were rewritten.
         result: what the block was like afterwards, where it was rewritten.
         state_map: what that did to tensors, by their names in the block.
     """
 
     decision: Decision
+    chosen: Site | None = None
     result: Hashable = None
     state_map: StateMap | None = None
+
+    def at(self, site: Site) -> Site | None:
+        """Return an equal site with the choices that were made at the first, or None where nothing was rewritten."""
+        if self.chosen is None or not site.parts:
+            return self.chosen and dataclasses.replace(site, choice=self.chosen.choice)
+        choices = {identity(part): part.choice for part in parts_of(self.chosen)}
+        parts = [part for part in site.parts if identity(part) in choices]
+        return together([dataclasses.replace(part, choice=choices[identity(part)]) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -74,20 +86,26 @@ class EqualBlocks:
             called = likeness.of_calls(calls)
         except Unlike:
             return None
-        wanted = tuple(site.nodes.items()), site.variant, site.choices, site.choice, site.phase, site.required
+        wanted = tuple(map(_wanted, parts_of(site)))
         return Block(module, likeness, (step, wanted, likeness.description, called))
 
     def precedent(self, block: Block | None) -> Precedent | None:
         """Return what was decided at an equal site, if there was one."""
         return None if block is None else self._known.get(block.key)
 
-    def remember(self, block: Block | None, decision: Decision, edit: Edit | None = None) -> None:
+    def remember(
+        self, block: Block | None, decision: Decision, chosen: Site | None = None, edit: Edit | None = None
+    ) -> None:
         """Note the first decision at equal sites; one for which nothing could be written is tried again elsewhere."""
         if block is None or decision.status == "refused":
             return
-        if edit is None:
+        if chosen is None or edit is None:
             self._known.setdefault(block.key, Precedent(decision))
             return
         result = block.result_of(edit)
         # Where tensors came in that nothing is known of, each block is decided by itself.
-        self._known.setdefault(block.key, None if result is None else Precedent(decision, *result))
+        self._known.setdefault(block.key, None if result is None else Precedent(decision, chosen, *result))
+
+
+def _wanted(site: Site) -> Hashable:
+    return identity(site), site.variant, site.choices, site.choice, site.phase, site.required

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from torch import fx
@@ -95,6 +96,26 @@ class Expansion:
             if operation.name == name:
                 return operation
         raise CaptureError(f"no operation '{name}' in the expanded graph any more")
+
+    @cached_property
+    def writes(self) -> Sequence[Operation]:
+        """Return the operations that write in place."""
+        return [operation for operation in self.operations if operation.mutates]
+
+    @cached_property
+    def first_inputs(self) -> Mapping[Operation, str]:
+        """Return for each operation that depends on inputs of the home the first of these."""
+        numbers: dict[Operation, int] = {}
+        names: list[str] = []
+        for operation in self.operations:
+            if operation.kind == "placeholder":
+                numbers[operation] = len(names)
+                names.append(operation.name)
+                continue
+            found = [numbers[source] for source in operation.inputs if source in numbers]
+            if found:
+                numbers[operation] = min(found)
+        return {operation: names[number] for operation, number in numbers.items()}
 
     def by_name(self) -> dict[str, Operation]:
         return {operation.name: operation for operation in self.operations}

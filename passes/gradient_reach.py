@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..tracing.regions import Region
@@ -11,7 +12,7 @@ from .expansion import Expansion, Operation
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["differentiable_outputs", "reached_outputs", "used_by"]
+__all__ = ["GradientReach", "differentiable_outputs", "used_by"]
 
 _STOPS = frozenset(
     "detach detach_ argmax argmin argsort bitwise_and bitwise_or bitwise_xor bitwise_not eq ne lt le gt ge isnan isinf "
@@ -35,19 +36,47 @@ def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
     return reach
 
 
-def reached_outputs(expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
-    """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
-    group_of = {name: number for number, names in enumerate(groups) for name in names}
+class GradientReach:
+    """Which outputs each tensor can receive gradients from, worked out once for each expansion."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Expansion, dict[str, int]]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> GradientReach:
+        return cls()
+
+    def reached(self, expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
+        """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
+        if id(expansion) not in self._known:
+            self._known[id(expansion)] = expansion, _masks(expansion)
+        masks = self._known[id(expansion)][1]
+        return [_union(masks.get(path, 0) for name in names for path in _paths(name)) for names in groups]
+
+
+def _masks(expansion: Expansion) -> dict[str, int]:
+    """Return the outputs that what an operation reads can receive gradients from, by the name of that."""
     reach = differentiable_outputs(expansion)
-    masks = [0] * len(groups)
+    masks: dict[str, int] = {}
     for operation in expansion.operations:
-        target = str(operation.target)
-        if operation.kind == "get_attr" and target in group_of:
-            masks[group_of[target]] |= reach[operation]
-        elif operation.kind == "call_module":
-            for number in {number for name, number in group_of.items() if name.startswith(f"{target}.")}:
-                masks[number] |= reach[operation]
+        if operation.kind in ("get_attr", "call_module"):
+            target = str(operation.target)
+            masks[target] = masks.get(target, 0) | reach[operation]
     return masks
+
+
+def _union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield a name and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
@@ -58,30 +87,38 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
         home: the qualified name of a module.
         names: of parameters, qualified from `home`.
     """
-    inside = f"{home}." if home else ""
-    concerned = [inside + name for name in names]
-    region = _region_with(program, concerned)
+    users, inside = program.facts[_Users], f"{home}." if home else ""
+    paths = [path for name in names for path in _paths(inside + name)]
+    region = next((users.regions[path] for path in paths if path in users.regions), None)
     if region is not None:
         return f"region '{region}'"
-    for place, graph in program.graphs.items() if home else ():
-        other = place.partition("#")[0]
-        if other == home or other.startswith(inside):
-            continue
-        for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
-            target = f"{other}.{node.target}" if other else str(node.target)
-            if target.startswith(inside) and any(f"{name}.".startswith(f"{target}.") for name in concerned):
+    for path in paths if home else ():
+        for other in users.modules.get(path, ()):
+            if path.startswith(inside) and other != home and not other.startswith(inside):
                 return f"module '{other or '(root)'}'"
     return None
 
 
-def _region_with(program: Program, names: Sequence[str]) -> str | None:
-    """Return a region that calls a module which concerns these parameters; its home's graph does not show that."""
-    for name, module in program.names.modules.items():
-        for child in module.children() if isinstance(module, Region) else ():
-            target = program.name_of(child)
-            if any(f"{parameter}.".startswith(f"{target}.") for parameter in names):
-                return name
-    return None
+@dataclass(frozen=True)
+class _Users:
+    """Who calls a module or reads a tensor, by its qualified name: regions that borrow it, and modules with graphs."""
+
+    regions: Mapping[str, str]
+    modules: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def compute(cls, program: Program) -> _Users:
+        regions: dict[str, str] = {}
+        for name, module in program.names.modules.items():
+            for child in module.children() if isinstance(module, Region) else ():
+                regions.setdefault(program.name_of(child), name)
+        modules: dict[str, dict[str, None]] = {}
+        for place, graph in program.graphs.items():
+            other = place.partition("#")[0]
+            for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
+                target = f"{other}.{node.target}" if other else str(node.target)
+                modules.setdefault(target, {})[other] = None
+        return cls(regions, {target: list(others) for target, others in modules.items()})
 
 
 def _output_leaves(expansion: Expansion) -> dict[Operation, int]:

@@ -18,11 +18,13 @@ from .copying import twin
 from .edit import Edit
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .facts import is_on_meta
+from .joint_trial import JointTrial
 from .plan import Decision, Plan
 from .site_calls import SiteCalls
-from .site_trial import SiteTrial
+from .site_trial import Failed, SiteTrial
 from .state_map import StateMap
 from .supervision import supervised
+from .together import grouped, left_of, rows, together
 from .volatile import without_volatile
 from .whole_model import Landed, WholeModel
 
@@ -95,7 +97,7 @@ class Manager:
         Raises:
             PlanError: if a planned site is not there.
         """
-        _check_plan(passes, plan)
+        plan.check_passes([pass_.name for pass_ in passes])
         for number, pass_ in enumerate(passes):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
@@ -104,7 +106,7 @@ class Manager:
                 raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
 
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
-        start, applied, decided = time.perf_counter(), len(self.landed), len(self.decisions)
+        start, applied, decided = time.perf_counter(), self._standing(), len(self.decisions)
         try:
             run()
         except PassError as error:
@@ -112,7 +114,10 @@ class Manager:
                 error.reproducer = self.on_failure(error)
             raise
         seconds = time.perf_counter() - start
-        self.traces.append(PassTrace(str(pass_), seconds, len(self.decisions) - decided, len(self.landed) - applied))
+        self.traces.append(PassTrace(str(pass_), seconds, len(self.decisions) - decided, self._standing() - applied))
+
+    def _standing(self) -> int:
+        return sum(len(landed.recorded) for landed in self.landed)
 
     def _times_anything(self, passes: Sequence[Pass]) -> bool:
         can_time = self.time and bool(self.program.inputs) and not is_on_meta(self.program.model)
@@ -121,7 +126,7 @@ class Manager:
     # -- one pass --------------------------------------------------------------------------------------------------
 
     def _run_pass(self, pass_: Pass) -> None:
-        found = self._found(pass_)
+        found = grouped(pass_, self._found(pass_))
         self._calls = SiteCalls(self.program, (item.home for item in found if isinstance(item, Site)))
         for item in found:
             if isinstance(item, Refusal):
@@ -130,11 +135,17 @@ class Manager:
                 self._land(pass_, item)
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        for item in self._found(pass_):
-            decision = None if isinstance(item, Refusal) else wanted.pop(item.key, None)
-            if decision is not None and isinstance(item, Site):
-                site = dataclasses.replace(item, choice=decision.choice)
-                self._keep(pass_, site, self._reapply(pass_, site), decision)
+        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
+        sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
+        planned = [
+            (decision, dataclasses.replace(sites[key], choice=decision.choice))
+            for key, decision in wanted.items()
+            if key in sites
+        ]
+        for row in rows(pass_, planned):
+            site = together([site for _, site in row])
+            decisions = [wanted.pop(decision.key) for decision, _ in row]
+            self._keep(pass_, site, self._reapply(pass_, site), decisions[0], recorded=decisions)
 
     def _reapply(self, pass_: Pass, site: Site) -> Edit:
         try:
@@ -154,8 +165,11 @@ class Manager:
                 )
         return [without_volatile(self.program, item) for item in found]
 
-    def _supervised(self, pass_: Pass, step: str, action: Callable[[], Any]) -> Any:
-        return supervised(action, what=f"pass '{pass_.name}' ({step})", seconds=self.settings.pass_timeout)
+    def _supervised(self, pass_: Pass, step: str | Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
+        def what() -> str:
+            return f"pass '{pass_.name}' ({step if isinstance(step, str) else step()})"
+
+        return supervised(action, what=what, seconds=self.settings.pass_timeout * times)
 
     # -- one site --------------------------------------------------------------------------------------------------
 
@@ -168,27 +182,40 @@ class Manager:
         trial = self.trial(pass_, site)
         if not trial.questions:
             self._land_unquestioned(pass_, trial)
-            return
-        edit = self._land_tried(pass_, trial)
-        self._equal.remember(block, self.decisions[-1], edit)
+        elif isinstance(trial, JointTrial):
+            self._land_together(pass_, trial, block)
+        else:
+            self._equal.remember(block, *self._land_tried(pass_, trial))
 
-    def _land_tried(self, pass_: Pass, trial: SiteTrial) -> Edit | None:
-        """Let a trial decide; return the rewrite where it lands."""
+    def _land_tried(self, pass_: Pass, trial: SiteTrial) -> tuple[Decision, Site | None, Edit | None]:
+        """Let a trial decide; return the decision, and the rewrite where it lands."""
         site = trial.site
         attempts, wrong, unsuitable = trial.run()
         if not attempts:
             reasons = dict.fromkeys((*wrong.values(), *unsuitable.values()))
-            self._decide(pass_, site, "undone" if wrong else "refused", reason="; ".join(reasons))
-            return None
-        choice, figures, reason = trial.choose(attempts)
+            return self._decide(pass_, site, "undone" if wrong else "refused", reason="; ".join(reasons)), None, None
+        kept, figures, reason = trial.choose(attempts)
         if reason is not None:
-            self._decide(pass_, site, "undone", reason=reason, figures=figures)
-            return None
-        chosen = dataclasses.replace(site, choice=choice)
-        decision = self._decision(pass_, chosen, "applied", figures=figures)
-        edit = self.apply(pass_, chosen)
-        self._keep(pass_, chosen, edit, decision)
-        return edit
+            return self._decide(pass_, site, "undone", reason=reason, figures=figures), None, None
+        edit = self.apply(pass_, kept.site)
+        return (
+            self._keep(pass_, kept.site, edit, self._decision(pass_, kept.site, "applied", figures=figures)),
+            kept.site,
+            edit,
+        )
+
+    def _land_together(self, pass_: Pass, trial: JointTrial, block: Block | None) -> None:
+        """Let several sites of one graph be decided as one, and what does not go with the others by itself."""
+        outcome = trial.decide()
+        if outcome.reason:
+            decision = self._decide(pass_, trial.site, "undone", reason=outcome.reason, figures=outcome.figures)
+            self._equal.remember(block, decision)
+        elif outcome.site is not None and outcome.edit is not None:
+            decision = self._decision(pass_, outcome.site, "applied", figures=outcome.figures)
+            self._keep(pass_, outcome.site, outcome.edit, decision)
+            self._equal.remember(block, decision, outcome.site, outcome.edit)
+        for site in outcome.apart:
+            self._land(pass_, site)
 
     def _block(self, pass_: Pass, site: Site) -> Block | None:
         """Describe the block around a site, where its decision may serve others or be served by another's."""
@@ -204,7 +231,9 @@ class Manager:
         if first.status != "applied":
             self._decide(pass_, site, first.status, reason=first.reason, figures=like)
             return True
-        chosen = dataclasses.replace(site, choice=first.choice)
+        chosen = precedent.at(site)
+        if chosen is None:
+            return False
         trial = self.trial(pass_, chosen, time=False, brief=True)
         try:
             edit = self.apply(pass_, chosen)
@@ -217,11 +246,14 @@ class Manager:
             return False
         figures = like if verdict is None else {**like, **trial.figures(verdict)}
         self._keep(pass_, chosen, edit, self._decision(pass_, chosen, "applied", figures=figures), first)
+        for apart in left_of(site, chosen):
+            self._land(pass_, apart)
         return True
 
     def trial(self, pass_: Pass, site: Site, *, time: bool = True, brief: bool = False) -> SiteTrial:
         """Prepare to try the lowerings of a site, now that the program is as it is."""
-        return SiteTrial(
+        kind = JointTrial if site.parts else SiteTrial
+        return kind(
             self.program, pass_, site, self.apply, self._calls.of(site.home) if self.check or self.time else (),
             check=self.check, time=self.time and time, seed=self.seed, brief=brief,
         )  # fmt: skip
@@ -230,32 +262,59 @@ class Manager:
         """Apply the first lowering that can be written, where nothing is to be checked or timed."""
         reasons: list[str] = []
         for choice in trial.site.choices or (None,):
-            site = dataclasses.replace(trial.site, choice=choice)
-            try:
-                edit = self.apply(pass_, site)
-            except Unsuitable as refusal:
-                reasons.append(str(refusal))
+            found = trial.applied(choice)
+            if isinstance(found, Failed):
+                reasons.append(found.reason)
                 continue
+            site, edit = found
             decision = self._decision(pass_, site, "applied", figures={"checked": trial.unchecked()})
             self._keep(pass_, site, edit, decision)
+            for apart in left_of(trial.site, site):
+                self._land(pass_, apart)
             return
-        self._decide(pass_, trial.site, "refused", reason="; ".join(dict.fromkeys(reasons)))
+        for part in trial.site.parts:
+            self._land(pass_, part)
+        if not trial.site.parts:
+            self._decide(pass_, trial.site, "refused", reason="; ".join(dict.fromkeys(reasons)))
 
     def apply(self, pass_: Pass, site: Site) -> Edit:
-        """Rewrite a site; what fails is undone before the error goes on."""
+        """Rewrite a site, or several of one graph together; what fails is undone before the error goes on."""
         edit = Edit(self.program, site, pass_.name)
+
+        def rewrite() -> None:
+            if site.parts:
+                pass_.rewrite_together(site.parts, edit)
+            else:
+                pass_.rewrite(site, edit)
+            edit.finish()
+
         try:
-            self._supervised(pass_, f"site {site.key}", lambda: (pass_.rewrite(site, edit), edit.finish()))
+            self._supervised(pass_, lambda: f"site {edit.site.key}", rewrite, times=len(site.parts) or 1)
+        except Unsuitable as refusal:
+            refusal.site = edit.site if edit.site.parts == () else None
+            edit.undo()
+            raise
         except BaseException:
             edit.undo()
             raise
         return edit
 
-    def _keep(self, pass_: Pass, site: Site, edit: Edit, decision: Decision, evidence: Decision | None = None) -> None:
-        self.decisions.append(decision)
-        self.landed.append(Landed(pass_, site, edit, decision, evidence or decision))
+    def _keep(
+        self,
+        pass_: Pass,
+        site: Site,
+        edit: Edit,
+        decision: Decision,
+        evidence: Decision | None = None,
+        recorded: Sequence[Decision] = (),
+    ) -> Decision:
+        """Let a rewrite stand, and record the decision: at several sites, one for each of them."""
+        recorded = recorded or self._parted(decision, site)
+        self.decisions.extend(recorded)
+        self.landed.append(Landed(pass_, site, edit, decision, evidence or decision, list(recorded)))
         if pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC):
             self.forget_calls()
+        return decision
 
     def _refuse(self, pass_: Pass, refusal: Refusal) -> None:
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
@@ -267,8 +326,10 @@ class Manager:
 
     def _decide(
         self, pass_: Pass, site: Site, status: str, *, reason: str, figures: Mapping[str, Any] | None = None
-    ) -> None:
-        self.decisions.append(self._decision(pass_, site, status, reason=reason, figures=figures))
+    ) -> Decision:
+        decision = self._decision(pass_, site, status, reason=reason, figures=figures)
+        self.decisions.extend(self._parted(decision, site))
+        return decision
 
     def _decision(
         self, pass_: Pass, site: Site, status: str, *, reason: str = "", figures: Mapping[str, Any] | None = None
@@ -277,6 +338,22 @@ class Manager:
             step=len(self.traces), pass_name=pass_.name, key=site.key, label=site.label or site.home or "(root)",
             status=status, reason=reason, choice=site.choice, detail=site.detail, figures=dict(figures or {}),
         )  # fmt: skip
+
+    def _parted(self, decision: Decision, site: Site) -> list[Decision]:
+        """Return a decision on several sites as one for each; the figures of all together stand in all of them."""
+        if not site.parts:
+            return [decision]
+        return [
+            dataclasses.replace(
+                decision,
+                key=part.key,
+                label=part.label or part.home or "(root)",
+                choice=part.choice,
+                detail=part.detail,
+                figures={**decision.figures, "together": len(site.parts)},
+            )
+            for part in site.parts
+        ]
 
     def forget_calls(self) -> None:
         """Record anew how modules are called: the function has changed."""
@@ -313,18 +390,3 @@ class Manager:
         """Say how the rewrites that stand were checked."""
         ways = dict.fromkeys(str(landed.decision.figures.get("checked", "replayed")) for landed in self.landed)
         return ", ".join(ways) or "nothing was rewritten"
-
-
-def _check_plan(passes: Sequence[Pass], plan: Plan) -> None:
-    """Make sure that what a plan applied belongs to these passes.
-
-    Raises:
-        PlanError: if it was made for others.
-    """
-    names = [pass_.name for pass_ in passes]
-    for decision in plan.decisions:
-        if decision.status == "applied" and names[decision.step : decision.step + 1] != [decision.pass_name]:
-            raise PlanError(
-                f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, "
-                f"and here they are {', '.join(names) or 'none'}"
-            )

@@ -41,7 +41,24 @@ class Case:
 
 def cases_of(program: Program, home: str) -> list[Case]:
     """Return every graph of a home in each mode that it runs in, those that run in the present mode first."""
-    module = program.module(home)
+    cases = program.facts[_Cases].by_home
+    if home not in cases:
+        cases[home] = _cases_of(program.module(home))
+    return cases[home]
+
+
+class _Cases:
+    """The cases of each home, worked out once until the program changes."""
+
+    def __init__(self) -> None:
+        self.by_home: dict[str, list[Case]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _Cases:
+        return cls()
+
+
+def _cases_of(module: nn.Module) -> list[Case]:
     variants = required_capture(module).variants
     return [
         Case(number, flipped, any(map(asks_for_training, variant.guards)))

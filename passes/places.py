@@ -59,26 +59,19 @@ class Place:
     def first_input(self) -> str:
         """Return the first input of the home that the first linear layer depends on; "" where there is none."""
         first = next((pack.members[0] for pack in self.ensemble.packs if pack.operator == "linear"), None)
-        pending = [] if first is None else [first]
-        seen = set(pending)
-        while pending:
-            fresh = {source for source in pending.pop().inputs if source not in seen}
-            seen |= fresh
-            pending += fresh
-        inputs = (o for o in self.expansion.operations if o.kind == "placeholder" and o in seen)
-        return next((operation.name for operation in inputs), "")
+        return "" if first is None else self.expansion.first_inputs.get(first, "")
 
     def opened(self, home: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
-        covered = self.covered
-        for operation in self.expansion.operations:
-            if operation in covered and operation.kind == "call_module":
+        covered = sorted(self.covered, key=lambda operation: operation.index)
+        for operation in covered:
+            if operation.kind == "call_module":
                 path = str(operation.target)
                 module = submodule(home, path)
                 yield from (
                     f"{path}.{name}".rstrip(".") for name in ({} if module is None else modules_by_name(module))
                 )
-        for call in dict.fromkeys(operation.call for operation in self.expansion.operations if operation in covered):
+        for call in dict.fromkeys(operation.call for operation in covered):
             yield from self.expansion.opened.get(call, ())
 
     def is_for(self, training: bool, *, now: bool) -> bool:
@@ -112,24 +105,26 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> li
 
 
 def rewritten_variants(
-    places: Sequence[Place], graphs: Sequence[fx.Graph], before: Sequence[Variant]
+    rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Variant]
 ) -> tuple[list[Variant], list[int]]:
-    """Return all graphs of a home, those of `places` rewritten, and the numbers of those they were made from.
+    """Return all graphs of a home, some of them rewritten, and the numbers of those they were made from.
 
+    A row holds the places of all ensembles that were rewritten in one graph and mode; `graphs` has the graph of each.
     Numbers stay what they are, for other sites of the same home; where one graph becomes two, the second comes last.
     """
-    replaced = {place.case.variant for place in places}
+    replaced = {row[0].case.variant for row in rows}
     variants = [
         variant if number in replaced else dataclasses.replace(variant, graph=copy_graph(variant.graph))
         for number, variant in enumerate(before)
     ]
     made_from, rewritten = list(range(len(before))), set[int]()
-    for place, graph in zip(places, graphs, strict=True):
-        number = place.case.variant
+    for row, graph in zip(rows, graphs, strict=True):
+        number = row[0].case.variant
         old = before[number]
-        known = {guard.expression for guard in old.guards}
-        guards = (*old.guards, *(guard for guard in place.assumed if guard.expression not in known))
-        new = dataclasses.replace(old, guards=guards, graph=graph)
+        guards = {guard.expression: guard for place in row for guard in place.assumed}
+        guards |= {guard.expression: guard for guard in old.guards}
+        first = [*(guard.expression for guard in old.guards), *guards]
+        new = dataclasses.replace(old, guards=tuple(guards[name] for name in dict.fromkeys(first)), graph=graph)
         if number in rewritten:
             variants.append(new)
             made_from.append(number)

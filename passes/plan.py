@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
@@ -85,6 +85,19 @@ class Plan:
     fxopt: str = VERSION
     torch: str = str(torch.__version__)
     schema_version: int = SCHEMA_VERSION
+
+    def check_passes(self, names: Sequence[str]) -> None:
+        """Make sure that what was applied belongs to passes of these names.
+
+        Raises:
+            PlanError: if it was made for others.
+        """
+        for decision in self.decisions:
+            if decision.status == "applied" and list(names[decision.step : decision.step + 1]) != [decision.pass_name]:
+                raise PlanError(
+                    f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, "
+                    f"and here they are {', '.join(names) or 'none'}"
+                )
 
     def extended(self, later: Plan) -> Plan:
         """Return the plan that does this one and then `later`."""

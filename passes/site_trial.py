@@ -21,7 +21,7 @@ from .modes import modes_to_check
 from .switching import Switch, best_switch, calls_by_rows, pays
 from .verify import RecordedCall
 
-__all__ = ["SiteTrial", "timing_figures"]
+__all__ = ["Attempt", "Failed", "Race", "SiteTrial", "Written", "timing_figures"]
 
 Apply = Callable[[Pass, Site], Edit]
 """Rewrites a site, or raises and leaves no trace."""
@@ -29,10 +29,19 @@ Apply = Callable[[Pass, Site], Edit]
 
 @dataclass
 class Attempt:
-    """One lowering of a site that passed verification, kept runnable beside the others."""
+    """One lowering of a site that can stand, kept runnable beside the others: the site with its choice made."""
 
+    site: Site
     verdict: verify.Verdict | None
     module: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A rewrite that is in the program, and what verification says of it."""
+
+    edit: Edit
+    verdict: verify.Verdict | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,16 @@ class Switched:
             }
             for size in self.alone
         }
+
+
+@dataclass(frozen=True)
+class Race:
+    """What was timed side by side, and which of it is best."""
+
+    attempts: Mapping[str | None, Attempt]
+    timings: measure.Timings
+    best: str | None
+    switch: Switched | None = None
 
 
 class SiteTrial:
@@ -104,7 +123,7 @@ class SiteTrial:
         self.calls = calls if check or time else ()
         self.timed = time and pass_.goal is Goal.SPEED and bool(self.calls) and not is_on_meta(self.home)
         self.references = self._references(brief)
-        self.before = self._runnable()
+        self.before = self.runnable()
 
     @property
     def questions(self) -> bool:
@@ -138,17 +157,38 @@ class SiteTrial:
 
     def attempt(self, choice: str | None) -> Attempt | Failed:
         """Write one lowering and verify it; the site is left as it was."""
+        site = dataclasses.replace(self.site, choice=choice)
+        written = self.written(site)
+        if isinstance(written, Failed):
+            return written
         try:
-            edit = self.apply(self.pass_, dataclasses.replace(self.site, choice=choice))
+            return Attempt(site, written.verdict, self.runnable())
+        finally:
+            written.edit.undo()
+
+    def applied(self, choice: str | None) -> tuple[Site, Edit] | Failed:
+        """Write the site with one lowering, unverified; return it with its choice, and the rewrite, which stands."""
+        site = dataclasses.replace(self.site, choice=choice)
+        try:
+            return site, self.apply(self.pass_, site)
+        except Unsuitable as refusal:
+            return Failed(str(refusal), unsuitable=True)
+
+    def written(self, site: Site) -> Written | Failed:
+        """Write a site with the choice it has, and verify that; what is wrong is undone."""
+        try:
+            edit = self.apply(self.pass_, site)
         except Unsuitable as refusal:
             return Failed(str(refusal), unsuitable=True)
         try:
             verdict = self.verdict(edit)
-            if verdict is not None and not verdict.ok:
-                return Failed(verdict.reason, unsuitable=False)
-            return Attempt(verdict, self._runnable())
-        finally:
+        except BaseException:
             edit.undo()
+            raise
+        if verdict is None or verdict.ok:
+            return Written(edit, verdict)
+        edit.undo()
+        return Failed(verdict.reason, unsuitable=False)
 
     def verdict(self, edit: Edit) -> verify.Verdict | None:
         """Return the worst verdict over the phases, or None where nothing could be checked."""
@@ -159,38 +199,49 @@ class SiteTrial:
         ]
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
 
-    def choose(self, attempts: Mapping[str | None, Attempt]) -> tuple[str | None, dict[str, Any], str | None]:
+    def choose(self, attempts: Mapping[str | None, Attempt]) -> tuple[Attempt, dict[str, Any], str | None]:
         """Return the lowering to keep, its figures, and why none is kept."""
-        first = next(iter(attempts))
-        if not self.timed or self.before is None:
-            return first, self.figures(attempts[first].verdict), None
-        timings = self.timings(attempts)
-        names = {_label(choice): choice for choice in attempts}
-        best = timings.fastest(prefer=tuple(names))
-        switch = self.switch(attempts, best)
-        if switch is not None:
-            best = str(switch.choice)
-            attempts, names = {**attempts, best: switch.attempt}, {**names, best: best}
-            timings = self.timings(attempts)
-        speed = timings.ratio("before", best)
+        if not self.timed:
+            first = next(iter(attempts.values()))
+            return first, self.figures(first.verdict), None
+        race = self.race(attempts)
+        best, kept = label(race.best), race.attempts[race.best]
+        times = {label(choice): race.timings.microseconds(label(choice)) for choice in race.attempts}
+        speed = race.timings.ratio("before", best)
         figures = {
-            **self.figures(attempts[names[best]].verdict),
-            **timing_figures(timings, "before", best),
-            "lowerings": {name: timings.microseconds(name) for name in names},
-            **({} if switch is None else {"rows": switch.figures(list(names))}),
+            **self.figures(kept.verdict),
+            **timing_figures(race.timings, "before", best),
+            "lowerings": times,
+            **({} if race.switch is None else {"rows": race.switch.figures(list(times))}),
         }
         if speed.low <= 1.0 and not self.site.required:
-            return None, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
-        return names[best], figures, None
+            return kept, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
+        return kept, figures, None
+
+    def race(self, attempts: Mapping[str | None, Attempt]) -> Race:
+        """Time lowerings, and where calls differ in size a switch between two of them."""
+        timings = self.timings(attempts)
+        best = self.fastest(attempts, timings)
+        switch = self.switch(attempts, label(best))
+        if switch is None:
+            return Race(attempts, timings, best)
+        choice = str(switch.choice)
+        attempts = {**attempts, choice: switch.attempt}
+        return Race(attempts, self.timings(attempts), choice, switch)
+
+    def fastest(self, attempts: Mapping[str | None, Attempt], timings: measure.Timings) -> str | None:
+        """Return the fastest; of those that are not shown to be 2% slower, the first."""
+        names = {label(choice): choice for choice in attempts}
+        return names[timings.fastest(prefer=tuple(names))]
 
     def switch(self, attempts: Mapping[str | None, Attempt], single: str) -> Switched | None:
         """Return two lowerings to switch between by size, if that is faster than any single one, and right."""
-        able = {_label(choice) for choice in attempts} & set(self.site.switchable)
+        able = {label(choice) for choice in attempts} & set(self.site.switchable)
         groups = calls_by_rows(self.home, self.calls, self.site.rows_of) if len(able) > 1 else {}
         if len(groups) < 2:
             return None
         by_size = {size: self.timings(attempts, calls) for size, calls in groups.items()}
-        switch = best_switch(by_size, [_label(choice) for choice in attempts], able)
+        switch = best_switch(by_size, [label(choice) for choice in attempts], able)
         attempt = None if switch is None else self.attempt(str(switch))
         if switch is None or not isinstance(attempt, Attempt):
             return None
@@ -198,7 +249,7 @@ class SiteTrial:
         check = {size: self.timings(both, calls) for size, calls in groups.items()}
         return Switched(switch, attempt, by_size, check) if pays(check, single, str(switch)) else None
 
-    def _runnable(self) -> nn.Module | None:
+    def runnable(self) -> nn.Module | None:
         """Return the module around the site as it runs now, what no pass has changed at rest, to be timed."""
         if not self.timed:
             return None
@@ -208,18 +259,16 @@ class SiteTrial:
 
     def timings(self, attempts: Mapping[str | None, Attempt], calls: Sequence[Any] | None = None) -> measure.Timings:
         """Time lowerings beside the module as it was, on all its calls or on some of them."""
+        modules = {"before": self.before, **{label(choice): attempt.module for choice, attempt in attempts.items()}}
+        runs = {name: self.runner(module, calls) for name, module in modules.items() if module is not None}
+        return measure.time_candidates(runs)
+
+    def runner(self, module: nn.Module, calls: Sequence[Any] | None = None) -> measure.Runner:
+        """Return a function that makes the recorded calls, or some of them, of what `runnable` gave."""
         training = self.program.training and self.phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.site.home else None
-        modules = {"before": self.before, **{_label(choice): attempt.module for choice, attempt in attempts.items()}}
-        runs = {
-            name: measure.runner(
-                module, self.calls if calls is None else calls, training=training, input_gradients=inner
-            )
-            for name, module in modules.items()
-            if module is not None
-        }
-        return measure.time_candidates(runs)
+        return measure.runner(module, self.calls if calls is None else calls, training=training, input_gradients=inner)
 
     def figures(self, verdict: verify.Verdict | None) -> dict[str, Any]:
         if verdict is None:
@@ -249,5 +298,5 @@ def timing_figures(timings: measure.Timings, before: str, after: str) -> dict[st
     }  # fmt: skip
 
 
-def _label(choice: str | None) -> str:
+def label(choice: str | None) -> str:
     return choice or "after"

@@ -21,8 +21,8 @@ class _Overdue(BaseException):
     """The time is up; not an `Exception`, so that a pass's own `except Exception` does not swallow it."""
 
 
-def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
-    """Return `action()`, or raise PassError saying `what` failed and how.
+def supervised(action: Callable[[], T], *, what: str | Callable[[], str], seconds: float) -> T:
+    """Return `action()`, or raise PassError saying `what` failed and how; a function is asked for it then.
 
     A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no
     timer that interrupts, an action that hangs is not stopped.
@@ -35,13 +35,17 @@ def supervised(action: Callable[[], T], *, what: str, seconds: float) -> T:
         with _time_limit(seconds), collection_paused():
             return action()
     except _Overdue:
-        raise PassError(f"{what} took longer than {seconds:g} s and was stopped") from None
+        raise PassError(f"{_said(what)} took longer than {seconds:g} s and was stopped") from None
     except (Unsuitable, PassError):
         raise
     except FxoptError as error:
-        raise PassError(f"{what}: {error}") from error
+        raise PassError(f"{_said(what)}: {error}") from error
     except Exception as error:
-        raise PassError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise PassError(f"{_said(what)} raised {type(error).__name__}: {error}") from error
+
+
+def _said(what: str | Callable[[], str]) -> str:
+    return what if isinstance(what, str) else what()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from . import measure
 from .base import Goal, Pass, Phase, Site
 from .edit import Edit
 from .plan import Decision
-from .site_trial import timing_figures
+from .site_trial import Failed, timing_figures
 
 if TYPE_CHECKING:
     from .manager import Manager
@@ -35,6 +35,7 @@ class Landed:
         pass_, site, edit: which it is.
         decision: the site's own.
         evidence: the decision at the first of several equal sites, whose timing counts for all of them.
+        recorded: what reports and plans say of it: the decision, or where several sites were decided as one, one each.
     """
 
     pass_: Pass
@@ -42,6 +43,7 @@ class Landed:
     edit: Edit
     decision: Decision
     evidence: Decision
+    recorded: list[Decision]
 
     @property
     def phase(self) -> Phase:
@@ -124,22 +126,20 @@ class WholeModel:
         return around
 
     def _undone(self, landed: Landed, reason: str) -> None:
-        decision = dataclasses.replace(landed.decision, status="undone", reason=reason)
-        self.manager.replace_decision(landed.decision, decision)
+        for decision in landed.recorded:
+            undone = dataclasses.replace(decision, status="undone", reason=reason)
+            self.manager.replace_decision(decision, undone)
 
     def _land_again(self, landed: Landed) -> None:
         """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
-        choices = () if landed.site.choice is None else (landed.site.choice,)
-        site = dataclasses.replace(landed.site, choices=choices)
         try:
-            attempts, wrong, unsuitable = self.manager.trial(landed.pass_, site, time=False).run()
+            written = self.manager.trial(landed.pass_, landed.site, time=False).written(landed.site)
         except PassError as error:
-            attempts, wrong, unsuitable = {}, {None: str(error)}, {}
-        if not attempts:
-            reasons = "; ".join((*wrong.values(), *unsuitable.values()))
-            self._undone(landed, f"it stood on a rewrite that was taken back: {reasons}")
+            written = Failed(str(error), unsuitable=False)
+        if isinstance(written, Failed):
+            self._undone(landed, f"it stood on a rewrite that was taken back: {written.reason}")
             return
-        landed.edit = self.manager.apply(landed.pass_, landed.site)
+        landed.edit = written.edit
         self.manager.landed.append(landed)
 
 

@@ -82,7 +82,7 @@ def _row(decision: Decision) -> Row:
         site=printable(site),
         lowering=decision.choice or "",
         error=_error(figures),
-        speed=_speed(figures) + (f", as {printable(clipped(str(first)))}" if first else ""),
+        speed=_speed(figures) + _shared(figures) + (f", as {printable(clipped(str(first)))}" if first else ""),
         time=_time(figures),
         timed=_timed(figures.get("lowerings") or {}),
     )
@@ -100,6 +100,12 @@ def _speed(figures: Mapping[str, Any]) -> str:
         return "not timed"
     low, high = figures.get("speedup_low"), figures.get("speedup_high")
     return f"{figures['speedup']:.3g}x" + ("" if low is None or high is None else f" ({low:.3g} to {high:.3g})")
+
+
+def _shared(figures: Mapping[str, Any]) -> str:
+    """Say that the figures are those of several sites of one graph together."""
+    count = figures.get("together", 1)
+    return f", {count} sites together" if isinstance(count, int) and count > 1 else ""
 
 
 def _time(figures: Mapping[str, Any]) -> str:

@@ -1,0 +1,109 @@
+"""Several ensembles in one graph: written together, and worth it together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.passes.edit import Edit
+from fxopt.passes.together import grouped, resolved, together
+from fxopt.testing import assert_equivalent
+from fxopt.transforms.fuse_ensembles import FuseEnsembles
+
+
+class Unequal(nn.Module):
+    """Members of two shapes that share a trunk's shape: the trunks are one ensemble, the ends two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ends = (2, 3, 2, 3, 2)
+        self.members = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, end)) for end in ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([member(x) for member in self.members], -1)
+
+
+class Chain(nn.Module):
+    """Ensembles one after another, with weights, biases and a dropout that only training has."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(4, 2) for _ in range(2)) for _ in range(length))
+        self.gates = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, group in enumerate(self.groups):
+            if self.training and number == 1:
+                x = x * 0.5
+            x = x + torch.cat([member(x) for member in group], -1)
+        return sum(gate(x) for gate in self.gates)
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+MODELS = {"unequal": Unequal, "chain": lambda: Chain(4)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lowering", ["wide", "bmm", "grouped_conv", "vmap"])
+@pytest.mark.parametrize("training", [True, False])
+def test_ensembles_of_one_graph_are_fused_as_one(name: str, lowering: str, training: bool) -> None:
+    model = MODELS[name]().train(training)
+    fast = fxopt.optimize(model, f"fuse_ensembles{{lowering={lowering}}}", example_inputs=(X,), measure=False)
+    decisions = fxopt.plan(fast).decisions
+    assert len(decisions) > 1
+    assert {decision.status for decision in decisions} == {"applied"}
+    assert {decision.figures["together"] for decision in decisions} == {len(decisions)}
+    assert_equivalent(model, fast, [(X,)])
+    assert fxopt.state_dict(fast).keys() == model.state_dict().keys()
+    restored = fxopt.restore(fast)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in restored.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("both_modes", [True, False])
+def test_written_at_once_they_are_what_they_are_one_after_another(name: str, both_modes: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    graphs: list[dict[str, str]] = []
+    results: list[Tensor] = []
+    names: list[list[str]] = []
+    for at_once in (True, False):
+        program = fxopt.capture(model, (X,))
+        found = grouped(FuseEnsembles(), list(FuseEnsembles().find(program)))
+        sites = [resolved(part, "bmm") for part in found[0].parts]
+        edit = Edit(program, together(sites), "fuse_ensembles")
+        for some in [sites] if at_once else [[site] for site in sites]:
+            FuseEnsembles().rewrite_together(some, edit)
+        edit.finish()
+        program.model.train(both_modes)
+        results.append(program.model(X))
+        names.append(list(program.model.state_dict()))
+        graphs.append({name: "\n".join(sorted(str(graph).splitlines())) for name, graph in program.graphs.items()})
+        program.model.train()
+        edit.undo()
+        assert torch.equal(program.model(X), model(X))
+    assert torch.equal(*results)
+    assert names[0] == names[1]
+    assert graphs[0].keys() == graphs[1].keys()
+
+
+def test_a_plan_repeats_all_of_them() -> None:
+    model = Chain(3)
+    fast = fxopt.optimize(model, "fuse_ensembles", example_inputs=(X,), measure=False)
+    again = fxopt.optimize(model, "fuse_ensembles", example_inputs=(X,), plan=fxopt.plan(fast))
+    assert list(again.state_dict()) == list(fast.state_dict())
+    assert {k: str(v) for k, v in fxopt.graphs(again).items()} == {k: str(v) for k, v in fxopt.graphs(fast).items()}
+    statuses = [dataclasses.replace(decision, figures={}) for decision in fxopt.plan(again).decisions]
+    assert statuses == [dataclasses.replace(decision, figures={}) for decision in fxopt.plan(fast).decisions]
+
+
+def test_measured_they_stay_where_they_pay_together() -> None:
+    model = Unequal().eval()
+    fast = fxopt.optimize(model, "fuse_ensembles", example_inputs=(X,))
+    assert_equivalent(model, fast, [(X,)])
+    for decision in fxopt.plan(fast).decisions:
+        assert decision.status == "applied" or decision.reason.startswith(("no faster", "the whole model"))
