@@ -12,7 +12,7 @@ from torch.fx.node import Argument
 
 from ..errors import Unsuitable
 from ..passes.expansion import Operation, map_structure
-from ..passes.forms import same_shape
+from ..passes.forms import gives_new_value, same_shape
 from ..passes.joins import Join, find_joins
 from ..passes.operators import POINTWISE, function_of
 from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
@@ -73,15 +73,21 @@ def lower(lowering: Lowering) -> list[Unit]:
     read = {o for pack in packs for operand in pack.operands for o in _read_singly(operand)}
     for pack in packs:
         single = any(member in read or any(u not in covered for u in member.users) for member in pack.members)
-        copy = pack.operator not in _KEEP_NO_RESULT or single or _readers(pack, lowering) > 1
-        units.extend(_join_unit(pack, join, copy) for join in lowering.joins[pack])
+        copy = pack.operator not in _KEEP_NO_RESULT or _readers(pack, lowering) > 1
+        units.extend(_join_unit(pack, join, copy or single) for join in lowering.joins[pack])
         if single:
-            units.append(_unbind_unit(pack))
+            read_again = pack.operator not in _KEEP_NO_RESULT or _readers(pack, lowering) > 0
+            units.append(_unbind_unit(pack, copy=_may_be_written(pack) and read_again))
     return units
 
 
 _KEEP_NO_RESULT = frozenset("linear add sub mul div".split())
 """Operators whose backward does not read their result, so that it may be written to."""
+
+
+def _may_be_written(pack: Pack) -> bool:
+    """Say whether somebody may write to a member's result by itself: it is returned, or something is viewed in it."""
+    return any(not gives_new_value(user) for member in pack.members for user in member.users)
 
 
 def _readers(pack: Pack, lowering: Lowering) -> int:
@@ -162,7 +168,9 @@ def _stacked(operand: Operand, count: int, lowering: Lowering, writer: Writer) -
         case Flags():
             return graph.call_function(batched_layers.members_training, tuple(map(graph.get_attr, operand.names)))
         case Parameters():
-            return graph.get_attr(lowering.names[operand.names])
+            node = graph.get_attr(lowering.names[operand.names])
+            node.meta["parameter"] = True
+            return node
         case Selected():
             return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
         case Gathered():
@@ -289,7 +297,7 @@ def _write_join(join: Join, value: fx.Node, writer: Writer, copy: bool) -> fx.No
     return node
 
 
-def _unbind_unit(pack: Pack) -> Unit:
+def _unbind_unit(pack: Pack, copy: bool) -> Unit:
     """Give each member's result by itself, for the users that do not take them all."""
 
     def emit(writer: Writer) -> None:
@@ -301,7 +309,7 @@ def _unbind_unit(pack: Pack) -> Unit:
             for position, member in enumerate(pack.members):
                 writer.values[member] = graph.call_function(batched_layers.results_of_member, (value, position))
             return
-        parts = graph.call_function(batched.unbind_members, (value,))
+        parts = graph.call_function(batched.unbind_members, (value,), {"copy": True} if copy else {})
         for position, member in enumerate(pack.members):
             writer.values[member] = graph.call_function(function_of("getitem"), (parts, position))
 

@@ -14,6 +14,7 @@ from .packs import Slot
 __all__ = [
     "Form",
     "form_of",
+    "gives_new_value",
     "may_share_memory",
     "operands_of",
     "packable",
@@ -172,6 +173,11 @@ def may_share_memory(operation: Operation, sources: Collection[Operation]) -> bo
         pending.extend(source for source in read if source not in seen)
         seen.update(read)
     return False
+
+
+def gives_new_value(operation: Operation) -> bool:
+    """Say whether the result of an operation shares no memory with what it reads."""
+    return operation.operator in _NEW and operation.operator != "positive" and not operation.mutates
 
 
 _NEW = POINTWISE | _FRESH | frozenset("cat stack sum mean".split())

@@ -191,6 +191,45 @@ def test_members_come_out_as_they_would_have(x: Tensor):
     assert total.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 1, 4), (3, 0, 4), (3, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("copy", [False, True])
+def test_members_can_be_written_one_by_one(shape: tuple[int, ...], copy: bool):
+    leaf = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    stacked = leaf * 2
+    first, second, third = unbind_members(stacked, copy=copy)
+    first.mul_(3)
+    second.add_(leaf[0])
+    assert [tuple(part.shape) for part in (first, second, third)] == [shape[1:]] * 3
+    expected = torch.stack([leaf[0] * 6, leaf[1] * 2 + leaf[0], leaf[2] * 2])
+    assert torch.equal(torch.stack([first, second, third]), expected)
+    assert not copy or torch.equal(stacked, leaf * 2)
+    (found,) = torch.autograd.grad(sum(part.square().sum() for part in (first, second, third)), leaf)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), leaf)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_members_come_out_of_vmap_and_export():
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return list(unbind_members(x * 2))
+
+    x = torch.randn(3, 2, 4)
+    batched = torch.func.vmap(Doubled())(torch.stack([x, -x]))
+    assert all(torch.equal(part[1], -2 * x[number]) for number, part in enumerate(batched))
+    exported = torch.export.export(Doubled(), (x,), dynamic_shapes=({1: torch.export.Dim.AUTO},)).run_decompositions()
+    wider = torch.randn(3, 5, 4)
+    assert all(torch.equal(one, 2 * part) for one, part in zip(exported.module()(wider), wider, strict=True))
+
+
+@pytest.mark.parametrize("dim", range(-2, 2))
+@pytest.mark.parametrize("x", [torch.randn(5, 1, 3), torch.randn(3, 1, 5).mT.transpose(0, 1), torch.randn(5, 1, 0)])
+def test_concatenating_one_row_is_torch_cat(dim: int, x: Tensor):
+    found, expected = concatenate_members(x, dim), torch.cat(list(x), dim)
+    assert torch.equal(found, expected)
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
+
+
 @pytest.mark.parametrize(("shape", "dim"), [((5, 2), 1), ((5, 2), -2), ((5,), 0), ((5,), -1)])
 def test_concatenate_refuses_a_dimension_that_members_lack(shape: tuple[int, ...], dim: int):
     with pytest.raises(IndexError, match=f"along dimension {dim}"):
