@@ -46,7 +46,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Returns:
         [N, *, out]: each member's results lie together. Those of several rows are a view of a contiguous [N, out, *]:
-        the values of one output lie behind one another, which elementwise operations keep and `batched_linear` takes up.
+        those of one output lie behind one another, which elementwise operations keep and `batched_linear` takes up.
     """
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
     results = _wide_product(rows, weight, bias)
