@@ -13,7 +13,7 @@ from torch import nn
 
 from ..compat import is_torch_wrapper, own_buffers
 from .capture import Capture, RegionPlan, Variant, capture_of
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, outline
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
@@ -135,6 +135,8 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
+        self._firsts: dict[Hashable, tuple[nn.Module, Sequence[Call | None], Capture | Opaque]] = {}
+        self._compared: set[Capture] = set()
         self._awake: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
@@ -154,8 +156,18 @@ class _Capturer:
                 return None if runs_as_sequential(module) else Opaque(name, "", "the example inputs never call it")
         if runs_as_sequential(module):
             return self._sequentials.capture(module, calls[0])
-        if self._kinds[type(module)] == 1:
-            return self._traced(name, module, calls)
+        return (
+            self._traced(name, module, calls) if self._kinds[type(module)] == 1 else self._shared(name, module, calls)
+        )
+
+    def _shared(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
+        """Return the capture of the first module that is alike, where there is one."""
+        rough = outline(module, calls)
+        if rough not in self._firsts:
+            found = self._traced(name, module, calls)
+            self._firsts[rough] = (module, calls, found)
+            return found
+        self._compare(*self._firsts[rough])
         alike = fingerprint(module, calls)
         if alike is None or alike not in self._alike:
             found = self._traced(name, module, calls)
@@ -163,6 +175,14 @@ class _Capturer:
                 return found
             self._alike[alike] = found
         return self._alike[alike]
+
+    def _compare(self, module: nn.Module, calls: Sequence[Call | None], found: Capture | Opaque) -> None:
+        """Let further modules be compared with the first one of its outline: the only one need not be looked into."""
+        if isinstance(found, Capture) and found not in self._compared:
+            self._compared.add(found)
+            alike = fingerprint(module, calls)
+            if alike is not None:
+                self._alike[alike] = found
 
     def _woken(self, capture: Capture) -> Capture:
         """Return the capture itself, or where modules rest from it, one that the same modules share and run from."""

@@ -32,14 +32,20 @@ class Change:
     attributes: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
+_PLAIN = frozenset((Tensor, bool, int, float, str, type(None), slice))
+"""What nothing is in: most arguments."""
+
+
 class Watch:
     """Hold the state of some values, to see later what became of them."""
 
     def __init__(self, changes: Changes, values: list[Any]) -> None:
         self._changes = changes
-        self._values = [value for value in values if _is_mutable(value)]
+        held = [value for value in values if type(value) not in _PLAIN]
+        self._values = [value for value in held if _is_mutable(value)]
         self._states = [state_of(value) for value in self._values]
-        self._tensors = [(tensor, change_count(tensor)) for tensor in tensors_within(values)]
+        plain = [value for value in values if type(value) is Tensor]
+        self._tensors = [(tensor, change_count(tensor)) for tensor in (*plain, *tensors_within(held))]
         outside = any(changes.is_outside(value) for value in self._values)
         self._roots = {node: contents(root) for node, root in changes.roots.items()} if outside else {}
 
@@ -74,7 +80,8 @@ class Changes:
 
     def protect(self, value: Any, node: fx.Node | None = None) -> None:
         """Note a value that was there before the call, or that something else may hold; `node` is an argument."""
-        self._storages.update(map(memory_of, tensors_within(value)))
+        tensors = (value,) if type(value) is Tensor else tensors_within(value)
+        self._storages.update(map(memory_of, tensors))
         if _is_mutable(value):
             self._outside[id(value)] = value
             if node is not None:
@@ -91,4 +98,6 @@ class Changes:
 
 
 def _is_mutable(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return False
     return is_object(value) or isinstance(value, (list, set, Mapping))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .changes import Watch
+from .changes import Change, Watch
 from .leaves import is_leaf, is_library
 from .objects import objects_in
 from .proxy import UNKNOWN, ValueProxy
@@ -48,15 +48,26 @@ class Children:
         if not path:
             self._tracer.fail("it calls itself")
         self._tracer.attributes.questions.note_called(module)
+        value, lasting = self._outcome(original, module, args, kwargs)
+        fixed = is_library(type(module)) and is_leaf(module)
+        return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed, lasting=lasting)
+
+    def _outcome(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Change | None]:
+        """Return the example value of a call, and what it changed that outlives the traced forward."""
+        calls = self._results.get(module)
+        if calls and _are_tensors(args) and _are_tensors(kwargs.values()):  # as most calls are
+            call = calls.popleft()
+            with self._tracer.session.aside():
+                return call.example(call.output), None
         with self._tracer.session.aside():
             given = objects_in(self._tracer.values((args, kwargs)))
             watch = Watch(self._tracer.changes, given)
         value = self._value(original, module, args, kwargs, given)
         self._called.add(module)
         with self._tracer.session.aside():
-            lasting = watch.lasting()
-        fixed = is_library(type(module)) and is_leaf(module)
-        return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed, lasting=lasting)
+            return value, watch.lasting()
 
     def has_called(self, module: nn.Module) -> bool:
         """Tell whether a module, or one that it is inside of, was called."""
@@ -78,6 +89,10 @@ class Children:
             return UNKNOWN
         with self._tracer.session.suspended():
             return original(module, *values[0], **values[1])
+
+
+def _are_tensors(arguments: Iterable[Any]) -> bool:
+    return all(type(given) is ValueProxy and type(given.fxopt_value) is Tensor for given in arguments)
 
 
 def _mark(leaf: Any) -> Any:

@@ -67,20 +67,24 @@ class DataFlow:
         if (self._changed and not self._objects.isdisjoint(inputs)) or not self.later.isdisjoint(inputs):
             self.later.add(node)
         self._changed = self._changed or changes
-        if is_object(value) or (isinstance(value, (list, set, Mapping)) and not self._objects.isdisjoint(inputs)):
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor and self._is_object(value, inputs):
             self._objects.add(node)
-        if isinstance(value, Tensor) or next(tensors_in(value), None) is not None:
+        if is_tensor or next(tensors_in(value), None) is not None:
             self._tensors.add(node)
             if self._is_made(node):
                 self._made.add(node)
         picks = node.op == "call_function" and node.target in (operator.getitem, getattr)
         structured = fixed or kind.__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed)
-        if structured and not isinstance(value, Tensor):  # how long a tensor is hangs on its shape
+        if structured and not is_tensor:  # how long a tensor is hangs on its shape
             self._fixed.add(node)
         shaping = inputs[:1] if _name(node) in _SHAPED_LIKE_FIRST else inputs
         if self._shapes_by_data(node) or any(used in self._shaped for used in shaping):
             self._shaped.add(node)
         self._decides[node] = self._hangs_on_data(node)  # now, while what it uses is known: a chain may be long
+
+    def _is_object(self, value: Any, inputs: list[fx.Node]) -> bool:
+        return is_object(value) or (isinstance(value, (list, set, Mapping)) and not self._objects.isdisjoint(inputs))
 
     def is_fixed(self, node: fx.Node) -> bool:
         """Tell whether the number of items in a node's value can never change."""

@@ -11,7 +11,7 @@ from ..compat import own_children
 from .meta import Meta, TensorMeta, meta_of
 from .record import Call
 
-__all__ = ["fingerprint", "hashable"]
+__all__ = ["fingerprint", "hashable", "outline"]
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _HANDLED = frozenset(name for name in nn.Module().__dict__ if "hook" in name or name in _REGISTRIES)
@@ -38,6 +38,17 @@ def fingerprint(module: nn.Module, calls: Sequence[Call | None]) -> Hashable | N
         return type(module), inside, tuple(None if call is None else _call(call, structure.paths) for call in calls)
     except _Unlike:
         return None
+
+
+def outline(module: nn.Module, calls: Sequence[Call | None]) -> Hashable:
+    """Return, cheaply, what is different for modules of different fingerprints in most cases; equal ones have one."""
+    call = calls[0]
+    if call is None:
+        return type(module)
+    try:
+        return type(module), len(calls), _value(call.args), _value(call.output)
+    except _Unlike:
+        return type(module), len(calls)
 
 
 class _Structure:

@@ -18,9 +18,9 @@ from .structure import is_namedtuple
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
 
-__all__ = ["Lowering"]
+__all__ = ["PLAIN", "Lowering"]
 
-_PLAIN = (str, int, float, complex, bool, bytes, type(None), type(...))
+PLAIN = (str, int, float, complex, bool, bytes, type(None), type(...))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range)
 
 
@@ -43,7 +43,7 @@ class Lowering:
         kind = cast("type[object]", type(value))
         if issubclass(kind, ValueProxy):
             return self._node(value)
-        if kind in _PLAIN or isinstance(value, _CONSTANTS):
+        if kind in PLAIN or isinstance(value, _CONSTANTS):
             return value
         if kind is slice:
             return slice(self.value(value.start), self.value(value.stop), self.value(value.step))

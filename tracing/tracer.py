@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,7 +27,7 @@ from .dataflow import DataFlow
 from .decisions import Decisions
 from .leaves import container_lengths, walks_children
 from .locate import source_of
-from .lowering import Lowering
+from .lowering import PLAIN, Lowering
 from .memos import asks_memo, patch_memos
 from .meta import meta_of
 from .names import ModelNames
@@ -230,7 +230,7 @@ class ModuleTracer:
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation, and do it on the example values."""
         with self.session.aside():
-            values = self.values((args, kwargs))
+            values = _examples_of((args, kwargs))
             watch = Watch(self.changes, [] if values is UNKNOWN else [*values[0], *values[1].values()])
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
@@ -306,9 +306,7 @@ class ModuleTracer:
     def values(self, arguments: Any) -> Any:
         """Return `arguments` with example values in place of proxies, or UNKNOWN where one has none."""
         with self.session.aside():
-            if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(arguments)):
-                return UNKNOWN
-            return map_leaves(_value, arguments, ValueProxy)
+            return _examples_of(arguments)
 
     def constant(self, value: Any) -> Any:
         """Return a plain value as a node argument."""
@@ -393,6 +391,36 @@ def _is_repeatable(holder: fx.Node, name: str) -> bool:
     """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
     reads = (user for user in holder.users if user.target is not setattr)
     return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
+
+
+class _NoExampleError(Exception):
+    """A value is known to no example."""
+
+
+def _examples_of(arguments: Any) -> Any:
+    try:
+        return _example_of(arguments)
+    except _NoExampleError:
+        return UNKNOWN
+
+
+def _example_of(value: Any) -> Any:
+    kind = cast("type[object]", type(value))
+    if kind is ValueProxy:
+        if value.fxopt_value is UNKNOWN:
+            raise _NoExampleError
+        return value.fxopt_value
+    if kind in PLAIN:
+        return value
+    if kind is tuple:
+        return tuple([_example_of(item) for item in value])
+    if kind is list:
+        return [_example_of(item) for item in value]
+    if kind is dict:
+        return {key: _example_of(item) for key, item in value.items()}
+    if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(value)):
+        raise _NoExampleError
+    return map_leaves(_value, value, ValueProxy)
 
 
 def _value(leaf: Any) -> Any:
