@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -13,6 +13,7 @@ from .fingerprint import hashable
 from .guards import Guard
 from .meta import Meta, meta_of
 from .record import Call
+from .signature import signature_of
 
 __all__ = ["SequentialCaptures"]
 
@@ -24,6 +25,7 @@ class SequentialCaptures:
 
     def __init__(self) -> None:
         self._known: dict[Any, Capture] = {}
+        self._signature = signature_of(cast("Callable[..., Any]", nn.Sequential.forward))
 
     def capture(self, module: nn.Module, call: Call | None) -> Capture:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
@@ -32,7 +34,8 @@ class SequentialCaptures:
         key = (type(module), children, None if metas is None else hashable(tuple(metas)))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Capture(type(module), [_variant(list(own_children(module)), metas)])
+            variant = _variant(list(own_children(module)), metas)
+            known = self._known[key] = Capture(type(module), [variant], _parameters=self._signature)
         return known
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -91,6 +92,28 @@ class _Patch(NamedTuple):
             delattr(self.owner, self.name)
 
 
+class _Space:
+    """The names of a module of Python's that are to be something else for a while: there are hundreds."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._names = vars(module)
+        self._before: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self._before.setdefault(name, self._names[name])
+        self._values[name] = value
+
+    def is_current(self) -> bool:
+        return all(self._names.get(name) is before for name, before in self._before.items())
+
+    def make(self) -> None:
+        self._names.update(self._values)
+
+    def undo(self) -> None:
+        self._names.update(self._before)
+
+
 class Session:
     """Know which tracer, if any, the code that runs now belongs to.
 
@@ -109,7 +132,8 @@ class Session:
         self._thread = threading.get_ident()
         self._patched_globals: set[int] = set()
         self._uses_numpy: dict[int, bool] = {}
-        self._patches: list[_Patch] = []
+        self._patches: list[_Patch | _Space] = []
+        self._spaces: dict[ModuleType, _Space] = {}
         self._stand_ins: dict[int, Any] = {}
         self._undo = ExitStack()
         self._loaded = len(sys.modules)
@@ -177,6 +201,12 @@ class Session:
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Let an attribute be `value` whenever the session is open."""
+        if isinstance(owner, ModuleType) and name in vars(owner):
+            if owner not in self._spaces:
+                self._spaces[owner] = _Space(owner)
+                self._patches.append(self._spaces[owner])
+            self._spaces[owner].add(name, value)
+            return
         self._patches.append(_Patch(owner, name, vars(owner).get(name, _MISSING), value))
 
     def patch_now(self, owner: Any, name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 __all__ = ["Absent", "Signature", "given", "signature_of"]
@@ -40,7 +41,7 @@ class Signature:
         """Return the signature of a forward that takes `names`, all of them required."""
         return cls(tuple(_Kind(name, _Kind.POSITIONAL_OR_KEYWORD) for name in names))
 
-    @property
+    @cached_property
     def header(self) -> str:
         """Return the parameter list as source text; each default is written None, and set on the function later."""
         first = self.parameters[:1]
@@ -75,6 +76,10 @@ class Signature:
         kind = _Kind.KEYWORD_ONLY
         return {p.name: self._default(p) for p in self.parameters if p.kind is kind and p.default is not _Kind.empty}
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.Signature(self.parameters)
+
     def _default(self, parameter: inspect.Parameter) -> Any:
         return Absent if self.decorated else parameter.default
 
@@ -84,7 +89,7 @@ class Signature:
         Raises:
             TypeError: if the arguments do not fit.
         """
-        bound = inspect.Signature(self.parameters).bind(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
         found = dict(bound.arguments)
         bound.apply_defaults()
         if not self.decorated:

@@ -54,13 +54,10 @@ def _call(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
 def _places(_count: int) -> list[tuple[ModuleType, str, FunctionType]]:
     """Return where these functions are to be found; `_count` modules are loaded: the cache holds as long as that."""
     loaded = {name: module for name, module in list(sys.modules.items()) if name.startswith(_GROUPS)}
-    whole = {(name, getattr(loaded.get(home), name, None)) for home, names in _WHOLE.items() for name in names.split()}
-    return [
-        (module, name, function)
-        for module in loaded.values()
-        for name, function in whole
-        if isinstance(function, FunctionType) and vars(module).get(name) is function
-    ]
+    found = {(name, getattr(loaded.get(home), name, None)) for home, names in _WHOLE.items() for name in names.split()}
+    whole = [(name, function) for name, function in found if isinstance(function, FunctionType)]
+    spaces = [(module, vars(module)) for module in loaded.values()]
+    return [(module, name, f) for module, space in spaces for name, f in whole if space.get(name) is f]
 
 
 def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
