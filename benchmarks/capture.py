@@ -176,7 +176,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     captures = [row["capture"] for row in rows]
     counts = {key: sum(c["parameters"][key] for c in captures) for key in captures[0]["parameters"]}
-    traced = [c["seconds"] / c["symbolic_trace_seconds"] for c in captures if c["symbolic_trace_seconds"]]
+    traced = {row["name"]: row["capture"]["over_symbolic_trace"] for row in rows}
+    traced = {name: round(ratio, 2) for name, ratio in traced.items() if ratio is not None}
     return {
         "count": len(rows),
         "whole": sum(not c["opaque"] for c in captures),
@@ -186,7 +187,8 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "different": [row["name"] for row in rows if row["capture"]["different"]],
         "with_fallbacks": [row["name"] for row in rows if row["capture"]["fallbacks"]],
         "median_seconds": round(median(c["seconds"] for c in captures), 3),
-        "over_symbolic_trace": round(median(traced), 2) if traced else None,
+        "over_symbolic_trace": round(median(traced.values()), 2) if traced else None,
+        "over_symbolic_trace_each": traced,
         "costs_something": [row["name"] for row in rows if _costs(row.get("overhead"))],
         **_inference_figures([row for row in rows if "inference" in row]),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.measure import time_candidates
@@ -19,6 +19,7 @@ from fxopt.tracing.leaves import is_container, is_leaf
 from fxopt.tracing.program import Program
 
 from .subjects import Built
+from .tracing_times import tracing_times
 
 __all__ = ["captured_row", "differences", "inference_row", "overhead_row"]
 
@@ -31,14 +32,13 @@ def captured_row(built: Built) -> tuple[dict[str, Any], Program]:
     """Capture a model and compare it with itself; return the findings and the program."""
     start = time.perf_counter()
     program = fxopt.capture(built.model, built.inputs)
-    seconds = time.perf_counter() - start
-    traced = _symbolic_trace_seconds(built.model)
+    first = time.perf_counter() - start
     different = differences(built.model, program.model, built)
     row = {
         "modules": sum(1 for _ in built.model.modules()),
         "graphs": len(program.graphs),
-        "seconds": seconds,
-        "symbolic_trace_seconds": traced,
+        "first_seconds": first,
+        **tracing_times(built),
         "opaque": _opaque(program),
         "never_called": sum(o.reason == NEVER_CALLED for o in program.opaque.values()),
         "parameters": parameter_shares(program),
@@ -194,16 +194,6 @@ def tensors(value: Any) -> Iterator[Tensor]:
 def copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return inputs whose tensors a forward may change."""
     return {name: value.clone() if hasattr(value, "clone") else value for name, value in inputs.items()}
-
-
-def _symbolic_trace_seconds(model: nn.Module) -> float | None:
-    """Return what `torch.fx.symbolic_trace` needs, or None where it fails."""
-    try:
-        start = time.perf_counter()
-        fx.symbolic_trace(model)
-        return time.perf_counter() - start
-    except Exception:
-        return None
 
 
 def overhead_row(built: Built, fast: nn.Module, seconds: float) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxopt.demo import DIM_STATE, MultiHead
+
 from . import graphs, named
 from .families import SEED, Family, build, drawn, family_of
 
@@ -47,6 +49,7 @@ def candidates(kind: str, seed: int = SEED) -> Iterator[Subject]:
 def named_subjects() -> list[Subject]:
     """Return the models that everybody knows by name."""
     own = [Subject(cls.__name__, "named", lambda cls=cls: _of_class(cls)) for cls in (named.ResNet, named.DenseNet)]
+    own.append(Subject("MultiHead", "named", _multi_head))
     return own + [_of_family(family_of(name), "named") for name in named.FAMILIES]
 
 
@@ -70,6 +73,13 @@ def _of_class(cls: Callable[[], nn.Module]) -> Built:
     return Built(
         model, {"x": torch.randn(2, 3, 32, 32)}, {"x": torch.randn(3, 3, 24, 24)}, {"class": type(model).__name__}
     )
+
+
+def _multi_head() -> Built:
+    """Return the 128 parallel heads that the demonstration optimizes."""
+    torch.manual_seed(0)
+    model = MultiHead(128).eval()
+    return Built(model, {"x": torch.randn(1, DIM_STATE)}, {"x": torch.randn(5, DIM_STATE)}, {"class": "MultiHead"})
 
 
 def _of_graphs(entry: graphs.GraphModel) -> Built:
