@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 
@@ -24,9 +24,10 @@ from .children import Children
 from .cleanup import drop_unused
 from .dataflow import DataFlow
 from .decisions import Decisions
+from .examples import examples_of, is_tensor_method
 from .leaves import container_lengths, walks_children
 from .locate import source_of
-from .lowering import PLAIN, Lowering
+from .lowering import Lowering
 from .memos import asks_memo, patch_memos
 from .meta import meta_of
 from .names import ModelNames
@@ -34,11 +35,11 @@ from .nested import NestedReads
 from .observe import Seen
 from .presence import Presence, is_statement
 from .preserve import AttributeState
-from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
+from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
 from .session import Session, Untraceable
 from .signature import Signature
-from .structure import copied, map_leaves
+from .structure import copied
 from .switches import OpenContexts
 
 __all__ = ["ModuleTracer"]
@@ -229,7 +230,7 @@ class ModuleTracer:
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation, and do it on the example values."""
         with self.session.aside():
-            values = _examples_of((args, kwargs))
+            values = examples_of((args, kwargs))
             watch = Watch(self.changes, [] if values is UNKNOWN else [*values[0], *values[1].values()])
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
@@ -305,7 +306,7 @@ class ModuleTracer:
     def values(self, arguments: Any) -> Any:
         """Return `arguments` with example values in place of proxies, or UNKNOWN where one has none."""
         with self.session.aside():
-            return _examples_of(arguments)
+            return examples_of(arguments)
 
     def constant(self, value: Any) -> Any:
         """Return a plain value as a node argument."""
@@ -321,7 +322,7 @@ class ModuleTracer:
             return self._property(name, function, args)
         if name in ("_set_grad_enabled", "set_grad_enabled"):
             self.fail("the grad mode is switched inside the forward")
-        if name == "__get__" or _is_tensor_method(function, name):
+        if name == "__get__" or is_tensor_method(function, name):
             return self._method(name, args, kwargs)
         return self.create_proxy("call_function", function, args, kwargs)
 
@@ -390,42 +391,3 @@ def _is_repeatable(holder: fx.Node, name: str) -> bool:
     """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
     reads = (user for user in holder.users if user.target is not setattr)
     return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
-
-
-def _is_tensor_method(function: Callable[..., Any], name: str) -> bool:
-    """Answer as `torch.overrides.is_tensor_method_or_property`, which first lists all of torch: 40 ms."""
-    return getattr(Tensor, name, None) is function or getattr(function, "__qualname__", "").startswith("TensorBase.")
-
-
-class _NoExampleError(Exception):
-    """A value is known to no example."""
-
-
-def _examples_of(arguments: Any) -> Any:
-    try:
-        return _example_of(arguments)
-    except _NoExampleError:
-        return UNKNOWN
-
-
-def _example_of(value: Any) -> Any:
-    kind = cast("type[object]", type(value))
-    if kind is ValueProxy:
-        if value.fxopt_value is UNKNOWN:
-            raise _NoExampleError
-        return value.fxopt_value
-    if kind in PLAIN:
-        return value
-    if kind is tuple:
-        return tuple([_example_of(item) for item in value])
-    if kind is list:
-        return [_example_of(item) for item in value]
-    if kind is dict:
-        return {key: _example_of(item) for key, item in value.items()}
-    if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(value)):
-        raise _NoExampleError
-    return map_leaves(_value, value, ValueProxy)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.fxopt_value if issubclass(type(leaf), ValueProxy) else leaf
