@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,7 @@ from ..compat import copies_of_storages, own_buffers, own_parameters, storage_id
 from ..tracing.captured import Captured, capture_of
 from ..tracing.names import all_modules
 
-__all__ = ["copied_module", "skeleton", "twin"]
+__all__ = ["Outline", "copied_module", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -27,46 +28,60 @@ _CONTAINERS: frozenset[type] = _DICTIONARIES | {set, list}
 
 def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     """Return what `copy.deepcopy(module, memo)` would: a module whose class has its own way of copying is asked."""
-    memo = {} if memo is None else memo
-    known = memo.get(id(module))
-    if known is not None:
-        return known
-    if not _copies_plainly(type(module)):
-        return copy.deepcopy(module, memo)
-    new = object.__new__(type(module))
-    memo[id(module)] = new
-    attributes = new.__dict__
-    given: dict[str, object] = module.__dict__
-    for name, value in given.items():
-        kind = type(value)
-        if kind in _ATOMS:
-            attributes[name] = value
-        elif kind in _CONTAINERS and not value:  # as most entries are
-            attributes[name] = kind()
-        else:
-            attributes[name] = _copied_value(value, memo)
-    return new
+    return _Copier({} if memo is None else memo).module(module)
 
 
-def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
-    kind = cast("type[Any]", type(value))
-    if kind in _ATOMS:
-        return value
-    if kind in _CONTAINERS and not value:
-        return kind()
-    if kind is nn.Parameter:
-        return value.__deepcopy__(memo)
-    if isinstance(value, nn.Module):
-        return copied_module(value, memo)
-    if kind in _DICTIONARIES and id(value) not in memo:
-        new: dict[Any, Any] = kind()
-        memo[id(value)] = new
-        for key, item in value.items():
-            new[key if type(key) in _ATOMS else copy.deepcopy(key, memo)] = _copied_value(item, memo)
+class _Copier:
+    """Copy modules, and what they hold.
+
+    Args:
+        memo: id -> copy, as of `copy.deepcopy`.
+        left_out: entries of modules that copies do not get while they are empty.
+    """
+
+    def __init__(self, memo: dict[int, Any], left_out: Collection[str] = ()) -> None:
+        self._memo = memo
+        self._left_out = left_out
+
+    def module(self, module: M) -> M:
+        known = self._memo.get(id(module))
+        if known is not None:
+            return known
+        if not _copies_plainly(type(module)):
+            return copy.deepcopy(module, self._memo)
+        new = object.__new__(type(module))
+        self._memo[id(module)] = new
+        attributes = new.__dict__
+        given: dict[str, object] = module.__dict__
+        for name, value in given.items():
+            kind = type(value)
+            if kind in _ATOMS:
+                attributes[name] = value
+            elif kind not in _CONTAINERS or value:
+                attributes[name] = self._value(value)
+            elif name not in self._left_out:  # most entries are empty containers
+                attributes[name] = kind()
         return new
-    if kind is Tensor and id(value) not in memo and _is_plain(value, memo):
-        return _copied_tensor(value, memo)
-    return copy.deepcopy(value, memo)
+
+    def _value(self, value: Any) -> Any:
+        kind = cast("type[Any]", type(value))
+        if kind in _ATOMS:
+            return value
+        if kind in _CONTAINERS and not value:
+            return kind()
+        if kind is nn.Parameter:
+            return value.__deepcopy__(self._memo)
+        if isinstance(value, nn.Module):
+            return self.module(value)
+        if kind in _DICTIONARIES and id(value) not in self._memo:
+            new: dict[Any, Any] = kind()
+            self._memo[id(value)] = new
+            for key, item in value.items():
+                new[key if type(key) in _ATOMS else copy.deepcopy(key, self._memo)] = self._value(item)
+            return new
+        if kind is Tensor and id(value) not in self._memo and _is_plain(value, self._memo):
+            return _copied_tensor(value, self._memo)
+        return copy.deepcopy(value, self._memo)
 
 
 def _is_plain(tensor: Tensor, memo: dict[int, Any]) -> bool:
@@ -113,18 +128,53 @@ def twin(module: M) -> M:
     return copied_module(module, memo)
 
 
-def skeleton(module: M) -> M:
-    """Return the module's structure, with the tensors that a state dict holds on the meta device."""
-    memo: dict[int, Any] = {}
-    for submodule in all_modules(module):
-        transient = transient_buffers(submodule)
-        kept = [tensor for name, tensor in own_buffers(submodule).items() if name not in transient]
-        for tensor in (*own_parameters(submodule).values(), *kept):
-            if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _outline(tensor)
-    return copied_module(module, memo)
+class Outline:
+    """The structure of a module, with the tensors that a state dict holds on the meta device.
+
+    Half of what a plain module consists of are empty registries of hooks. Hardly any outline is ever asked for its
+    modules: they are given their registries when it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        for submodule in all_modules(module):
+            buffers = own_buffers(submodule)
+            transient = transient_buffers(submodule) if buffers else ()
+            kept = [tensor for name, tensor in buffers.items() if name not in transient]
+            for tensor in (*own_parameters(submodule).values(), *kept):
+                if tensor is not None and id(tensor) not in memo:
+                    memo[id(tensor)] = _outline(tensor)
+        self._module = _Copier(memo, _REGISTRIES).module(module)
+        self._is_whole = False
+
+    def module(self) -> nn.Module:
+        """Return the module; it is to be copied before it is changed."""
+        if not self._is_whole:
+            for attributes in _attributes(self._module):
+                attributes.update({name: kind() for name, kind in _REGISTRIES.items() if name not in attributes})
+            self._is_whole = True
+        return self._module
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.module()
+        return self.__dict__
 
 
+def _attributes(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of a module and of those inside it, which may lack registries."""
+    seen: set[int] = set()
+    pending = [module]
+    while pending:
+        attributes = vars(pending.pop())
+        if id(attributes) not in seen:
+            seen.add(id(attributes))
+            yield attributes
+            pending += [child for child in attributes.get("_modules", {}).values() if child is not None]
+
+
+_REGISTRIES: Mapping[str, Callable[[], Any]] = {
+    name: cast("Any", type(value)) for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
+}
 _META = torch.device("meta")
 
 

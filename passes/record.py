@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from ..tracing.names import parameters_by_name
+from .copying import Outline
 
 if TYPE_CHECKING:
     from .manager import PassTrace
@@ -37,7 +38,7 @@ class Record:
         messages: warnings and notes, a line each.
         eval_only: the passes whose rewrites hold in evaluation mode only.
         traces: what each pass took and did.
-        skeleton: the original structure, its tensors on the meta device.
+        outline: of the original structure.
         opaque: name, source line and reason of each module that could not be captured.
     """
 
@@ -53,11 +54,16 @@ class Record:
     messages: tuple[str, ...] = ()
     eval_only: tuple[str, ...] = ()
     traces: tuple[PassTrace, ...] = ()
-    skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
+    outline: Outline = field(default_factory=lambda: Outline(nn.Module()), repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     _originals: WeakValueDictionary[str, Tensor] = field(
         default_factory=WeakValueDictionary[str, Tensor], init=False, repr=False
     )
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """Return the original structure, its tensors on the meta device."""
+        return self.outline.module()
 
     def remember(self, model: nn.Module) -> None:
         """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by
 from ..tracing.preserve import RandomState
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
-from .copying import copied_module, skeleton
+from .copying import Outline, copied_module
 from .manager import Manager
 from .own_forward import forbid_lost_forwards, module_around
 from .plan import Plan
@@ -75,8 +76,7 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     with collection_paused():
         fast = copied(model)
         hold(fast)
-        earlier = record_of(fast)
-        outline = earlier.skeleton if earlier else skeleton(model)
+        earlier = record_of(fast) or _first_record(model, fast)
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
     with _in_mode(fast, training):
@@ -86,7 +86,7 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
         else:
             manager.replay(request.passes, request.plan)
     rest(fast)
-    record = _record(program, manager, request, outline, earlier)
+    record = _record(program, manager, request, earlier)
     record.remember(model)
     crown(fast, record)
     forbid_lost_forwards(fast, manager.landed, record)
@@ -169,33 +169,40 @@ def _manager(program: Program, request: Request) -> Manager:
     )  # fmt: skip
 
 
-def _record(program: Program, manager: Manager, request: Request, outline: nn.Module, earlier: Record | None) -> Record:
-    model = program.model
-    before, after = manager.changed_graphs()
-    state_map = manager.state_map()
-    limited = [landed.pass_.name for landed in manager.landed if landed.phase is Phase.EVAL]
+def _first_record(model: nn.Module, fast: nn.Module) -> Record:
+    """Return the record of a model that nothing has been done to, of which `fast` is a copy."""
+    first: dict[int, str] = {}
+    state: dict[str, Any] = fast.state_dict(keep_vars=True)
+    tied = [(name, first.setdefault(id(value), name)) for name, value in state.items()]
+    count = len(all_parameters(fast))
     return Record(
-        plan=manager.plan(request.passes) if earlier is None else earlier.plan.extended(manager.plan(request.passes)),
-        state_map=earlier.state_map.compose(state_map) if earlier else _named(state_map, outline),
-        graphs_before={**before, **(earlier.graphs_before if earlier else {})},
-        graphs_after={**(earlier.graphs_after if earlier else {}), **after},
-        coverage=str(program.coverage()),
-        parameters_before=len(all_parameters(outline)),
-        parameters_after=len(all_parameters(model)),
-        timings=manager.timings,
-        checked=manager.checked(),
-        messages=(),
-        eval_only=tuple(dict.fromkeys([*(earlier.eval_only if earlier else ()), *limited])),
-        traces=(*(earlier.traces if earlier else ()), *manager.traces),
-        skeleton=outline,
-        opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+        plan=Plan((), "eval", ()),
+        state_map=StateMap().ordered(state, [(name, same) for name, same in tied if name != same]),
+        graphs_before={},
+        graphs_after={},
+        coverage="",
+        parameters_before=count,
+        parameters_after=count,
+        outline=Outline(model),
     )
 
 
-def _named(state_map: StateMap, skeleton: nn.Module) -> StateMap:
-    """Add the original names, in their order, and which of them are tied."""
-    state = skeleton.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    known = {name: first.setdefault(id(value), name) for name, value in state.items()}
-    aliases = [(name, original) for name, original in known.items() if name != original]
-    return state_map.ordered(list(state), aliases)
+def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
+    before, after = manager.changed_graphs()
+    limited = [landed.pass_.name for landed in manager.landed if landed.phase is Phase.EVAL]
+    return Record(
+        plan=earlier.plan.extended(manager.plan(request.passes)),
+        state_map=earlier.state_map.compose(manager.state_map()),
+        graphs_before={**before, **earlier.graphs_before},
+        graphs_after={**earlier.graphs_after, **after},
+        coverage=str(program.coverage()),
+        parameters_before=earlier.parameters_before,
+        parameters_after=len(all_parameters(program.model)),
+        timings=manager.timings,
+        checked=manager.checked(),
+        messages=(),
+        eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
+        traces=(*earlier.traces, *manager.traces),
+        outline=earlier.outline,
+        opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+    )
