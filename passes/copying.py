@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,12 +36,13 @@ class _Copier:
 
     Args:
         memo: id -> copy, as of `copy.deepcopy`.
-        left_out: entries of modules that copies do not get while they are empty.
+        folded: takes the copies of modules with their classes, where they are to be folded up; see `Outline`.
     """
 
-    def __init__(self, memo: dict[int, Any], left_out: Collection[str] = ()) -> None:
+    def __init__(self, memo: dict[int, Any], folded: list[tuple[Any, type]] | None = None) -> None:
         self._memo = memo
-        self._left_out = left_out
+        self._folded = folded
+        self._left_out: Collection[str] = () if folded is None else _REGISTRIES
 
     def module(self, module: M) -> M:
         known = self._memo.get(id(module))
@@ -49,7 +50,7 @@ class _Copier:
             return known
         if not _copies_plainly(type(module)):
             return copy.deepcopy(module, self._memo)
-        new = object.__new__(type(module))
+        new = self._blank(type(module))
         self._memo[id(module)] = new
         attributes = new.__dict__
         given: dict[str, object] = module.__dict__
@@ -61,6 +62,13 @@ class _Copier:
                 attributes[name] = self._value(value)
             elif name not in self._left_out:  # most entries are empty containers
                 attributes[name] = kind()
+        return new
+
+    def _blank(self, cls: type[M]) -> M:
+        if self._folded is None:
+            return object.__new__(cls)
+        new: Any = _Folded()
+        self._folded.append((new, cls))
         return new
 
     def _value(self, value: Any) -> Any:
@@ -107,7 +115,8 @@ def _copies_plainly(cls: type[nn.Module]) -> bool:
         own = cls.__bases__[-1] if issubclass(cls, Captured) else cls
         names = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__new__", "__slots__")
         overridden = [name for k in own.__mro__ if k not in _STANDARD for name in names if name in vars(k)]
-        plain = _PLAIN[cls] = not overridden and not issubclass(cls, torch.jit.ScriptModule)
+        like_any = cls.__basicsize__ == nn.Module.__basicsize__ and not issubclass(cls, torch.jit.ScriptModule)
+        plain = _PLAIN[cls] = like_any and not overridden
     return plain
 
 
@@ -128,11 +137,15 @@ def twin(module: M) -> M:
     return copied_module(module, memo)
 
 
+class _Folded:
+    """A module in an outline that nobody has asked for yet."""
+
+
 class Outline:
     """The structure of a module, with the tensors that a state dict holds on the meta device.
 
     Half of what a plain module consists of are empty registries of hooks. Hardly any outline is ever asked for its
-    modules: they are given their registries when it is.
+    modules: they are folded up until it is, without these registries.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -144,32 +157,21 @@ class Outline:
             for tensor in (*own_parameters(submodule).values(), *kept):
                 if tensor is not None and id(tensor) not in memo:
                     memo[id(tensor)] = _outline(tensor)
-        self._module = _Copier(memo, _REGISTRIES).module(module)
-        self._is_whole = False
+        self._folded: list[tuple[Any, type]] = []
+        self._module = _Copier(memo, self._folded).module(module)
 
     def module(self) -> nn.Module:
         """Return the module; it is to be copied before it is changed."""
-        if not self._is_whole:
-            for attributes in _attributes(self._module):
-                attributes.update({name: kind() for name, kind in _REGISTRIES.items() if name not in attributes})
-            self._is_whole = True
+        while self._folded:
+            module, cls = self._folded.pop()
+            module.__class__ = cls
+            attributes: dict[str, Any] = module.__dict__
+            attributes.update({name: kind() for name, kind in _REGISTRIES.items() if name not in attributes})
         return self._module
 
     def __getstate__(self) -> dict[str, Any]:
         self.module()
         return self.__dict__
-
-
-def _attributes(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of a module and of those inside it, which may lack registries."""
-    seen: set[int] = set()
-    pending = [module]
-    while pending:
-        attributes = vars(pending.pop())
-        if id(attributes) not in seen:
-            seen.add(id(attributes))
-            yield attributes
-            pending += [child for child in attributes.get("_modules", {}).values() if child is not None]
 
 
 _REGISTRIES: Mapping[str, Callable[[], Any]] = {

@@ -298,6 +298,10 @@ class Edit:
         recompile(self.home)
         self.program.touch()
 
+    def settle(self) -> None:
+        """Let go of what was there before, members' own parameters too: the rewrite stays."""
+        self._undo.clear()
+
     def undo(self) -> None:
         """Put everything back, last change first."""
         while self._undo:

@@ -92,6 +92,10 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     forbid_lost_forwards(fast, manager.landed, record)
     release(fast, request.settings.max_graphs)
     _limit_to_evaluation(fast, manager.landed, record)
+    # The old tensors go now, and not when Python's collector finds that nobody needs them.
+    for rewrite in manager.landed:
+        rewrite.edit.settle()
+    program.touch()
     return fast
 
 

@@ -65,6 +65,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
             with restoring(state):
                 found = capture_modules(names, recording)
         _install_checked(model, names, found, inputs, recording, state)
+        recording.forget()
     return found
 
 

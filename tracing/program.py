@@ -61,6 +61,10 @@ class Facts:
             self._known[fact] = (self._program.version, value)
         return cast("_T", value)
 
+    def forget(self) -> None:
+        """Let go of everything that was worked out."""
+        self._known.clear()
+
 
 class Program:
     """The user's model with its graphs.
@@ -97,6 +101,7 @@ class Program:
     def touch(self) -> None:
         """Note that a module or graph has changed: facts, names and recordings are worked out anew."""
         self.version += 1
+        self.facts.forget()
         self._recordings.clear()
 
     @property

@@ -110,6 +110,13 @@ class Recording:
     grad: bool = False
     lent: list[tuple[Tensor, int | None]] = field(default_factory=list[tuple[Tensor, "int | None"]])
 
+    def forget(self) -> None:
+        """Let go of all values now, and not when Python's collector finds that nobody needs them."""
+        for call in (call for calls in self.calls.values() for call in calls):
+            call.args, call.kwargs, call.output, call.received, call.children = (), {}, None, None, []
+        for held in (self.calls, self.outputs, self.lent):
+            held.clear()
+
     def is_exact(self) -> bool:
         """Tell whether all tensors still hold what they held when they were recorded; those that cannot tell do not."""
         return all(count is not None and change_count(tensor) == count for tensor, count in self.lent)
