@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from ..compat import in_place_format
 from .child_questions import ChildQuestions
 from .expressions import question
 from .nested import items_of
@@ -162,7 +163,8 @@ class Attributes:
         if path is None:
             return True
         target = f"{path}.{name}" if path else name
-        if not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
+        is_set = self._tracer.assignments.is_written(module, name)
+        if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
             self._tracer.assignments.record(module, path, name, value)
         return False
 
@@ -187,7 +189,7 @@ def _path_to(tensor: Tensor, value: Any, depth: int = 2) -> tuple[int | str, ...
 def _changes(node: fx.Node, target: str) -> bool:
     """Tell whether a node changed the attribute `target` in place and returned it."""
     while node.op != "get_attr":
-        in_place = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("i")
+        in_place = node.op == "call_function" and in_place_format(node.target) is not None
         in_place = in_place or (node.op == "call_method" and str(node.target).endswith("_"))
         if not in_place or not node.args or not isinstance(node.args[0], fx.Node):
             return False

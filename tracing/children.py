@@ -49,6 +49,7 @@ class Children:
             self._tracer.fail("it calls itself")
         self._tracer.attributes.questions.note_called(module)
         value, lasting = self._outcome(original, module, args, kwargs)
+        self._called.add(module)
         fixed = is_library(type(module)) and is_leaf(module)
         return self._tracer.add("call_module", path, args, kwargs, value, optional=True, fixed=fixed, lasting=lasting)
 
@@ -65,7 +66,6 @@ class Children:
             given = objects_in(self._tracer.values((args, kwargs)))
             watch = Watch(self._tracer.changes, given)
         value = self._value(original, module, args, kwargs, given)
-        self._called.add(module)
         with self._tracer.session.aside():
             return value, watch.lasting()
 

@@ -182,7 +182,40 @@ class Twice(nn.Module):
         return self.child(y) + self.child(x)
 
 
-MODELS = (Recurrent, Last, Swaps, Shrinks, Moves, UsesMethods, SetsUp, InNoGrad, DecidesLater, Parent, Twice)
+class Flips(nn.Module):
+    """Sets what functions whose names begin with an `i` make of a buffer, new tensors all."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("scale", torch.arange(4.0))
+        self.register_buffer("order", torch.tensor([1, 2, 3, 0]))
+
+    def forward(self, x):
+        y = x * self.mask * self.scale
+        self.mask = ~self.mask
+        self.scale = torch.index_select(self.scale, 0, self.order)
+        return y
+
+
+class ChangesBack(nn.Module):
+    """Sets a buffer to another tensor, and then to the first one, which it changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.ones(4))
+
+    def forward(self, x):
+        old = self.total
+        self.total = x[0] * 2
+        self.total = old.add_(1)
+        return x * self.total
+
+
+MODELS = (
+    Recurrent, Last, Swaps, Shrinks, Moves, UsesMethods, SetsUp, InNoGrad, DecidesLater, Parent, Twice,
+    Flips, ChangesBack,
+)  # fmt: skip
 
 
 def attributes(model: nn.Module) -> dict[str, object]:
