@@ -24,9 +24,11 @@ class Heads(nn.Module):
     def forward(self, x):
         return torch.cat([head(x) for head in self.heads], dim=1)
 
-class Deciding(Heads):
+class Halving(Heads):
     def forward(self, x):
-        return super().forward(x) if x.sum().item() > 0 else -super().forward(x)
+        while x.abs().max() > 1e-4:
+            x = x / 2
+        return super().forward(x)
 
 def example_inputs():
     torch.manual_seed(1)
@@ -36,8 +38,8 @@ def heads():
     torch.manual_seed(0)
     return Heads().eval()
 
-def deciding():
-    return Deciding().eval()
+def halving():
+    return Halving().eval()
 
 def training_heads():
     return heads().train()
@@ -217,10 +219,10 @@ def test_inspect_shows_coverage_graphs_and_what_is_opaque(fxopt: Fxopt):
     wrong = fxopt("inspect", "zoo:heads", "--graph", "head.0")
     assert wrong.code == 2
     assert "did you mean 'heads.0'?" in wrong.err
-    opaque = fxopt("inspect", "zoo:deciding", "--json").json["opaque"]
+    opaque = fxopt("inspect", "zoo:halving", "--json").json["opaque"]
     assert [entry["module"] for entry in opaque] == [""]
     assert "zoo.py:" in opaque[0]["location"]
-    assert "(root) (" in fxopt("inspect", "zoo:deciding").out
+    assert "(root) (" in fxopt("inspect", "zoo:halving").out
 
 
 def test_diff_compares_models_and_archives(fxopt: Fxopt):

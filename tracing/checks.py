@@ -10,7 +10,8 @@ from torch import fx, nn
 from .changes import Change
 from .cleanup import late_checks
 from .decisions import Decisions
-from .draws import draws, module_draws
+from .draws import class_draws_from_host, draws, function_draws_from_host, module_draws
+from .guards import require
 from .rollback import Path, keep
 from .session import Untraceable
 
@@ -51,6 +52,19 @@ class _Order:
             if kept is None and check not in self._decisions.structural:
                 self._refuse(check)
             check.args = (*check.args[:3], kept or False, *check.args[4:])
+        self._mark_draws()
+
+    def _mark_draws(self) -> None:
+        """Mark what draws before a check that starts over by itself; the generated forward takes it back."""
+        checks = self._graph.find_nodes(op="call_function", target=require)
+        for node in _up_to_last(self._graph, checks) if checks else ():
+            if self._draws(node):
+                node.meta["draws"] = "host" if self._draws_from_host(node) else "torch"
+
+    def _draws_from_host(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return any(class_draws_from_host(type(module)) for module in self._callee(node).modules())
+        return function_draws_from_host(node.target)
 
     def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return the checks by data that come after a node for which `first` holds."""

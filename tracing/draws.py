@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,7 +19,7 @@ from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
 from .rollback import keep
 
-__all__ = ["draws", "module_draws"]
+__all__ = ["class_draws_from_host", "draws", "function_draws_from_host", "module_draws"]
 
 _WORDS = (
     "rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "uniform", "exponential", "geometric",
@@ -45,3 +51,54 @@ def module_draws(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     known = is_leaf(module) and is_library(type(module))
     return not known or any(word in name for word in _WORDS) or "transformer" in name
+
+
+def function_draws_from_host(function: Any) -> bool:
+    """Tell whether a function, or one in its file, draws from Python's generator or numpy's."""
+    return isinstance(function, FunctionType) and _any_draws([function, *inspect.unwrap(function).__globals__.values()])
+
+
+@lru_cache(maxsize=4096)
+def class_draws_from_host(cls: type) -> bool:
+    """Tell whether a method of a class, or a function in its files, draws from Python's generator or numpy's."""
+    bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    homes = {base.__module__ for base in bases if base.__module__ in sys.modules}
+    return _any_draws(value for space in (*bases, *map(sys.modules.get, homes)) for value in list(vars(space).values()))
+
+
+def _any_draws(values: Iterable[Any]) -> bool:
+    names: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
+    for value in list(values):
+        held = getattr(value, "fget", None) if isinstance(value, property) else getattr(value, "__func__", value)
+        function = inspect.unwrap(held) if isinstance(held, FunctionType) else None
+        if isinstance(function, FunctionType):
+            space = function.__globals__
+            if id(space) not in names:
+                names[id(space)] = _generators(space)
+            if _uses(function.__code__, *names[id(space)]):
+                return True
+    return False
+
+
+def _generators(namespace: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return by which names functions of a file find something to draw with, and by which numpy."""
+    numpy = sys.modules.get("numpy")
+    numpy_random = None if numpy is None else numpy.random
+    kinds = (random.Random,) if numpy_random is None else (random.Random, numpy_random.RandomState)
+    sources: set[str] = set()
+    numpys: set[str] = set()
+    for name, value in list(namespace.items()):
+        bound = isinstance(value, (BuiltinMethodType, MethodType)) and isinstance(value.__self__, kinds)
+        if value is random or bound or (value is numpy_random and value is not None):
+            sources.add(name)
+        elif value is numpy and value is not None:
+            numpys.add(name)
+    return frozenset(sources), frozenset(numpys)
+
+
+def _uses(code: CodeType, sources: frozenset[str], numpys: frozenset[str]) -> bool:
+    """Tell whether code, or code within it, names what it could draw with."""
+    names = code.co_names
+    if not sources.isdisjoint(names) or ("random" in names and not numpys.isdisjoint(names)):
+        return True
+    return any(_uses(inner, sources, numpys) for inner in code.co_consts if isinstance(inner, CodeType))

@@ -59,19 +59,27 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class RandomState:
-    """Hold the state of every random generator that a forward may draw from."""
+    """Hold the state of every random generator that a forward may draw from.
 
-    def __init__(self) -> None:
+    Args:
+        host: of Python's and numpy's too, which takes much longer than torch's.
+    """
+
+    def __init__(self, *, host: bool = True) -> None:
         self.cpu = torch.get_rng_state()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        # While a graph of kernels is recorded, the state cannot be had; nor do the kernels run.
+        cuda = cuda and not torch.cuda.is_current_stream_capturing()
         self.cuda = torch.cuda.get_rng_state_all() if cuda else None
-        self.host = host_random_state()
+        self.host = host_random_state() if host else None
 
     def restore(self) -> None:
         """Put every generator back."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(self.cuda)
+        if self.host is None:
+            return
         python, numpy = self.host
         random.setstate(python)
         if numpy is not None:

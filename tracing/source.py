@@ -16,6 +16,7 @@ from ..compat import in_place_format, operator_format
 from .conditions import fits
 from .functions import FunctionCall
 from .guards import GUARD_NAMES, GuardMiss, require
+from .rollback import generators_now
 from .signature import Signature, given
 from .structure import is_namedtuple
 
@@ -118,14 +119,39 @@ def _hint(value: Any) -> str:
 def _variant(variant: Variant, names: _Names, restart: str | None) -> list[str]:
     """Write one graph; where it checks something on the way, a miss starts over with the module's own forward."""
     body = _Body(variant, names).lines()
-    if restart is None or not any(node.target is require or node.meta.get("checks") for node in variant.graph.nodes):
+    if restart is None or not any(map(_checks, variant.graph.nodes)):
         return body
+    drawn = _drawn_before_checks(variant.graph)
+    state = names.fresh("generators")
     return [
+        *([f"{state} = {names.name(generators_now)}(host={'host' in drawn})"] if drawn else []),
         "try:",
         *(f"    {line}" for line in body),
         f"except {names.name(GuardMiss)} as miss:",
+        *([f"    if {state} is not None: {state}.restore()"] if drawn else []),
         f"    {restart}",
     ]
+
+
+def _checks(node: fx.Node) -> bool:
+    return node.target is require or bool(node.meta.get("checks"))
+
+
+def _drawn_before_checks(graph: fx.Graph) -> set[str]:
+    """Return from which generators a graph may draw before a check that takes nothing back itself."""
+    drawn: set[str] = set()
+    needed: set[str] = set()
+    for node in graph.nodes:
+        if node.target is not require and node.meta.get("draws"):
+            drawn.add(node.meta["draws"])
+        if _checks(node) and not _takes_back(node):
+            needed |= drawn
+    return needed
+
+
+def _takes_back(check: fx.Node) -> bool:
+    kept = check.args[3] if check.target is require and len(check.args) > 3 else None
+    return isinstance(kept, fx.Node) and bool(kept.kwargs.get("random"))
 
 
 class _Body:

@@ -192,6 +192,7 @@ def _write_call(name: str, span: _Span, results: Sequence[fx.Node], body: _Body)
         context=span.context,
         detached=span.detaches(),
         checks=any(node.target is require for node in span.nodes()),
+        draws=min((node.meta["draws"] for node in span.nodes() if "draws" in node.meta), default=""),
     )
     if len(results) == 1:
         values[results[0]] = call
