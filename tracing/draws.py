@@ -54,8 +54,10 @@ def module_draws(module: nn.Module) -> bool:
 
 
 def function_draws_from_host(function: Any) -> bool:
-    """Tell whether a function, or one in its file, draws from Python's generator or numpy's."""
-    return isinstance(function, FunctionType) and _any_draws([function, *inspect.unwrap(function).__globals__.values()])
+    """Tell whether a function that is not torch's, or one in its file, draws from Python's generator or numpy's."""
+    if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        return False
+    return _any_draws([function, *inspect.unwrap(function).__globals__.values()])
 
 
 @lru_cache(maxsize=4096)

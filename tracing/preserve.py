@@ -67,7 +67,7 @@ class RandomState:
 
     def __init__(self, *, host: bool = True) -> None:
         self.cpu = torch.get_rng_state()
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_initialized() and torch.cuda.is_available()
         # While a graph of kernels is recorded, the state cannot be had; nor do the kernels run.
         cuda = cuda and not torch.cuda.is_current_stream_capturing()
         self.cuda = torch.cuda.get_rng_state_all() if cuda else None
