@@ -40,7 +40,7 @@ class GradientReach:
     """Which outputs each tensor can receive gradients from, worked out once for each expansion."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Expansion, dict[str, int]]] = {}
+        self._known: dict[int, tuple[Expansion, dict[str, int], bool]] = {}
 
     @classmethod
     def compute(cls, program: Program) -> GradientReach:
@@ -49,9 +49,12 @@ class GradientReach:
     def reached(self, expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
         """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
         if id(expansion) not in self._known:
-            self._known[id(expansion)] = expansion, _masks(expansion)
-        masks = self._known[id(expansion)][1]
-        return [_union(masks.get(path, 0) for name in names for path in _paths(name)) for names in groups]
+            calls = any(operation.kind == "call_module" for operation in expansion.operations)
+            self._known[id(expansion)] = expansion, _masks(expansion), calls
+        _, masks, calls = self._known[id(expansion)]
+        # A module that is called may read any of its tensors.
+        wanted = [[path for name in names for path in _paths(name)] for names in groups] if calls else groups
+        return [_union([masks.get(path, 0) for path in paths]) for paths in wanted]
 
 
 def _masks(expansion: Expansion) -> dict[str, int]:
@@ -88,6 +91,8 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
         names: of parameters, qualified from `home`.
     """
     users, inside = program.facts[_Users], f"{home}." if home else ""
+    if not home and not users.regions:
+        return None
     paths = [path for name in names for path in _paths(inside + name)]
     region = next((users.regions[path] for path in paths if path in users.regions), None)
     if region is not None:

@@ -21,7 +21,7 @@ from .names import all_modules, all_tensors
 from .objects import objects_in
 from .preserve import ModelState, change_count, memory_of, restoring
 from .redirect import redirect
-from .structure import aliased, copied, map_leaves, map_tensors
+from .structure import aliased, are_plain, copied, map_leaves, map_tensors
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -269,9 +269,8 @@ class _Recorder:
         finally:
             self._stack.pop()
         call.output = self._kept(output)
-        held = objects_in((args, kwargs))
-        if held:
-            call.after = [self._kept(item) for item in held]
+        if kwargs or not are_plain(args):
+            call.after = [self._kept(item) for item in objects_in((args, kwargs))]
         return output
 
     def _receiving(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,13 +291,14 @@ class _Recorder:
     def _lent(self, tensor: Tensor) -> Tensor:
         if not self.spare:
             return self._noted(tensor)
-        known = self._known.get(id(tensor))
-        if known is not None and change_count(tensor) == known[0]:
+        known, count = self._known.get(id(tensor)), change_count(tensor)
+        if known is not None and count == known[0]:
             return known[1]
-        if type(tensor) is not Tensor or tensor.is_inference() or memory_of(tensor) in self._own:
+        if type(tensor) is not Tensor or count is None or memory_of(tensor) in self._own:
             return copied(tensor)
-        alias = self._noted(tensor).detach()
-        self._known[id(tensor)] = change_count(tensor), alias
+        self.recording.lent.append((tensor, count))
+        alias = tensor.detach()
+        self._known[id(tensor)] = count, alias
         return alias
 
     def _noted(self, tensor: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor
 
 from .objects import copied_object, is_object
 
-__all__ = ["aliased", "copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = ["aliased", "are_plain", "copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
 
 
 def is_namedtuple(value: object) -> bool:
@@ -50,6 +50,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[
     """
     if type(value) is Tensor:  # as most values are
         return function(value)
+    if type(value) is tuple:
+        items = cast("tuple[Any, ...]", value)
+        if are_plain(items):  # as most arguments are
+            return tuple(map(function, items))
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -61,6 +65,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[
     return change(value)
 
 
+def are_plain(values: Iterable[object]) -> TypeGuard[Iterable[Tensor]]:
+    """Tell whether all values are tensors, and of no class of their own."""
+    return set(map(type, values)) <= _PLAIN
+
+
+_PLAIN = {Tensor}
 _SEQUENCES: tuple[Any, ...] = (tuple, list)
 
 
