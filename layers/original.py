@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat import torch_functions_off
 from ..passes.tree import flatten, map_tensors
-from ..tracing.preserve import change_count
+from ..tracing.held_tensors import change_count
 
 __all__ = ["OriginalTensor"]
 

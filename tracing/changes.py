@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from .held_tensors import change_count
 from .objects import is_object, state_of, tensors_within
-from .preserve import change_count, memory_of
+from .preserve import memory_of
 from .rollback import Path, changed_paths, contents
 
 __all__ = ["Change", "Changes", "Watch"]

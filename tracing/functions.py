@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.autograd import Function
 
 from ..compat import function_entries, is_reentrant_checkpoint
-from .preserve import change_count
+from .held_tensors import change_count
 from .proxy import UNKNOWN
 from .structure import tensors_in
 

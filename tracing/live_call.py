@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters
+from ..compat import own_parameters
 from .agreement import same_outputs
 from .ambient import ambient_now
+from .held_tensors import ChangeCounts, change_count
 from .names import all_modules
 from .objects import copied_object, is_object, objects_in, tensors_within
-from .preserve import ModelState, RandomState, change_count
+from .preserve import ModelState, RandomState
 from .record import Call, calls_intercepted
 from .regions import ContextRegion
 from .rollback import graft
@@ -50,9 +51,7 @@ class LiveCall:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on the arguments themselves and return what it gives; what it raises is the user's to see."""
-        buffers = [
-            (m, b, change_count(b)) for m in all_modules(self.module) for b in own_buffers(m).values() if b is not None
-        ]
+        counts = ChangeCounts(all_modules(self.module))
         data = self._before.data
         held = objects_in((args, kwargs))
         self._counts = [(tensor, change_count(tensor)) for tensor in tensors_within(held)]
@@ -60,7 +59,7 @@ class LiveCall:
             output = forward(*args, **kwargs)
         self.call.after = _noted(held)
         self.call.output = copied(output)
-        self.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
+        self.changed = counts.changed()
         touched = data.changed()
         self.changed |= {
             module

@@ -38,7 +38,8 @@ class _Kept(NamedTuple):
     def restore(self) -> None:
         if not _is_same_memory(_data_of(self.parameter), self.memory):
             _DATA.__set__(self.parameter, self.memory)
-        self.memory.copy_(self.contents)
+        if self.is_changed():  # an expanded tensor cannot be written to, even if with what it holds
+            self.memory.copy_(self.contents)
 
 
 class ParameterData:

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters, storage_id, version_of
+from ..compat import own_buffers, own_parameters, storage_id
 from ..errors import InputError
+from .held_tensors import change_count, plain_tensors
 from .names import all_modules, is_meta
 from .parameter_data import ParameterData
 from .regions import context_regions
@@ -24,7 +25,6 @@ __all__ = [
     "AttributeState",
     "ModelState",
     "RandomState",
-    "change_count",
     "host_random_state",
     "in_phase",
     "memory_of",
@@ -43,11 +43,6 @@ _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 3
 """Containers within containers are kept down to this depth."""
 _NOTHING: dict[str, Any] = {}
-
-
-def change_count(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for inference tensors, which do not count."""
-    return None if tensor.is_inference() else version_of(tensor)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -205,12 +200,12 @@ class _Contents:
 class ModelState:
     """Hold what running a model may change, to put it back, any number of times.
 
-    These are: buffers (in place), attributes of every module with the plain containers in them, registries,
+    These are: buffers (in place), attributes of every module with the plain containers and tensors in them, registries,
     training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
     for those whose `data` is reached for while it is watched.
 
     Attributes:
-        data: what those parameters hold.
+        data: what those parameters hold, and plain tensors whose `data` is reached for.
         is_meta: whether all of the parameters are on the meta device.
     """
 
@@ -224,7 +219,9 @@ class ModelState:
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
-        self.data = ParameterData(self._parameters.values())
+        plain = {id(t): t for module in modules for t in plain_tensors(module) if not t.is_inference()}
+        self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain.values()]
+        self.data = ParameterData((*self._parameters.values(), *plain.values()))
         self.is_meta = is_meta(model)
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
@@ -246,6 +243,9 @@ class ModelState:
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
                 tensor.data.copy_(copy)
+            for tensor, copy, count in self._plain:
+                if change_count(tensor) != count:
+                    tensor.data.copy_(copy)
         self.data.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:

@@ -6,20 +6,22 @@ import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import has_pre_hooks, modules_by_name, own_buffers, own_parameters
+from ..compat import has_pre_hooks, modules_by_name, own_parameters
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .attribute_watch import AttributeWatch
 from .exclusive import alone, captures_fixed
+from .held_tensors import ChangeCounts, change_count, plain_tensors
 from .inputs import Inputs
 from .names import all_modules, all_tensors
 from .objects import objects_in
-from .preserve import ModelState, change_count, memory_of, restoring
+from .preserve import ModelState, memory_of, restoring
 from .redirect import redirect
 from .structure import aliased, are_plain, copied, map_leaves, map_tensors
 
@@ -221,9 +223,9 @@ class _Recorder:
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)
-        buffers = [(m, b, change_count(b)) for m in modules for b in own_buffers(m).values() if b is not None]
+        counts = ChangeCounts(modules)
         if self.spare:
-            self._own = set(map(memory_of, all_tensors(model)))
+            self._own = set(map(memory_of, (*all_tensors(model), *chain.from_iterable(map(plain_tensors, modules)))))
         for module in modules:
             if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
@@ -231,7 +233,7 @@ class _Recorder:
             for call in inputs:
                 self._run_once(model, copy_inputs(call, grad=grad))
         self.recording.grad = grad
-        self.recording.changed = {module for module, buffer, count in buffers if change_count(buffer) != count}
+        self.recording.changed = counts.changed()
 
     def note_changed(self, model: nn.Module, parameters: set[int]) -> None:
         """Note the modules whose parameters, given by their ids, hold something else than before."""
