@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -150,7 +151,8 @@ class Outline:
 
     def __init__(self, module: nn.Module) -> None:
         memo: dict[int, Any] = {}
-        for submodule in all_modules(module):
+        modules = all_modules(module)
+        for submodule in modules:
             buffers = own_buffers(submodule)
             transient = transient_buffers(submodule) if buffers else ()
             kept = [tensor for name, tensor in buffers.items() if name not in transient]
@@ -158,15 +160,18 @@ class Outline:
                 if tensor is not None and id(tensor) not in memo:
                     memo[id(tensor)] = _outline(tensor)
         self._folded: list[tuple[Any, type]] = []
-        self._module = _Copier(memo, self._folded).module(module)
+        # A module that copies itself would be handed copies of its children that are no modules yet.
+        plain = all(_copies_plainly(type(submodule)) for submodule in modules)
+        self._module = _Copier(memo, self._folded if plain else None).module(module)
 
     def module(self) -> nn.Module:
         """Return the module; it is to be copied before it is changed."""
-        while self._folded:
-            module, cls = self._folded.pop()
-            module.__class__ = cls
-            attributes: dict[str, Any] = module.__dict__
-            attributes.update({name: kind() for name, kind in _REGISTRIES.items() if name not in attributes})
+        with _UNFOLDING:
+            while self._folded:
+                module, cls = self._folded.pop()
+                module.__class__ = cls
+                attributes: dict[str, Any] = module.__dict__
+                attributes.update({name: kind() for name, kind in _REGISTRIES.items() if name not in attributes})
         return self._module
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,6 +179,7 @@ class Outline:
         return self.__dict__
 
 
+_UNFOLDING = threading.Lock()
 _REGISTRIES: Mapping[str, Callable[[], Any]] = {
     name: cast("Any", type(value)) for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 }

@@ -50,7 +50,7 @@ class MadeFunction:
 def _outer(module: str, name: str) -> FunctionType | None:
     try:
         found = operator.attrgetter(name.partition(".<locals>.")[0])(importlib.import_module(module))
-    except AttributeError:
+    except (AttributeError, ImportError):
         return None
     return found if isinstance(found, FunctionType) else None
 
@@ -63,7 +63,10 @@ def _inner(outer: FunctionType, name: str) -> CodeType | None:
 
 def made_function(function: FunctionType) -> MadeFunction | None:
     """Return what stands for a function that was made inside another one from plain values, or None for any other."""
-    values = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    try:
+        values = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    except ValueError:  # a variable of the outer function that has no value yet
+        return None
     outer = _outer(function.__module__, function.__qualname__)
     if outer is None or _inner(outer, function.__qualname__) is not function.__code__:
         return None

@@ -1,49 +1,117 @@
-"""Copies of module trees."""
+"""Copies of module trees, and outlines, whose modules are made when someone asks for them."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
+from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fxopt.passes.copying import copied_module
+import fxopt
+from fxopt.passes.copying import Outline, copied_module
 
 
-class Sharing(nn.Module):
-    """Hold buffers on the same memory, and some that are copied in their own ways."""
-
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        whole = torch.randn(4, 6)
-        self.register_buffer("whole", whole)
-        self.register_buffer("rows", whole[1:])
-        self.register_buffer("flat", whole.view(24))
-        self.register_buffer("turned", whole.t())
-        self.register_buffer("conjugate", torch.randn(3, dtype=torch.cfloat).conj())
-        self.register_buffer("nothing", torch.empty(0))
-        self.register_buffer("outline", torch.empty(2, device="meta"))
-        self.again = nn.Module()
-        self.again.register_buffer("whole", whole)
-        self.norm = nn.BatchNorm1d(3)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.also = [self.first]
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.also[0](x)) * self.scale
 
 
-def test_copies_are_those_of_deepcopy():
-    model = Sharing()
-    ours, theirs = copied_module(model), copy.deepcopy(model)
-    for (name, one), (_, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device), name
-        assert one.stride() == other.stride() and one.is_conj() == other.is_conj(), name
-        assert one.is_meta or torch.equal(one, other), name
+class CopiesItself(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        return CopiesItself(copy.deepcopy(self.inner, memo))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
-def test_buffers_that_share_memory_share_their_copy():
-    for names in (("whole", "rows", "flat", "turned"), ("turned", "rows", "flat", "whole")):
-        model = Sharing()
-        for name in names:  # the order in which they are copied
-            model._buffers[name] = model._buffers.pop(name)
-        fresh = copied_module(model)
-        assert fresh.again.whole is fresh.whole
-        fresh.whole.zero_()
-        assert not any(getattr(fresh, name).any() for name in names)
-        assert all(getattr(model, name).any() for name in names)
+def shape_of(module: nn.Module) -> list[tuple[str, type[nn.Module], set[str]]]:
+    return [(name, type(inner), set(vars(inner))) for name, inner in module.named_modules(remove_duplicate=False)]
+
+
+def mixed() -> nn.Module:
+    block = Block()
+    return nn.Sequential(block, CopiesItself(block), nn.Tanh())
+
+
+@pytest.mark.parametrize("make", [Block, mixed])
+@pytest.mark.parametrize("way", [copied_module, lambda module: Outline(module).module()])
+def test_copies_have_the_structure_of_the_original(make: Any, way: Any) -> None:
+    original = make()
+    handle = original.register_forward_hook(lambda *_: None)
+    other = way(original)
+    assert shape_of(other) == shape_of(original)
+    assert list(other.state_dict()) == list(original.state_dict())
+    assert len(other._forward_hooks) == 1
+    handle.remove()
+    assert len(other._forward_hooks) == 1
+    repr(other)
+
+
+@pytest.mark.parametrize("make", [Block, mixed])
+def test_an_outline_keeps_what_is_shared_and_no_numbers(make: Any) -> None:
+    original = make()
+    module = Outline(original).module()
+    block = module if make is Block else module[0]
+    assert block.also[0] is block.first
+    assert block.first.weight.is_meta
+    torch.testing.assert_close(block.scale, torch.ones(4))  # a state dict does not hold it
+    if make is mixed:
+        assert module[1].inner is block
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda outline: pickle.loads(pickle.dumps(outline))])
+def test_outlines_can_be_copied_and_pickled_before_anyone_asks(through: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 1)))
+    assert shape_of(through(Outline(model)).module()) == shape_of(model)
+
+
+def test_optimize_lets_go_of_what_it_replaced() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([head(x) for head in self.heads], -1)
+
+    model, x = Heads().eval(), torch.randn(2, 8)
+    options: dict[str, Any] = {"example_inputs": (x,), "verify": False, "measure": False}
+    fxopt.optimize(model, "fuse_ensembles", **options)  # first uses leave things behind
+    gc.collect()
+    known: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    copies: list[int] = []
+    clone = nn.Parameter.__deepcopy__
+
+    def noting(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        new = clone(self, memo)
+        if not new.is_meta:
+            known.add(new)
+            copies.append(id(new))
+        return new
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Parameter, "__deepcopy__", noting)
+            fast = fxopt.optimize(model, "fuse_ensembles", **options)
+        assert len(list(fast.parameters())) == 2
+        assert len(copies) == 12
+        assert not known
+    finally:
+        gc.enable()
