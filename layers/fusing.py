@@ -16,6 +16,7 @@ from ..errors import Unsuitable
 from ..passes.expansion import Operation
 from ..passes.isomorphism import find_ensembles
 from ..passes.mode_guards import Case
+from ..passes.owners import Owner
 from ..passes.packs import Ensemble, Parameters, Shared, submodule
 from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import Unit, Writer, rebuild
@@ -75,7 +76,7 @@ def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
     edit.set_variants(*rewritten_variants(rows, graphs, site.program.captures[site.home].variants))
     for each, (store, stored, _) in zip(located, stacks, strict=True):
         opened = [path for place in each.places for path in place.opened(edit.home)]
-        _close(_views(stored, store), opened, edit)
+        _close(_views(stored, store), opened, edit, store)
 
 
 def _lowered(
@@ -107,7 +108,7 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
 
 
 def _lowering(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edit: Edit) -> Lowering:
-    name = f"vectorized_{common_name(place.ensemble)}".replace(".", "_")
+    name = f"vectorized_{common_name(place.ensemble, edit.owner)}".replace(".", "_")
     return Lowering(
         place.ensemble, _choice(site), names,
         lambda module: edit.add_module(module, name=name),
@@ -165,7 +166,7 @@ def _stack_parameters(
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_module(store, name=f"fused_{common_name(ensemble)}".replace(".", "_"))
+    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.owner)}".replace(".", "_"))
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{stored[operand.names]}"))
     return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
@@ -195,11 +196,15 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
     return views
 
 
-def _close(views: _Views, opened: Iterable[str], edit: Edit) -> None:
+def _close(views: _Views, opened: Iterable[str], edit: Edit, store: FusedMembers) -> None:
     """Leave views of what was stacked, and refuse changes to members and opened modules that would have no effect."""
-    seals, opened = _parents(views), dict.fromkeys(opened)
+    owner = edit.owner
+    views = {owner.path(path): slices for path, slices in views.items()}
+    seals, opened = _parents(views), dict.fromkeys(map(owner.path, opened))
+    if owner.regions:  # they would go on with the store that they borrowed
+        seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
     for path in dict.fromkeys((*views, *seals, *opened)):
-        module, sealed = _module(edit.home, path), seals.get(path, set[str]())
+        module, sealed = _module(owner.module, path), seals.get(path, set[str]())
         if path in opened:
             sealed.update(_settings(module), ("forward",))
         edit.on_undo(attach_member(module, views.get(path, {}), sealed))
@@ -251,9 +256,10 @@ def _numbered(name: str) -> Iterator[str]:
         yield f"{name}_{number}"
 
 
-def common_name(ensemble: Ensemble) -> str:
-    """Return the container that the members have in common, or `members`."""
-    prefix = _common_prefix([name.split(".")[:-1] for operand in ensemble.parameters for name in operand.names])
+def common_name(ensemble: Ensemble, owner: Owner) -> str:
+    """Return the container that the members have in common, as their owner calls it, or `members`."""
+    names = (owner.path(name) for operand in ensemble.parameters for name in operand.names)
+    prefix = _common_prefix([name.split(".")[:-1] for name in names])
     return ".".join(prefix) or "members"
 
 

@@ -18,6 +18,7 @@ from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
 from .effects import has_effects
 from .foreign import run_function
+from .owners import owner_of
 from .state_map import StateMap, StateStep
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Edit:
     Attributes:
         program: the program being changed.
         site: the place being rewritten.
-        state: the effect on names and tensors so far; see `map_state`.
+        owner: of the children that the site's graph calls; for what runs under a context the module around it.
     """
 
     def __init__(self, program: Program, site: Site, pass_name: str) -> None:
@@ -44,6 +45,7 @@ class Edit:
         self.site: Site = site
         self.pass_name = pass_name
         self.home = program.module(site.home)
+        self.owner = owner_of(program.model, site.home)
         self._undo: list[Callable[[], object]] = []
         self._steps: list[StateStep] = []
         self._journalled: set[nn.Module] = set()
@@ -222,6 +224,20 @@ class Edit:
         self._set_child(free, module)
         return free
 
+    def add_owned(self, module: nn.Module, *, name: str) -> str:
+        """Register `module`, which holds tensors, as a child of the site's owner; return its name.
+
+        What runs under a context borrows it under the same name; elsewhere the home itself is the owner.
+        """
+        holders = self.owner.borrowers_and_owner
+        free = self._free_name(name, *holders)
+        module.train(self.owner.module.training)
+        for holder in holders:
+            self._journal(holder)
+        self.owner.lend(free, module)
+        self.program.touch()
+        return free
+
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the home; nothing may call it any more."""
         self._journal(self.home)
@@ -238,9 +254,9 @@ class Edit:
         self._set_child(free, value)
         return free
 
-    def _free_name(self, name: str) -> str:
+    def _free_name(self, name: str, *holders: nn.Module) -> str:
         free, number = name, 0
-        while hasattr(self.home, free):
+        while any(hasattr(holder, free) for holder in holders or (self.home,)):
             number += 1
             free = f"{name}_{number}"
         return free
@@ -267,15 +283,19 @@ class Edit:
         """Say what the rewrite does to tensors; names are qualified from the home module.
 
         Raises:
-            Unsuitable: in a region, which owns none.
+            Unsuitable: in a region that a pass made, which owns none.
         """
-        if isinstance(self.home, Region):
+        if isinstance(self.owner.module, Region):
             raise Unsuitable(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
         self._steps.append(step)
 
     def state_map(self) -> StateMap:
         """Return the rewrite's effect on names and tensors, from the home module's point of view."""
         return StateMap(tuple(self._steps))
+
+    def state_map_of_model(self) -> StateMap:
+        """Return the rewrite's effect by the names that the model's state dict has, where no region is named."""
+        return StateMap(tuple(step.renamed(self.owner.qualified) for step in self._steps))
 
     # -- landing ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tracing.regions import Region
 from .expansion import Expansion, Operation
+from .owners import owner_of
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -87,19 +88,32 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
 
     Args:
         program: the model.
-        home: the qualified name of a module.
+        home: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
         names: of parameters, qualified from `home`.
     """
-    users, inside = program.facts[_Users], f"{home}." if home else ""
+    users, owner = program.facts[_Users], owner_of(program.model, home)
     if not home and not users.regions:
         return None
-    paths = [path for name in names for path in _paths(inside + name)]
-    region = next((users.regions[path] for path in paths if path in users.regions), None)
+    paths = dict.fromkeys(path for name in names for path in _paths(owner.qualified(name)))
+    borrowing = (region for path in paths for region in users.regions.get(path, ()))
+    region = next((region for region in borrowing if region not in owner.names), None)
     if region is not None:
         return f"region '{region}'"
+    if owner.regions:
+        return _used_beside(users, home, [path for path in paths if path.startswith(owner.inside)])
+    inside = f"{home}." if home else ""
     for path in paths if home else ():
         for other in users.modules.get(path, ()):
             if path.startswith(inside) and other != home and not other.startswith(inside):
+                return f"module '{other or '(root)'}'"
+    return None
+
+
+def _used_beside(users: _Users, home: str, paths: Sequence[str]) -> str | None:
+    """Return what uses one of these modules or tensors beside `home` and those among them that are around it."""
+    for path in paths:
+        for other in users.modules.get(path, ()):
+            if other != home and not (other in paths and path.startswith(f"{other}.")):
                 return f"module '{other or '(root)'}'"
     return None
 
@@ -108,21 +122,21 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
 class _Users:
     """Who calls a module or reads a tensor, by its qualified name: regions that borrow it, and modules with graphs."""
 
-    regions: Mapping[str, str]
+    regions: Mapping[str, Sequence[str]]
     modules: Mapping[str, Sequence[str]]
 
     @classmethod
     def compute(cls, program: Program) -> _Users:
-        regions: dict[str, str] = {}
+        regions: dict[str, list[str]] = {}
         for name, module in program.names.modules.items():
             for child in module.children() if isinstance(module, Region) else ():
-                regions.setdefault(program.name_of(child), name)
+                regions.setdefault(program.name_of(child), []).append(name)
         modules: dict[str, dict[str, None]] = {}
         for place, graph in program.graphs.items():
             other = place.partition("#")[0]
+            owner = owner_of(program.model, other)
             for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
-                target = f"{other}.{node.target}" if other else str(node.target)
-                modules.setdefault(target, {})[other] = None
+                modules.setdefault(owner.qualified(str(node.target)), {})[other] = None
         return cls(regions, {target: list(others) for target, others in modules.items()})
 
 

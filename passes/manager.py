@@ -378,7 +378,7 @@ class Manager:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""
         total = StateMap()
         for landed in self.landed:
-            total = total.compose(landed.edit.state_map().below(landed.site.home))
+            total = total.compose(landed.edit.state_map_of_model())
         return total
 
     def plan(self, passes: Sequence[Pass]) -> Plan:

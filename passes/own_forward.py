@@ -12,13 +12,14 @@ from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
 from .base import Numerics
+from .owners import Owner, owner_of
 from .packs import submodule
 
 if TYPE_CHECKING:
     from .manager import Landed
     from .record import Record
 
-__all__ = ["forbid_lost_forwards", "module_around"]
+__all__ = ["forbid_lost_forwards"]
 
 _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
@@ -35,24 +36,18 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
         record: of the model.
     """
     for rewrite in landed:
-        module, home = model.get_submodule(rewrite.site.home), module_around(model, rewrite.site.home)
+        module, owner = model.get_submodule(rewrite.site.home), owner_of(model, rewrite.site.home)
+        home = owner.module
         capture = capture_of(module)
         if capture is None or required_capture(home).lost:
             continue
-        reason = next(_reasons(rewrite, module, capture, record), "")
+        reason = next(_reasons(rewrite, module, capture, record, owner), "")
         if reason:
             own(home).lost = reason
             recompile(home)
 
 
-def module_around(model: nn.Module, name: str) -> nn.Module:
-    """Return a module, or where it is what runs under a context, the module whose forward opens that context."""
-    while isinstance(model.get_submodule(name), ContextRegion):
-        name = name.rpartition(".")[0]
-    return model.get_submodule(name)
-
-
-def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Record) -> Iterator[str]:
+def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
     name, home = rewrite.pass_.name, rewrite.site.home
     if rewrite.pass_.numerics in _OTHER_FUNCTION:
         yield f"pass '{name}' made it compute something else"
@@ -71,7 +66,7 @@ def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Recor
         if isinstance(called, Region):
             yield f"it would leave out the region '{target}'"
         names = _read(node, module) if called is None else _lasting_inside(called, target)
-        new = next((n for n in names if _qualified(home, n) not in known), None)
+        new = next((n for n in names if owner.qualified(n) not in known), None)
         if new is not None:
             yield f"it does not know '{new}', which pass '{name}' added"
 

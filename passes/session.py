@@ -20,7 +20,7 @@ from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
 from .copying import Outline, copied_module
 from .manager import Manager
-from .own_forward import forbid_lost_forwards, module_around
+from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import Record, record_of
 from .root import crown
@@ -113,9 +113,9 @@ def _limit_to_evaluation(fast: nn.Module, landed: Iterable[Landed], record: Reco
 
 def _rewritten_by(rewrite: Landed, fast: nn.Module) -> Iterable[nn.Module]:
     """Yield the module that a rewrite changed, and those inside it, with graphs, whose tensors it took."""
-    home = rewrite.site.home
-    yield module_around(fast, home)
-    tensors = [name for step in rewrite.edit.state_map().below(home).steps for name in step.sources]
+    home = rewrite.edit.owner.name
+    yield fast.get_submodule(home)
+    tensors = [name for step in rewrite.edit.state_map_of_model().steps for name in step.sources]
     inside = {name[:end] for name in tensors for end in range(len(home) + 1, len(name)) if name[end] == "."}
     for module in map(fast.get_submodule, sorted(inside)):
         if capture_of(module) is not None:

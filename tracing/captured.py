@@ -282,11 +282,19 @@ def rest(model: nn.Module) -> None:
     resting: dict[int, Capture] = {}
     for module in all_modules(model):
         capture = capture_of(module)
-        if capture is None or capture.rewritten or capture.lost or capture.resting or isinstance(module, Region):
+        if capture is None or capture.lost or capture.resting or isinstance(module, Region):
+            continue
+        if capture.rewritten or _is_rewritten_inside(module):
             continue
         if id(capture) not in resting:
             resting[id(capture)] = capture.set_to_rest(True)
         install(module, resting[id(capture)])
+
+
+def _is_rewritten_inside(module: nn.Module) -> bool:
+    """Say whether a pass changed what the module runs under a context: its own forward would not call that."""
+    regions = context_regions(own_children(module)).values()
+    return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

@@ -50,7 +50,8 @@ class Region(nn.Module):
         unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
         # The children are loaded under the home's names; here they get what they have.
         for name, child in self.named_children():
-            state_dict.update(child.state_dict(prefix=f"{prefix}{name}.", keep_vars=True))
+            own: dict[str, Any] = {}  # given one, a member of an ensemble adds no views of what it does not hold
+            state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
 
 
 class ContextRegion(Region):

@@ -15,11 +15,12 @@ from ..layers.fusing import common_name, fuse, tensor_of
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.expand import expand
 from ..passes.expansion import Expansion, Operation, is_chain
-from ..passes.facts import TensorOwners
+from ..passes.facts import TensorOwners, is_on_meta
 from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import GradientReach, used_by
 from ..passes.isomorphism import find_ensembles
 from ..passes.mode_guards import Case
+from ..passes.owners import Owner, owner_of
 from ..passes.packs import Ensemble, Parameters
 from ..passes.places import Place, places_of, present_cases
 from ..tracing.regions import Region
@@ -102,12 +103,13 @@ class FuseEnsembles(Pass):
                     seen.add(positions)
 
     def _examine(self, ensemble: Ensemble, case: Case, program: Program, home: str) -> Site | Refusal:
-        at = _qualified(home, common_name(ensemble))
+        owner = owner_of(program.model, home)
+        at = _qualified(home, common_name(ensemble, owner))
         try:
             places = places_of(ensemble, case, program, home)
         except Unsuitable as unlike:
             return Refusal(str(unlike), at)
-        reason = next((o for place in places if (o := _obstacle(place, program, home)) is not None), None)
+        reason = next((o for place in places if (o := _obstacle(place, program, home, owner)) is not None), None)
         if reason is not None:
             return Refusal(reason, at)
         phase, training_reason = _phase(places, program, home)
@@ -121,14 +123,19 @@ class FuseEnsembles(Pass):
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
             program, home, dict(members), case.variant,
-            choices=self._choices(ensemble), phase=phase, required=self.lowering is not Lowering.AUTO,
+            choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
             rows_of=places[0].first_input, switchable=SWITCHABLE, kind=_kind(ensemble, program.module(home)),
         )  # fmt: skip
 
-    def _choices(self, ensemble: Ensemble) -> tuple[str, ...]:
+    def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
         if self.lowering is not Lowering.AUTO:
             return (self.lowering.value,)
+        # Inside of vmap nothing is autocast.
+        return tuple(name for name in self._able(ensemble) if name != "vmap" or not _casts(owner))
+
+    @staticmethod
+    def _able(ensemble: Ensemble) -> tuple[str, ...]:
         if not any(pack.operator == "linear" for pack in ensemble.packs):
             return ("grouped_conv", "vmap")
         if not ensemble.shares_input:
@@ -162,19 +169,40 @@ def _closed_families(expansion: Expansion) -> dict[str, str]:
     return closed
 
 
-def _obstacle(place: Place, program: Program, home: str) -> str | None:
-    if isinstance(program.module(home), Region):
-        return "they are called in a region, which does not own them"
+def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | None:
+    borrowed = _obstacle_in_region(place, program, home, owner)
+    if borrowed is not None:
+        return borrowed
     owners = program.facts[TensorOwners]
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
             return f"members share the parameter '{repeated}'"
         for name in operand.names:
-            names = owners.names(_qualified(home, name))
+            names = owners.names(owner.qualified(name))
             if len(names) > 1:
                 return f"the parameter '{names[0]}' is tied to '{names[1]}'"
     return _order_obstacle(place)
+
+
+def _obstacle_in_region(place: Place, program: Program, home: str, owner: Owner) -> str | None:
+    if isinstance(owner.module, Region):
+        return "they are called in a region, which does not own them"
+    if not owner.regions:
+        return None
+    other = used_by(program, home, [name for operand in place.ensemble.parameters for name in operand.names])
+    if other is not None:
+        return f"they are called under {owner.regions[0].context}, and {other} uses members too"
+    if _casts(owner, around=1):
+        return f"they are called under {owner.regions[0].context} within autocast, where they cannot be checked alone"
+    if _casts(owner) and (not program.inputs or is_on_meta(program.module(home))):
+        return "they are called under autocast; give example_inputs to compare the types that it casts to"
+    return None
+
+
+def _casts(owner: Owner, around: int = 0) -> bool:
+    """Say whether a region autocasts, or one that is `around` as many."""
+    return any(region.context.kind == "autocast" for region in owner.regions[around:])
 
 
 def _order_obstacle(place: Place) -> str | None:
