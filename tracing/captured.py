@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -91,8 +92,12 @@ class Captured(_Module):
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; graphs that found none of that name are dropped."""
-        super().register_buffer(name, tensor, persistent)
+        # The class's own may know nothing of buffers that are not persistent.
+        super().register_buffer(name, tensor, *(() if persistent else (False,)))
         _drop_readers(self, name, "registered")
+
+    # Setting a buffer, torch asks for the signature of what is not its own: in a forward that is at each call.
+    register_buffer.__signature__ = inspect.signature(register_buffer)  # pyright: ignore[reportFunctionMemberAccess]
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Register a child; graphs that found none of that name are dropped."""
@@ -317,7 +322,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
     """Drop the graphs that the old value of an attribute is part of; `done` says what became of it."""
     capture = capture_of(module)
-    if capture is None or attribute not in capture.reads:
+    if capture is None or not any(attribute in variant.reads for variant in capture.variants):
         return
     with alone():
         capture = own(module)

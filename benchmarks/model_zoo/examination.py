@@ -171,7 +171,8 @@ def _distance(given: Tensor, expected: Tensor) -> float:
         return float("inf")
     if not given.is_floating_point() or not given.numel():
         return 0.0 if torch.equal(given, expected) else float("inf")
-    given, expected = given.double(), expected.double()
+    smallest = torch.finfo(expected.dtype).tiny  # smaller numbers have fewer digits, or none
+    given, expected = (torch.where(t.abs() < smallest, 0, t).double() for t in (given, expected))
     if not torch.equal(torch.isfinite(given), torch.isfinite(expected)):
         return float("inf")
     given, expected = torch.nan_to_num(given), torch.nan_to_num(expected)
