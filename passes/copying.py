@@ -28,7 +28,10 @@ _CONTAINERS: frozenset[type] = _DICTIONARIES | {set, list}
 
 
 def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
-    """Return what `copy.deepcopy(module, memo)` would: a module whose class has its own way of copying is asked."""
+    """Return what `copy.deepcopy(module, memo)` would: a module whose class has its own way of copying is asked.
+
+    Tensors that a forward left in attributes or buffers are copied without their history, where `deepcopy` raises.
+    """
     return _Copier({} if memo is None else memo).module(module)
 
 
@@ -88,8 +91,11 @@ class _Copier:
             for key, item in value.items():
                 new[key if type(key) in _ATOMS else copy.deepcopy(key, self._memo)] = self._value(item)
             return new
-        if kind is Tensor and id(value) not in self._memo and _is_plain(value, self._memo):
-            return _copied_tensor(value, self._memo)
+        if kind is Tensor and id(value) not in self._memo:
+            if not value.is_leaf:  # a forward left it behind, with the graph that it came from
+                self._memo[id(value)] = value.detach().clone()
+            elif _is_plain(value, self._memo):
+                return _copied_tensor(value, self._memo)
         return copy.deepcopy(value, self._memo)
 
 

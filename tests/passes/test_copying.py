@@ -81,6 +81,33 @@ def test_outlines_can_be_copied_and_pickled_before_anyone_asks(through: Any) -> 
     assert shape_of(through(Outline(model)).module()) == shape_of(model)
 
 
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.last: Tensor | None = None
+        self.register_buffer("kept", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.last, self.kept = y, y.sum(0)
+        return y.tanh()
+
+
+def test_a_model_that_remembers_its_last_output_is_copied_without_the_history() -> None:
+    model, x = Remembers(), torch.randn(2, 3)
+    model(x)
+    assert model.last is not None and model.last.grad_fn is not None
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(model)
+    other = copied_module(model)
+    assert other.last is not None and other.last.grad_fn is None and other.kept.grad_fn is None
+    torch.testing.assert_close(other.last, model.last.detach())
+    fast = fxopt.optimize(model, "inference", example_inputs=(x,), measure=False)
+    torch.testing.assert_close(fast(x), model(x))
+    assert model.last.grad_fn is not None
+
+
 def test_optimize_lets_go_of_what_it_replaced() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
