@@ -22,6 +22,7 @@ from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import Unit, Writer, rebuild
 from ..passes.state_map import Stack
 from ..tracing.captured import capture_of
+from ..tracing.observe import INTERNAL
 from .lowering import Lowering, covered_operations, lower
 from .members import FusedMembers, attach_member
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from ..tracing.program import Program
 
 __all__ = ["common_name", "fuse", "tensor_of"]
-
-_INTERNAL = frozenset(vars(nn.Module()))
 
 
 def fuse(sites: Sequence[Site], edit: Edit) -> None:
@@ -222,7 +221,7 @@ def _settings(module: nn.Module) -> set[str]:
     capture = capture_of(module)
     if capture is not None:
         return {*own_children(module), *capture.reads}
-    return {name for name in vars(module).keys() - _INTERNAL if not name.startswith("_")}
+    return {name for name in vars(module).keys() - INTERNAL if not name.startswith("_")}
 
 
 def _parents(paths: Iterable[str]) -> dict[str, set[str]]:

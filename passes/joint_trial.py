@@ -100,8 +100,8 @@ class JointTrial(SiteTrial):
                 return site, self.apply(self.pass_, site)
             except Unsuitable as refusal:
                 reasons[str(refusal)] = None
-                others = [part for part in left if not _is_like(part, refusal.site)]
-                left = others if len(others) < len(left) else []  # a refusal may name none of them
+                remaining = [part for part in left if not _is_like(part, refusal.site)]
+                left = remaining if len(remaining) < len(left) else []  # a refusal may name none of them
         return Failed("; ".join(reasons), unsuitable=True)
 
     # -- the best of them ------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import has_hooks, own_buffers, own_children, own_parameters
+from ..tracing.observe import INTERNAL
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
 __all__ = ["Kinds"]
 
-_INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
@@ -43,7 +43,7 @@ class Kinds:
 
     def _described(self, module: nn.Module) -> Hashable:
         attributes: dict[str, Any] = vars(module)
-        own = [(name, _value(value)) for name, value in attributes.items() if name not in _INTERNAL]
+        own = [(name, _value(value)) for name, value in attributes.items() if name not in INTERNAL]
         named = own_children(module).items()
         children = [(name, None if child is None else self.of(child)) for name, child in named] if named else ()
         tensors = *_names(own_parameters(module)), None, *_names(own_buffers(module))

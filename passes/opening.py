@@ -16,6 +16,7 @@ from ..tracing.captured import Capture, Variant
 from ..tracing.dynamic import user_class
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
+from ..tracing.observe import INTERNAL
 from ..tracing.regions import ContextRegion
 from .batchable_modules import module_operator
 from .mode_guards import asks_for_training, runs_in_mode
@@ -105,7 +106,7 @@ def leaf_key(module: nn.Module) -> object:
     settings = {
         name: value
         for name, value in attributes.items()
-        if name not in _INTERNAL and not name.startswith("_fxopt") and not isinstance(value, torch.Tensor)
+        if name not in INTERNAL and not name.startswith("_fxopt") and not isinstance(value, torch.Tensor)
     }
     if not all(_is_plain(value) for value in settings.values()):
         return None
@@ -113,7 +114,6 @@ def leaf_key(module: nn.Module) -> object:
     return type(module), repr(settings), tensors
 
 
-_INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..tracing.exclusive import captures_fixed
+from ..tracing.observe import INTERNAL
 from ..tracing.preserve import AttributeState, RandomState
 from .tree import Change, map_tensors
 
 __all__ = ["Stage", "random_state_kept"]
 
-_INTERNAL = frozenset(vars(nn.Module()))
 _OURS = "_fxopt_"
 """What fxopt itself keeps on modules; no forward changes it."""
 
@@ -116,7 +116,7 @@ class _Belongings:
         self.attributes = dict(own)
         self.registers = [(register, dict(register)) for register in (own["_parameters"], own["_buffers"])]
         self.registers.append((own["_modules"], dict(own["_modules"])))
-        added = {name: value for name, value in own.items() if name not in _INTERNAL and not name.startswith(_OURS)}
+        added = {name: value for name, value in own.items() if name not in INTERNAL and not name.startswith(_OURS)}
         self.held = {name: value for name, value in added.items() if _holds_tensors(value)}
         has_containers = any(isinstance(value, (list, dict, set)) for value in added.values())
         self.containers = AttributeState(module) if has_containers else None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..tracing.capture import capture_of
-from ..tracing.regions import ContextRegion
 from .base import Refusal, Site
+from .owners import owner_of
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -28,7 +28,5 @@ def without_volatile(program: Program, item: Site | Refusal) -> Site | Refusal:
     """Return a refusal in the place of a site in such a module, or in a part of it that runs under a context."""
     if isinstance(item, Refusal):
         return item
-    home = item.home
-    while home and isinstance(program.module(home), ContextRegion):
-        home = home.rpartition(".")[0]
-    return Refusal(VOLATILE, at=item.home or "(root)") if is_volatile(program.module(home)) else item
+    owner = owner_of(program.model, item.home).module
+    return Refusal(VOLATILE, at=item.home or "(root)") if is_volatile(owner) else item

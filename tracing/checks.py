@@ -106,8 +106,8 @@ class _Order:
 
 
 def _up_to_last(graph: fx.Graph, checks: Collection[fx.Node]) -> list[fx.Node]:
-    nodes = list(graph.nodes)
-    return nodes[: max(nodes.index(check) for check in checks)]
+    nodes, wanted = list(graph.nodes), set(checks)
+    return nodes[: max(number for number, node in enumerate(nodes) if node in wanted)]
 
 
 def _paths(changes: Iterable[Change]) -> tuple[Any, ...]:

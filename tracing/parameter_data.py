@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compat import storage_id
 
-__all__ = ["ParameterData"]
+__all__ = ["ParameterData", "storage_of"]
 
 _TENSOR: Any = Tensor
 _DATA, _NUMPY = _TENSOR.data, _TENSOR.numpy
@@ -81,13 +81,13 @@ class ParameterData:
 
     def keep_memory(self, tensor: Tensor) -> None:
         """Note what the parameters hold that share memory with a tensor."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return
         if self._by_storage is None:
             self._by_storage = {}
             for parameter in self._parameters:
-                self._by_storage.setdefault(_storage(parameter) or 0, []).append(parameter)
+                self._by_storage.setdefault(storage_of(parameter) or 0, []).append(parameter)
         with torch.no_grad():
             self.keep(self._by_storage.get(storage, ()))
 
@@ -158,11 +158,11 @@ def _data_of(tensor: Tensor) -> Tensor:
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
         return False
-    return _storage(one) == _storage(other) and one.storage_offset() == other.storage_offset()
+    return storage_of(one) == storage_of(other) and one.storage_offset() == other.storage_offset()
 
 
-def _storage(tensor: Tensor) -> int | None:
-    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
+def storage_of(tensor: Tensor) -> int | None:
+    """Return what tells a tensor's memory from others', or None for one that has none of its own, as sparse ones."""
     try:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):

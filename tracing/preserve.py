@@ -14,11 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters, storage_id
+from ..compat import own_buffers, own_parameters
 from ..errors import InputError
 from .held_tensors import change_count, plain_tensors
 from .names import all_modules, is_meta
-from .parameter_data import ParameterData
+from .observe import INTERNAL
+from .parameter_data import ParameterData, storage_of
 from .regions import context_regions
 
 __all__ = [
@@ -36,7 +37,6 @@ _REGISTRIES = (
     "_parameters", "_buffers", "_modules",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-_INTERNAL = frozenset(nn.Module().__dict__)
 _RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 """With `max_norm` these rescale their weight whenever they are called."""
 _CONTAINERS = (list, dict, set, deque)
@@ -47,10 +47,8 @@ _NOTHING: dict[str, Any] = {}
 
 def memory_of(tensor: Tensor) -> int:
     """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
-    try:
-        return storage_id(tensor)
-    except NotImplementedError:
-        return id(tensor)
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else storage
 
 
 class RandomState:
@@ -103,7 +101,7 @@ class AttributeState:
             registry = attributes[name]
             self._kept.append((name, registry, registry.copy() if registry else _NOTHING))
         for name, value in attributes.items():
-            if name not in _INTERNAL and isinstance(value, _CONTAINERS):
+            if name not in INTERNAL and isinstance(value, _CONTAINERS):
                 self._keep(name, value, _DEPTH)
 
     def _keep(self, name: str, container: Any, depth: int) -> None:
@@ -136,7 +134,7 @@ class AttributeState:
         now, before = self._attributes, self._copy
         names = {name for name in {**now, **before} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)}
         names |= {name for name, container, copy in self._kept if not _same(container, copy)}
-        return frozenset(name for name in names if name not in _INTERNAL and name != "forward")
+        return frozenset(name for name in names if name not in INTERNAL and name != "forward")
 
     def restore(self) -> None:
         """Put attributes, registries and containers back as they were."""

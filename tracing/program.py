@@ -52,14 +52,12 @@ class Facts:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._known: dict[Any, tuple[int, Any]] = {}
+        self._known: dict[Any, Any] = {}
 
     def __getitem__(self, fact: type[Fact[_T]]) -> _T:
-        version, value = self._known.get(fact, (-1, None))
-        if version != self._program.version:
-            value = fact.compute(self._program)
-            self._known[fact] = (self._program.version, value)
-        return cast("_T", value)
+        if fact not in self._known:
+            self._known[fact] = fact.compute(self._program)
+        return cast("_T", self._known[fact])
 
     def forget(self) -> None:
         """Let go of everything that was worked out."""

@@ -42,8 +42,6 @@ which lose: benchmarks/ensembles.py draws the line between them.
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
 
-_INTERNAL = frozenset(vars(nn.Module()))
-
 SWITCHABLE = ("wide", "bmm", "wide_input_first", "grouped_conv")
 """The lowerings that differ in how linear layers are written, so that one graph may hold two of them."""
 
