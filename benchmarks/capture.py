@@ -27,6 +27,7 @@ from machine import described
 from model_zoo.examination import captured_row, inference_row, overhead_row
 from model_zoo.families import KINDS, SEED
 from model_zoo.subjects import Subject, candidates, graph_subjects, named_subjects
+from model_zoo.tracing_times import tracing_times
 
 import fxopt
 
@@ -44,6 +45,7 @@ def examine(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     row |= built.details
     try:
         row["capture"], program = captured_row(built)
+        row["capture"] |= tracing_times(built)
         if arguments.seconds:
             row["overhead"] = overhead_row(built, program.model, arguments.seconds)
     except Exception as error:

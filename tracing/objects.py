@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 __all__ = [
     "copied_object",
@@ -139,16 +139,26 @@ def has_attributes(value: object) -> bool:
 def state_of(value: object, depth: int = 12) -> Any:
     """Return what can be compared to see whether an object, or a container, has changed; tensors count by identity.
 
-    Below `depth` objects and containers count by their class only.
+    Below `depth` objects and containers count by their class only, and again by their identity.
     """
-    if isinstance(value, (Tensor, nn.Module)):
+    return _state(value, depth, {})
+
+
+def _state(value: object, depth: int, described: dict[int, tuple[int, object]]) -> Any:
+    """Describe a value; `described` keeps what holds others, and the depth to which it was described before."""
+    if isinstance(value, (Tensor, nn.Module, fx.Proxy)):
         return id(value)
     if isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))):
         return value
-    kind, keys, parts = type(value), _keys(value), _parts(value)
+    if id(value) in described and described[id(value)][0] >= depth:
+        return id(value)
     if not (is_object(value) or isinstance(value, (tuple, list, set, Mapping))):
         return id(value)
-    return kind if depth == 0 else (kind, keys, [state_of(part, depth - 1) for part in parts])
+    kind, keys, parts = type(value), _keys(value), _parts(value)
+    if depth == 0:
+        return kind
+    described[id(value)] = depth, value
+    return kind, keys, [_state(part, depth - 1, described) for part in parts]
 
 
 def _keys(value: object) -> list[Any]:

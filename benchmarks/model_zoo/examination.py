@@ -19,7 +19,6 @@ from fxopt.tracing.leaves import is_container, is_leaf
 from fxopt.tracing.program import Program
 
 from .subjects import Built
-from .tracing_times import tracing_times
 
 __all__ = ["captured_row", "differences", "inference_row", "overhead_row"]
 
@@ -38,7 +37,6 @@ def captured_row(built: Built) -> tuple[dict[str, Any], Program]:
         "modules": sum(1 for _ in built.model.modules()),
         "graphs": len(program.graphs),
         "first_seconds": first,
-        **tracing_times(built),
         "opaque": _opaque(program),
         "never_called": sum(o.reason == NEVER_CALLED for o in program.opaque.values()),
         "parameters": parameter_shares(program),

@@ -207,6 +207,16 @@ def test_objects_and_what_is_in_them():
     assert memory.layers[1]["x"] is x
 
 
+def test_objects_that_hold_each_other_are_described_once():
+    memories = [Memory() for _ in range(40)]
+    for memory in memories:
+        memory.others = memories
+    before = state_of(memories)
+    assert state_of(memories) == before
+    memories[-1].seen = 5
+    assert state_of(memories) != before
+
+
 def test_what_is_kept_comes_back():
     memory = Memory()
     memory.update(torch.ones(2), 1)
