@@ -28,6 +28,7 @@ _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
     torch.Generator, Mapping, tuple, list,
 )  # fmt: skip
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
 _WHOLE = (
     "transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData",
     "torch_geometric.nn.pool.select.base.SelectOutput", "torch_geometric.nn.pool.connect.base.ConnectOutput",
@@ -144,21 +145,22 @@ def state_of(value: object, depth: int = 12) -> Any:
     return _state(value, depth, {})
 
 
-def _state(value: object, depth: int, described: dict[int, tuple[int, object]]) -> Any:
+def _state(value: Any, depth: int, described: dict[int, tuple[int, Any]]) -> Any:
     """Describe a value; `described` keeps what holds others, and the depth to which it was described before."""
-    if isinstance(value, (Tensor, nn.Module, fx.Proxy)):
-        return id(value)
-    if isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))):
+    if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, (Tensor, nn.Module, fx.Proxy)) or not _holds_others(value):
+        return id(value)
     if id(value) in described and described[id(value)][0] >= depth:
         return id(value)
-    if not (is_object(value) or isinstance(value, (tuple, list, set, Mapping))):
-        return id(value)
-    kind, keys, parts = type(value), _keys(value), _parts(value)
     if depth == 0:
-        return kind
+        return type(value)
     described[id(value)] = depth, value
-    return kind, keys, [_state(part, depth - 1, described) for part in parts]
+    return type(value), _keys(value), [_state(part, depth - 1, described) for part in _parts(value)]
+
+
+def _holds_others(value: object) -> bool:
+    return is_object(value) or isinstance(value, (tuple, list, set, Mapping))
 
 
 def _keys(value: object) -> list[Any]:
