@@ -153,10 +153,11 @@ def _state(value: Any, depth: int, described: dict[int, tuple[int, Any]]) -> Any
         return id(value)
     if id(value) in described and described[id(value)][0] >= depth:
         return id(value)
+    kind = cast("Any", type(value))
     if depth == 0:
-        return type(value)
+        return kind
     described[id(value)] = depth, value
-    return type(value), _keys(value), [_state(part, depth - 1, described) for part in _parts(value)]
+    return kind, _keys(value), [_state(part, depth - 1, described) for part in _parts(value)]
 
 
 def _holds_others(value: object) -> bool:
