@@ -21,7 +21,7 @@ from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, user_class
 
-__all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class"]
+__all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
 VIEWS = "_fxopt_views"
 SEALED = "_fxopt_sealed"
@@ -297,7 +297,7 @@ def _make(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     if issubclass(base, _CONTAINERS):
         body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}
     if issubclass(base, nn.RNNBase):
-        body["_flat_weights"] = property(_live_weights, lambda self, value: None)
+        body["_flat_weights"] = property(live_weights, lambda self, value: None)
     mixins = () if issubclass(base, FusedPart) else (FusedPart,)
     return types.new_class(base.__name__, (*mixins, base), exec_body=lambda namespace: namespace.update(body))
 
@@ -324,7 +324,7 @@ def _live(name: str) -> property:
     return property(read)
 
 
-def _live_weights(layer: nn.RNNBase) -> list[Any]:
+def live_weights(layer: nn.RNNBase) -> list[Any]:
     """Return the weights that a recurrent layer computes with; it keeps a list of its own otherwise."""
     names: list[str] = layer.__dict__.get("_flat_weights_names", [])
     return [getattr(layer, name, None) for name in names]

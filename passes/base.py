@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import fx, nn
 
+from ..errors import Unsuitable
+
 if TYPE_CHECKING:
     from ..tracing.program import Program
     from .edit import Edit
+    from .state_map import StateStep
 
 __all__ = ["FunctionPass", "Goal", "Numerics", "Pass", "Phase", "Refusal", "Site"]
 
@@ -90,6 +93,7 @@ class Site:
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
         parts: the sites of one home that are decided together as this one; see `passes.together`.
+        tensors: names of the home's tensors that the rewrite takes; they tell the same site in another graph.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -106,6 +110,7 @@ class Site:
     switchable: tuple[str, ...] = ()
     kind: Hashable = None
     parts: tuple[Site, ...] = ()
+    tensors: frozenset[str] = frozenset()
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""
@@ -174,6 +179,20 @@ class Pass:
         for site in sites:
             with edit.at(site):
                 self.rewrite(site, edit)
+
+    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
+        """Make the modules inside a copy of a rewritten home again what they were before; its graphs do not count.
+
+        A pass that can do so has its rewrites repeated on the graphs that are captured for the home later.
+
+        Args:
+            home: is changed in place.
+            steps: what the pass's rewrites of it did to its tensors, in their order.
+
+        Raises:
+            Unsuitable: by default.
+        """
+        raise Unsuitable(f"pass '{self.name}' cannot be repeated")
 
     def __str__(self) -> str:
         from .pipeline import format_pass

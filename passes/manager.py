@@ -126,7 +126,7 @@ class Manager:
     # -- one pass --------------------------------------------------------------------------------------------------
 
     def _run_pass(self, pass_: Pass) -> None:
-        found = grouped(pass_, self._found(pass_))
+        found = grouped(pass_, self.found(pass_))
         self._calls = SiteCalls(self.program, (item.home for item in found if isinstance(item, Site)))
         for item in found:
             if isinstance(item, Refusal):
@@ -136,7 +136,7 @@ class Manager:
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
         """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
-        sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
+        sites = {item.key: item for item in self.found(pass_) if isinstance(item, Site)}
         planned = [
             (decision, dataclasses.replace(sites[key], choice=decision.choice))
             for key, decision in wanted.items()
@@ -155,7 +155,7 @@ class Manager:
                 f"the plan's site {site.key} of pass '{pass_.name}' cannot be rewritten: {refusal}"
             ) from refusal
 
-    def _found(self, pass_: Pass) -> list[Site | Refusal]:
+    def found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals, checked for being that."""
         found = self._supervised(pass_, "find", lambda: list(pass_.find(self.program)))
         for item in found:

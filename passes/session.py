@@ -23,6 +23,7 @@ from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import Record, record_of
+from .repeating import let_repeat, repeatings_in
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
@@ -75,6 +76,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
 def _optimized(model: nn.Module, request: Request) -> nn.Module:
     with collection_paused():
         fast = copied(model)
+        repeated = repeatings_in(fast)
         hold(fast)
         earlier = record_of(fast) or _first_record(model, fast)
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
@@ -91,6 +93,7 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     crown(fast, record)
     forbid_lost_forwards(fast, manager.landed, record)
     release(fast, request.settings.max_graphs)
+    let_repeat(manager.landed, request, repeated)
     _limit_to_evaluation(fast, manager.landed, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.
     for rewrite in manager.landed:

@@ -25,7 +25,7 @@ from .signature import Signature, signature_of
 from .spans import with_regions
 from .tracer import ModuleTracer
 
-__all__ = ["Captures", "Opaque", "capture_modules", "further_variant"]
+__all__ = ["Captures", "Opaque", "capture_modules", "further_variant", "variants_of_call"]
 
 _MAX_VARIANTS = 8
 """Graphs kept for one module that is called in several ways."""
@@ -115,6 +115,27 @@ def further_variant(
         variant = next(_Capturer(names, recording, session).variants("", signature, call))
         (variant,), regions = with_regions(names.modules[""], [variant])
     return variant, regions
+
+
+def variants_of_call(module: nn.Module, signature: Signature, call: Call) -> list[Variant]:
+    """Return the graphs of a module for one call of it, in both modes where they differ; none where they run regions.
+
+    Args:
+        module: is not changed.
+        signature: of its forward.
+        call: with the results of its children.
+
+    Raises:
+        Untraceable: if the forward does something that no graph can say.
+        Exception: whatever the forward raises when it is run on proxies.
+    """
+    if runs_as_sequential(module):
+        return SequentialCaptures().capture(module, call).variants
+    names = ModelNames(module)
+    with tracing_session(names.modules.values()) as session:
+        variants = list(_Capturer(names, Recording(), session).variants("", signature, call))
+        variants, regions = with_regions(module, variants)
+    return [] if regions else variants
 
 
 @dataclass

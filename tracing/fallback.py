@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from .capture import capture_of
+from .capture import Variant, capture_of
 from .names import ModelNames, all_modules
+from .record import Call
 
-__all__ = ["Fallback", "Miss", "fallback_of", "hold", "misses_in", "release"]
+__all__ = ["Fallback", "Miss", "Repeating", "fallback_of", "hold", "misses_in", "release"]
 
 _KEY = "_fxopt_fallback"
 
@@ -27,6 +28,8 @@ class Miss:
         calls: how many; each ran the module's own forward.
         captured: how many of them gave the module a further graph.
         failure: why the module could not be captured for such a call; empty where it was, or was not tried.
+        rewritten: how many of the further graphs have the rewrites that the module's first graphs have.
+        unrewritten: why others have not; empty where none was tried.
     """
 
     module: str
@@ -34,6 +37,8 @@ class Miss:
     calls: int
     captured: int
     failure: str
+    rewritten: int = 0
+    unrewritten: str = ""
 
     @property
     def fallbacks(self) -> int:
@@ -41,10 +46,35 @@ class Miss:
         return self.calls - self.captured
 
     def __str__(self) -> str:
-        what = [f"{self.captured} captured again"] if self.captured else []
+        what = [f"{self.captured} captured again{self._rewrites}"] if self.captured else []
         what += [f"{self.fallbacks} ran its own forward"] if self.fallbacks else []
         why = f" ({self.failure})" if self.failure else ""
         return f"{self.guard}: {', '.join(what)}{why}"
+
+    @property
+    def _rewrites(self) -> str:
+        done = f"{self.rewritten} of them rewritten" if self.rewritten < self.captured else "and rewritten"
+        parts = [done] if self.rewritten else []
+        parts += [f"not rewritten: {self.unrewritten}"] if self.unrewritten else []
+        return f" ({'; '.join(parts)})" if parts else ""
+
+
+class Repeating(Protocol):
+    """Do to a further graph of a module what passes did to its first ones."""
+
+    def __call__(self, module: nn.Module, variant: Variant, call: Call) -> tuple[Variant, Mapping[str, nn.Module]]:
+        """Return the rewritten graph, and the children by name that the module has to have for it.
+
+        Args:
+            module: is only read.
+            variant: of the module, as it was captured.
+            call: one that it holds for, with all calls inside it; it is not changed.
+
+        Raises:
+            Unsuitable: if the graph must stay as it is.
+            Exception: whatever goes wrong in the user's code or in a pass.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -57,6 +87,9 @@ class Fallback:
         misses: guards that failed -> number of calls.
         captured: guards that failed -> number of graphs made for such calls.
         failures: guards that failed -> why capturing such a call failed; it is not tried again.
+        repeating: rewrites further graphs as the first ones were; None where no pass left what can be repeated.
+        rewritten: guards that failed -> number of graphs made for such calls that were rewritten.
+        unrewritten: guards that failed -> why the graph was not.
     """
 
     name: str
@@ -64,6 +97,9 @@ class Fallback:
     misses: Counter[str] = field(default_factory=Counter[str])
     captured: Counter[str] = field(default_factory=Counter[str])
     failures: dict[str, str] = field(default_factory=dict[str, str])
+    repeating: Repeating | None = None
+    rewritten: Counter[str] = field(default_factory=Counter[str])
+    unrewritten: dict[str, str] = field(default_factory=dict[str, str])
 
     def may_capture(self, reason: str, present: int) -> bool:
         """Say whether a call that failed for `reason` may make a graph, the module having `present` of them.
@@ -75,7 +111,9 @@ class Fallback:
     def report(self) -> Iterator[Miss]:
         """Yield what happened, by guard."""
         for guard, calls in self.misses.items():
-            yield Miss(self.name, guard, calls, self.captured[guard], self.failures.get(guard, ""))
+            captured, rewritten = self.captured[guard], self.rewritten[guard]
+            failure, unrewritten = self.failures.get(guard, ""), self.unrewritten.get(guard, "")
+            yield Miss(self.name, guard, calls, captured, failure, rewritten, unrewritten)
 
 
 def fallback_of(module: nn.Module) -> Fallback | None:

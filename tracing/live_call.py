@@ -34,18 +34,24 @@ class Differs(Exception):
 class LiveCall:
     """Hold one call of a module: its arguments, what it gave, and how it called its children.
 
+    Args:
+        module: which is called.
+        args, kwargs: what with.
+        deep: note how its children call theirs, too.
+
     Attributes:
         call: arguments and results, as copies.
         changed: modules whose buffers the call changed in place.
         assigning: modules whose attributes the call set.
     """
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, deep: bool = False) -> None:
+        self.module, self.deep = module, deep
         self.call = Call(_noted(args), _noted(kwargs), None, None, ambient_now())
         self.changed: set[nn.Module] = set()
         self.assigning: dict[nn.Module, frozenset[str]] = {}
         self._generators: list[RandomState] = []
+        self._running = [self.call]
         self._counts: list[tuple[Tensor, int | None]] = []
         self._before = self._after = ModelState(module)
 
@@ -55,7 +61,7 @@ class LiveCall:
         data = self._before.data
         held = objects_in((args, kwargs))
         self._counts = [(tensor, change_count(tensor)) for tensor in tensors_within(held)]
-        with calls_intercepted(_directly(self._note)), data.watched():
+        with calls_intercepted(_intercepting(self._note, deep=self.deep)), data.watched():
             output = forward(*args, **kwargs)
         self.call.after = _noted(held)
         self.call.output = copied(output)
@@ -78,10 +84,16 @@ class LiveCall:
 
     def _note(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         call, held = Call(_noted(args), _noted(kwargs), None), objects_in((args, kwargs))
-        output = original(module, *args, **kwargs)
+        around = self._running[-1]
+        self._running.append(call)
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._running.pop()
         call.output, call.after = _noted(output), _noted(held)
-        self.call.children.append((module, call))
-        self._generators.append(RandomState())
+        around.children.append((module, call))
+        if around is self.call:
+            self._generators.append(RandomState())
         return output
 
     @contextmanager
@@ -115,7 +127,7 @@ class LiveCall:
 
         self._before.restore()
         try:
-            with calls_intercepted(_directly(play)):
+            with calls_intercepted(_intercepting(play)):
                 args, kwargs = copied(self.call.plain_arguments)
                 output = forward(*args, **kwargs)
         except Differs:
@@ -135,13 +147,16 @@ def _noted(value: Any) -> Any:
     return map_leaves(note, value)
 
 
-def _directly(handler: _Handler) -> _Handler:
-    """Return what sends calls of children, and not those inside of these, nor those of other threads, to `handler`."""
+def _intercepting(handler: _Handler, *, deep: bool = False) -> _Handler:
+    """Return what sends calls of children, and not those of other threads, to `handler`.
+
+    Nor those inside of these, unless it goes `deep`.
+    """
     thread, depth = threading.get_ident(), 0
 
     def intercept(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal depth
-        if threading.get_ident() != thread or depth or isinstance(module, ContextRegion):
+        if threading.get_ident() != thread or (depth and not deep) or isinstance(module, ContextRegion):
             return original(module, *args, **kwargs)
         depth += 1
         try:

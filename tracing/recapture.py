@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, own_children, process_count
-from ..errors import GuardError
+from ..errors import GuardError, Unsuitable
 from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
@@ -142,6 +142,10 @@ def _which(module: nn.Module) -> str:
     return f"this {kind}" if fallback is None else f"module {fallback.name or '(root)'!r} ({kind})"
 
 
+_Found = tuple[Variant, Mapping[str, RegionPlan], Mapping[str, nn.Module]]
+"""A graph, and what its module needs for it: regions, and further children by name."""
+
+
 class _Again:
     """Capture a module for a call that it has no graph for."""
 
@@ -155,11 +159,13 @@ class _Again:
         if obstacle:
             self.fallback.failures[self.reason] = obstacle
             return forward(*args, **kwargs)
-        live = LiveCall(self.module, args, kwargs)
+        live = LiveCall(self.module, args, kwargs, deep=self.fallback.repeating is not None)
         output = live.run(forward, args, kwargs)
         try:
             with live.again():
-                self._capture(live)
+                found = self._captured(live)
+            if found is not None:
+                self._install(*found)
         except Untraceable as error:
             self.fallback.failures[self.reason] = (
                 f"{error.reason} ({error.location})" if error.location else error.reason
@@ -168,8 +174,8 @@ class _Again:
             self.fallback.failures[self.reason] = f"tracing it raised {type(error).__name__}: {error}"
         return output
 
-    def _capture(self, live: LiveCall) -> None:
-        """Install a graph for the call, once it gave what the forward gave.
+    def _captured(self, live: LiveCall) -> _Found | None:
+        """Return a graph for the call that gave what the forward gave; None if another thread changed the module.
 
         Raises:
             Untraceable: if there is none that would run for this call and give the same.
@@ -189,12 +195,32 @@ class _Again:
             raise Untraceable("the case shows in the middle of the forward only")
         if not live.gives_the_same(cast("Any", stand_in).forward):
             raise Untraceable("its graph gave another result than its forward")
-        if _holds_still(self.module, stand_in, variant):
-            self._install(variant, regions)
+        children: Mapping[str, nn.Module] = {}
+        if not regions:
+            variant, children = self._rewritten(variant, capture, live)
+        return (variant, regions, children) if _holds_still(self.module, stand_in, variant) else None
 
-    def _install(self, variant: Variant, regions: Mapping[str, RegionPlan]) -> None:
-        capture = own(self.module)
-        capture.variants = [*(counting(known, len(regions)) for known in capture.variants), variant]
+    def _rewritten(self, variant: Variant, capture: Capture, live: LiveCall) -> tuple[Variant, Mapping[str, nn.Module]]:
+        """Return the graph as passes rewrite it, and the children that it calls besides; where they cannot, itself."""
+        if self.fallback.repeating is None:
+            return variant, {}
+        try:
+            rewritten, children = self.fallback.repeating(self.module, variant, live.call)
+            if any(_conditions(known) == _conditions(rewritten) for known in capture.variants):
+                raise Unsuitable("it would hold for the same calls as another one")
+            self.fallback.rewritten[self.reason] += 1
+            return rewritten, children
+        except Unsuitable as refusal:
+            reason = str(refusal)
+        except Exception as error:
+            reason = f"rewriting it raised {type(error).__name__}: {error}"
+        self.fallback.unrewritten[self.reason] = reason
+        return variant, {}
+
+    def _install(self, variant: Variant, regions: Mapping[str, RegionPlan], children: Mapping[str, nn.Module]) -> None:
+        capture, more = own(self.module), len(regions) + len(children)
+        own_children(self.module).update(children)
+        capture.variants = [*(counting(known, more) for known in capture.variants), counting(variant, len(children))]
         capture.regions = {**capture.regions, **regions}
         recompile(self.module)
         self.fallback.captured[self.reason] += 1

@@ -1,0 +1,280 @@
+"""Rewrites of a module, repeated on a graph that is captured for it once it is in its user's hands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import modules_by_name, own_children
+from ..errors import Unsuitable
+from ..settings import Settings
+from ..tracing.captured import Variant, capture_of
+from ..tracing.fallback import Repeating, fallback_of
+from ..tracing.inputs import Inputs
+from ..tracing.names import all_modules, tensors_by_name
+from ..tracing.preserve import RandomState
+from ..tracing.program import Program
+from ..tracing.record import Call
+from ..tracing.regions import Region
+from ..tracing.selection import call_names
+from ..tracing.structure import copied
+from .base import Pass, Phase, Refusal, Site
+from .copying import twin
+from .manager import Manager
+from .packs import submodule
+from .scratch import as_before, refuse_own_forwards
+from .site_trial import Attempt, Failed, SiteTrial
+from .together import parts_of, resolved, together
+
+if TYPE_CHECKING:
+    from .session import Request
+    from .state_map import StateStep
+    from .whole_model import Landed
+
+__all__ = ["Repetition", "let_repeat", "repeatings_in"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What was rewritten as one site: the tensors that it took, the lowering that they got, and when that is valid."""
+
+    tensors: frozenset[str]
+    choice: str | None
+    phase: Phase | None
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What one pass did to a module at once, and what that did to its tensors."""
+
+    pass_: Pass
+    parts: tuple[_Part, ...]
+    steps: tuple[StateStep, ...]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Do to a further graph of a module what was done to its first ones, if that is right and pays there too.
+
+    All happens on a copy of the module, with its members as they were. The graph is taken over only if the copy comes
+    to hold the very tensors that the module has.
+
+    Attributes:
+        done: the rewrites, in the order in which they landed.
+        obstacle: why they cannot be repeated; empty if they perhaps can.
+        verify, measure, seed: as the model was optimized with.
+    """
+
+    done: tuple[_Done, ...] = ()
+    obstacle: str = ""
+    verify: bool = True
+    measure: bool = True
+    seed: int = 0
+
+    def __call__(self, module: nn.Module, variant: Variant, call: Call) -> tuple[Variant, Mapping[str, nn.Module]]:
+        """Return the rewritten graph, and the children by name that the module has to have for it.
+
+        Raises:
+            Unsuitable: if the graph must stay as it is.
+            Exception: whatever goes wrong in the user's code or in a pass.
+        """
+        if self.obstacle:
+            raise Unsuitable(self.obstacle)
+        with _undisturbed():
+            copy = as_before(module, variant, call, [(done.pass_, done.steps) for done in self.done])
+            present = frozenset(own_children(copy))
+            args, kwargs = copied(call.plain_arguments)
+            call = Call(args, kwargs, None)
+            program = Program(copy, (Inputs(*call.args, **call.kwargs),), training=copy.training)
+            refuse_own_forwards(program)
+            manager = Manager(
+                program, check=self.verify, time=self.measure, seed=self.seed, settings=Settings(pass_timeout=0.0)
+            )
+            for done in self.done:
+                _repeat(done, manager, call)
+            stores = {target.partition(".")[0] for done in self.done for step in done.steps for target in step.targets}
+            _check_tensors(module, copy, stores)
+            added = own_children(copy).items()
+            children = {name: child for name, child in added if child is not None and name not in present | stores}
+            return _renamed(_fitting(copy, call), _free_names(module, children))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None]:
+    """Leave the contexts that the user's call runs under, and the random state as it is."""
+    generators = RandomState()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            yield
+        finally:
+            generators.restore()
+
+
+# -- rewriting -----------------------------------------------------------------------------------------------------
+
+
+class _Trial(SiteTrial):
+    """Try a site on one call of a copy; what is timed runs graphs, and no code of the user's."""
+
+    def runnable(self) -> nn.Module | None:
+        return twin(self.home) if self.timed else None
+
+
+def _repeat(done: _Done, manager: Manager, call: Call) -> None:
+    """Rewrite the copy as the module was.
+
+    Raises:
+        Unsuitable: if that is not possible, not right, no faster, or leaves other tensors.
+    """
+    site = _found_again(done, manager)
+    trial = _Trial(
+        manager.program, done.pass_, site, manager.apply, (call,),
+        check=manager.check, time=manager.time, seed=manager.seed,
+    )  # fmt: skip
+    written = trial.written(site)
+    if isinstance(written, Failed):
+        raise Unsuitable(written.reason)
+    if written.edit.state_map().steps != done.steps:
+        raise Unsuitable("its members would be stored otherwise")
+    if trial.timed:
+        _, _, reason = trial.choose({None: Attempt(site, written.verdict, trial.runnable())})
+        if reason is not None:
+            raise Unsuitable(reason)
+
+
+def _found_again(done: _Done, manager: Manager) -> Site:
+    """Return the sites of the new graph that are those of a rewrite, as one."""
+    found = manager.found(done.pass_)
+    sites = {item.tensors: item for item in found if isinstance(item, Site) and not item.home}
+    parts: list[Site] = []
+    for part in done.parts:
+        site = sites.get(part.tensors)
+        if site is None:
+            refusals = dict.fromkeys(item.reason for item in found if isinstance(item, Refusal))
+            raise Unsuitable("; ".join(refusals) or "its members are not computed alike in this graph")
+        if site.phase is not part.phase:
+            raise Unsuitable("the rewrite would not be valid in the same modes")
+        parts.append(resolved(site, part.choice, site.rows_of))
+    if len({(part.variant, part.required) for part in parts}) > 1:
+        raise Unsuitable("its members are not computed in one graph")
+    return together(parts)
+
+
+# -- taking over ---------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(module: nn.Module, copy: nn.Module, stores: Iterable[str]) -> None:
+    """Make sure that the copy holds what the module does, and closes no more of the modules inside it.
+
+    Raises:
+        Unsuitable: if not.
+    """
+    mine, others = tensors_by_name(module), tensors_by_name(copy)
+    if mine.keys() != others.keys():
+        raise Unsuitable("it would have tensors of its own")
+    prefixes = tuple(f"{name}." for name in stores)
+    for name in (name for name in mine if name.startswith(prefixes)):
+        if not _equal(mine[name], others[name]):
+            raise Unsuitable(f"'{name}' would hold other values")
+    for path, inner in modules_by_name(copy).items():
+        same = submodule(module, path)
+        marks = {} if same is None else vars(same)
+        for key, value in vars(inner).items():
+            if key.startswith("_fxopt_") and isinstance(value, frozenset) and not value <= marks.get(key, frozenset()):
+                raise Unsuitable(f"it would rely on more of '{path}' than the first graphs do")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    alike = one.shape == other.shape and one.dtype is other.dtype and one.device == other.device
+    if not alike or one.requires_grad is not other.requires_grad or type(one) is not type(other):
+        return False
+    return one.is_meta or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _fitting(copy: nn.Module, call: Call) -> Variant:
+    """Return the rewritten graph that the call runs: where the mode matters there may be two."""
+    capture = capture_of(copy)
+    variants = [] if capture is None else capture.variants
+    for variant in variants:
+        names = call_names(copy, capture, call.args, call.kwargs) if capture is not None else {}
+        if all(guard.holds(names) for guard in variant.guards):
+            return variant
+    raise Unsuitable("its graph would not hold for the same call")
+
+
+def _free_names(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, tuple[str, nn.Module]]:
+    """Return name -> a name that is free in the module, and the child."""
+    taken = {*own_children(module), *children}
+    free: dict[str, tuple[str, nn.Module]] = {}
+    for name, child in children.items():
+        other, number = name, 0
+        while hasattr(module, other) or (number and other in taken):
+            number += 1
+            other = f"{name}_{number}"
+        taken.add(other)
+        free[name] = other, child
+    return free
+
+
+def _renamed(
+    variant: Variant, children: Mapping[str, tuple[str, nn.Module]]
+) -> tuple[Variant, Mapping[str, nn.Module]]:
+    for node in variant.graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            first, dot, rest = str(node.target).partition(".")
+            if first in children:
+                node.target = children[first][0] + dot + rest
+    return variant, dict(children.values())
+
+
+# -- handing over --------------------------------------------------------------------------------------------------
+
+
+def repeatings_in(model: nn.Module) -> dict[nn.Module, Repeating]:
+    """Return what is repeated on the further graphs of each module, so far."""
+    found = ((module, fallback_of(module)) for module in all_modules(model))
+    return {module: f.repeating for module, f in found if f is not None and f.repeating is not None}
+
+
+def let_repeat(landed: Sequence[Landed], request: Request, earlier: Mapping[nn.Module, Repeating]) -> None:
+    """Let the rewritten modules of a model that was handed over have their rewrites repeated on further graphs.
+
+    Args:
+        landed: the rewrites that stand.
+        request: what the model was optimized with.
+        earlier: what `repeatings_in` gave before.
+    """
+    repetitions = {module: known for module, known in earlier.items() if isinstance(known, Repetition)}
+    first = Repetition(verify=request.verify, measure=request.measure, seed=request.seed)
+    for rewrite in landed:
+        steps = rewrite.edit.state_map().steps
+        if not steps:
+            continue  # it left the graphs cleaner; that the further ones have to do without
+        module = rewrite.edit.owner.module
+        known = repetitions.get(module, first)
+        repetitions[module] = _extended(known, rewrite, steps, module)
+    for module, repetition in repetitions.items():
+        fallback = fallback_of(module)
+        if fallback is not None:
+            fallback.repeating = repetition
+
+
+def _extended(known: Repetition, rewrite: Landed, steps: tuple[StateStep, ...], module: nn.Module) -> Repetition:
+    if rewrite.edit.home is not module or isinstance(module, Region):
+        return dataclasses.replace(known, obstacle="what it runs under a context was rewritten")
+    if type(rewrite.pass_).revert is Pass.revert:
+        return dataclasses.replace(known, obstacle=f"pass '{rewrite.pass_.name}' cannot be repeated")
+    parts = tuple(_Part(part.tensors, part.choice, part.phase) for part in parts_of(rewrite.site))
+    return dataclasses.replace(known, done=(*known.done, _Done(rewrite.pass_, parts, steps)))
