@@ -48,6 +48,8 @@ class NestedReads:
         """Arrays that were read and are too large to be compared at each call, each with how it was reached."""
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
+        self.compared: set[str] = set()
+        """Attributes of which guards say all that there is to say: graphs read the tensors in them anew each time."""
 
     @contextmanager
     def noted(self) -> Generator[None]:
@@ -78,8 +80,14 @@ class NestedReads:
         """
         attributes = self._module.__dict__
         for name in sorted(plain):
-            if type(attributes.get(name)) in (*_MUTABLE, tuple) or is_array(attributes.get(name)):
-                self._note(attributes[name], name, f"self.{name}")
+            value = attributes.get(name)
+            if _holds_tensors_only(value):
+                self._keep(
+                    f"type(self.{name}) is {type(value).__name__}", name, f"self.{name} is a {type(value).__name__}"
+                )
+                self.compared.add(name)
+            if type(value) in (*_MUTABLE, tuple) or is_array(value):
+                self._note(value, name, f"self.{name}")
         return [
             Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
         ]
@@ -207,6 +215,12 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
         return []
     pairs = cast("dict[Any, Any]", value).items() if kind is dict else enumerate(cast("list[Any]", value))
     return [(key, item) for key, item in pairs if type(key) in (int, str)]
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    """Say whether a value is a short list or dictionary of tensors (a cache): another like it changes nothing."""
+    items = items_of(value) if type(value) in (list, dict) else []
+    return bool(items) and len(items) == len(value) and all(isinstance(item, torch.Tensor) for _, item in items)
 
 
 def _spelled(value: Any) -> str | None:

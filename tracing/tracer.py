@@ -139,7 +139,7 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         self._check_arrays()
-        reads = plain | self.attributes.questions.read
+        reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.state or self.assignments.nodes)
         return Variant(
             (*guards, *self.decisions.guards.values()), self.graph, self.expressions, frozenset(reads), volatile

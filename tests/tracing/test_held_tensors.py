@@ -52,6 +52,13 @@ def _filled() -> Biased:
     return model
 
 
+class Doubling(dict[str, torch.Tensor]):
+    """A dictionary that gives more than it holds."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return 2 * super().__getitem__(key)
+
+
 def _fill(model: Any) -> None:
     model.cache["cpu"] = torch.full((2, 4), 5.0)
 
@@ -62,6 +69,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another": _fill,
     "replaced": lambda model: setattr(model, "cache", {"cpu": torch.ones(2, 4)}),
     "emptied": lambda model: setattr(model, "cache", {}),
+    "another kind": lambda model: setattr(model, "cache", Doubling(cpu=torch.ones(2, 4))),
     "of another device": lambda model: (model.cache.clear(), model.cache.update(cuda=torch.ones(2, 4))),
     "weights": lambda model: model.biases.data.add_(1),
     "in place": lambda model: model.cache["cpu"].mul_(3),
@@ -92,6 +100,29 @@ def test_a_cache_of_the_module_is_never_remembered(change: str, optimized: bool)
             torch.testing.assert_close(each.cache, mine.cache)
     if optimized:
         torch.testing.assert_close(fxopt.restore(fast)(X), mine(X))
+
+
+def test_a_cache_that_is_made_anew_costs_no_graph(misses: Callable[[Any], int]):
+    model = _filled()
+    program = capture_program(copy.deepcopy(model), (X,))
+    fast: Any = program.model
+    graphs = list(program.graphs)
+    fast.cache = {"cpu": torch.ones(2, 4)}
+    torch.testing.assert_close(fast(X), X * 2 + 2)
+    assert misses(program) == 0
+    fast.train()
+    fast.eval()
+    for _ in range(3):
+        torch.testing.assert_close(fast(X), model(X))
+    assert misses(program) == 1, "the forward fills the cache"
+    assert list(program.graphs) == graphs
+
+
+def test_a_cache_that_is_gone_is_missed():
+    fast: Any = capture_program(_filled(), (X,)).model
+    del fast.cache
+    with pytest.raises(AttributeError, match="cache"):
+        fast(X)
 
 
 def test_an_empty_cache_stays_with_the_forward():
