@@ -13,9 +13,9 @@ from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.captured import EVAL_ONLY, capture_of, rest
 from ..tracing.fallback import hold, release
+from ..tracing.generators import RandomState
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
-from ..tracing.preserve import RandomState
 from ..tracing.program import Program, capture_program
 from .base import Pass, Phase
 from .copying import Outline, copied_module

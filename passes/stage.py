@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..tracing.exclusive import captures_fixed
+from ..tracing.generators import RandomState
 from ..tracing.observe import INTERNAL
-from ..tracing.preserve import AttributeState, RandomState
+from ..tracing.preserve import AttributeState
 from .tree import Change, map_tensors
 
 __all__ = ["Stage", "random_state_kept"]

@@ -16,6 +16,7 @@ from ..errors import CaptureError, ModeError
 from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, same_kind, user_class
 from .exclusive import alone
+from .generators import ANNOUNCES
 from .guards import Guard, GuardMiss
 from .names import all_modules
 from .portable import copy_graph
@@ -339,9 +340,8 @@ def class_for(capture: Capture) -> type[nn.Module]:
         else:
             restarts = not issubclass(capture.base, Region)
             source = generate(capture.parameters, capture.variants, restarts=restarts, refuse=bool(capture.lost))
-            capture.compiled = dynamic_class(
-                capture.base, Captured, source, capture.parameters, _fxopt_names(capture.base)
-            )
+            names = {**_fxopt_names(capture.base), ANNOUNCES: True}
+            capture.compiled = dynamic_class(capture.base, Captured, source, capture.parameters, names)
     return capture.compiled
 
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 from .changes import Change
 from .cleanup import late_checks
 from .decisions import Decisions
-from .draws import class_draws_from_host, draws, function_draws_from_host, module_draws
+from .draws import draws, function_draws_from_host, module_draws, tree_draws_from_host
 from .guards import require
 from .rollback import Path, keep
 from .session import Untraceable
@@ -55,16 +55,23 @@ class _Order:
         self._mark_draws()
 
     def _mark_draws(self) -> None:
-        """Mark what draws before a check that starts over by itself; the generated forward takes it back."""
-        checks = self._graph.find_nodes(op="call_function", target=require)
-        for node in _up_to_last(self._graph, checks) if checks else ():
-            if self._draws(node):
-                node.meta["draws"] = "host" if self._draws_from_host(node) else "torch"
+        """Mark what draws from generators outside torch, and what draws before a check that starts over by itself.
 
-    def _draws_from_host(self, node: fx.Node) -> bool:
+        The generated forward takes the latter back; it announces the former, for a caller may have to take it back.
+        """
+        checks = self._graph.find_nodes(op="call_function", target=require)
+        before = set(_up_to_last(self._graph, checks) if checks else ())
+        from_host = tree_draws_from_host(self._module)
+        for node in self._graph.nodes:
+            if self._draws_from_host(node, modules=from_host) and self._draws(node):
+                node.meta["draws"] = "host"
+            elif node in before and self._draws(node):
+                node.meta["draws"] = "torch"
+
+    def _draws_from_host(self, node: fx.Node, *, modules: bool) -> bool:
         if node.op == "call_module":
-            return any(class_draws_from_host(type(module)) for module in self._callee(node).modules())
-        return function_draws_from_host(node.target)
+            return modules and tree_draws_from_host(self._callee(node))
+        return node.op == "call_function" and function_draws_from_host(node.target)
 
     def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return the checks by data that come after a node for which `first` holds."""

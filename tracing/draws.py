@@ -17,9 +17,10 @@ from torch import fx, nn
 
 from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
+from .names import all_modules
 from .rollback import keep
 
-__all__ = ["class_draws_from_host", "draws", "function_draws_from_host", "module_draws"]
+__all__ = ["draws", "function_draws_from_host", "module_draws", "tree_draws_from_host"]
 
 _WORDS = (
     "rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "uniform", "exponential", "geometric",
@@ -60,8 +61,13 @@ def function_draws_from_host(function: Any) -> bool:
     return _any_draws([function, *inspect.unwrap(function).__globals__.values()])
 
 
+def tree_draws_from_host(module: nn.Module) -> bool:
+    """Tell whether a module or one inside it may draw from Python's generator or numpy's."""
+    return any(map(_class_draws_from_host, {type(inner) for inner in all_modules(module)}))
+
+
 @lru_cache(maxsize=4096)
-def class_draws_from_host(cls: type) -> bool:
+def _class_draws_from_host(cls: type) -> bool:
     """Tell whether a method of a class, or a function in its files, draws from Python's generator or numpy's."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
     homes = {base.__module__ for base in bases if base.__module__ in sys.modules}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import random
-import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters
 from ..errors import InputError
+from .generators import RandomState
 from .held_tensors import change_count, plain_tensors
 from .names import all_modules, is_meta
 from .observe import INTERNAL
@@ -25,8 +24,6 @@ from .regions import context_regions
 __all__ = [
     "AttributeState",
     "ModelState",
-    "RandomState",
-    "host_random_state",
     "in_phase",
     "memory_of",
     "preserved",
@@ -49,40 +46,6 @@ def memory_of(tensor: Tensor) -> int:
     """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
     storage = storage_of(tensor)
     return id(tensor) if storage is None else storage
-
-
-class RandomState:
-    """Hold the state of every random generator that a forward may draw from.
-
-    Args:
-        host: of Python's and numpy's too, which takes much longer than torch's.
-    """
-
-    def __init__(self, *, host: bool = True) -> None:
-        self.cpu = torch.get_rng_state()
-        cuda = torch.cuda.is_initialized() and torch.cuda.is_available()
-        # While a graph of kernels is recorded, the state cannot be had; nor do the kernels run.
-        cuda = cuda and not torch.cuda.is_current_stream_capturing()
-        self.cuda = torch.cuda.get_rng_state_all() if cuda else None
-        self.host = host_random_state() if host else None
-
-    def restore(self) -> None:
-        """Put every generator back."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
-        if self.host is None:
-            return
-        python, numpy = self.host
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy.random"].set_state(numpy)
-
-
-def host_random_state() -> tuple[Any, Any]:
-    """Return the state of Python's generator and, where it is loaded, of numpy's."""
-    numpy_random = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy_random is None else numpy_random.get_state()
 
 
 class AttributeState:

@@ -16,6 +16,7 @@ from .captured import install, own, recompile
 from .capturing import further_variant
 from .exclusive import alone, are_fixed, turn
 from .fallback import Fallback, fallback_of
+from .generators import announce
 from .guards import Tally, require
 from .leaves import runs_as_sequential
 from .live_call import LiveCall
@@ -49,6 +50,7 @@ def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rea
     Raises:
         GuardError: if there are other processes, which would not do the same.
     """
+    announce()
     capture, fallback = required_capture(module), fallback_of(module)
     forward: Any = cast("Any", module)._fxopt_own
     reason = reason or explain_miss(module, args, kwargs)
@@ -86,6 +88,7 @@ def answer_to_data(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         reason: what did not hold.
         tally: of the check.
     """
+    announce()
     capture, fallback = required_capture(module), fallback_of(module)
     if fallback is None:
         capture.misses[reason] += 1

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from .generators import RandomState
 from .objects import copied_object, makes_objects, state_of
-from .preserve import RandomState
 
-__all__ = ["Kept", "Path", "changed_paths", "contents", "generators_now", "graft", "keep"]
+__all__ = ["Kept", "Path", "changed_paths", "contents", "graft", "keep"]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""
@@ -76,11 +76,6 @@ class Kept:
                 holder[name] = value
         if self._random is not None:
             self._random.restore()
-
-
-def generators_now(*, host: bool) -> RandomState | None:
-    """Return the state of the random generators, to be restored; None in compiled code, whose numbers are others."""
-    return None if torch.compiler.is_compiling() else RandomState(host=host)
 
 
 def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = ()) -> Kept:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import fx, nn
 
 from ..compat import own_children
 from .capture import Capture, Variant
+from .draws import tree_draws_from_host
 from .fingerprint import hashable
 from .guards import Guard
 from .meta import Meta, meta_of
@@ -30,11 +31,14 @@ class SequentialCaptures:
     def capture(self, module: nn.Module, call: Call | None) -> Capture:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
         metas = None if call is None else _metas(call, len(own_children(module)))
-        children = tuple((key, type(child)) for key, child in own_children(module).items())
+        children = tuple(
+            (key, type(child), child is not None and tree_draws_from_host(child))
+            for key, child in own_children(module).items()
+        )
         key = (type(module), children, None if metas is None else hashable(tuple(metas)))
         known = self._known.get(key)
         if known is None:
-            variant = _variant(list(own_children(module)), metas)
+            variant = _variant({name: from_host for name, _, from_host in children}, metas)
             known = self._known[key] = Capture(type(module), [variant], _parameters=self._signature)
         return known
 
@@ -48,12 +52,15 @@ def _metas(call: Call, count: int) -> list[Meta] | None:
     return [meta_of(given[0]), *(meta_of(child.output) for _, child in call.children)]
 
 
-def _variant(names: Sequence[str], metas: Sequence[Meta] | None) -> Variant:
+def _variant(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Variant:
+    """Return the graph that calls children one by one; what `names` says is which may draw from outside of torch."""
     graph = fx.Graph()
     value = graph.create_node("placeholder", "input")
     nodes = [value]
-    for name in names:
+    for name, from_host in names.items():
         value = graph.create_node("call_module", name, (value,))
+        if from_host:
+            value.meta["draws"] = "host"
         nodes.append(value)
     graph.output(value)
     for index, node in enumerate(nodes):

@@ -15,8 +15,8 @@ from torch import fx
 from ..compat import in_place_format, operator_format
 from .conditions import fits
 from .functions import FunctionCall
+from .generators import ANNOUNCES, announce, generators_now, take_back
 from .guards import GUARD_NAMES, GuardMiss, require
-from .rollback import generators_now
 from .signature import Signature, given
 from .structure import is_namedtuple
 
@@ -128,7 +128,7 @@ def _variant(variant: Variant, names: _Names, restart: str | None) -> list[str]:
         "try:",
         *(f"    {line}" for line in body),
         f"except {names.name(GuardMiss)} as miss:",
-        *([f"    if {state} is not None: {state}.restore()"] if drawn else []),
+        *([f"    {names.name(take_back)}({state})"] if drawn else []),
         f"    {restart}",
     ]
 
@@ -172,6 +172,8 @@ class _Body:
             line = self._statement(node)
             if line is None:
                 continue
+            if node.meta.get("draws") == "host":
+                lines.append(self._announcement(node))
             dead = self._last_uses.get(node)
             freed = f"{' = '.join(map(self._local, dead))} = None" if dead else ""
             # What follows a condition on its line would belong to it.
@@ -209,6 +211,17 @@ class _Body:
             return f"not {operand}" if expected else f"{operand} or {operand} is None"
         return f"{operand} is not None" if expected is None else f"not {operand} == {self._operand(expected)}"
 
+    def _announcement(self, node: fx.Node) -> str:
+        """Write what says that a node may draw from generators outside torch; modules with graphs do so themselves."""
+        said = f"{self._names.name(announce)}()"
+        return (
+            f"if not hasattr(type({self._callee(node)}), {ANNOUNCES!r}): {said}" if node.op == "call_module" else said
+        )
+
+    def _callee(self, node: fx.Node) -> str:
+        container = _container(node)
+        return f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
+
     def _local(self, node: fx.Node) -> str:
         return self._renamed.get(node, node.name)
 
@@ -216,9 +229,7 @@ class _Body:
         if node.op == "get_attr":
             return self._read(node)
         if node.op == "call_module":
-            container = _container(node)
-            child = f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
-            return f"{child}({self._arguments(node.args, node.kwargs)})"
+            return f"{self._callee(node)}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             owner, *rest = node.args
             return f"{self._operand(owner)}.{node.target}({self._arguments(rest, node.kwargs)})"

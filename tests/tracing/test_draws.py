@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxopt.tracing import generators
 from fxopt.tracing.program import capture_program
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)
@@ -36,6 +37,35 @@ class NumpyNoise(nn.Module):
 class PythonNoise(nn.Module):
     def forward(self, x):
         return x + random.random()
+
+
+class Around(nn.Module):
+    """Calls what draws, and checks nothing itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+class NoisyIfOdd(nn.Module):
+    """Draws in the calls only that its graph is not for."""
+
+    def forward(self, x):
+        return x + random.random() + float(np.random.rand()) if x.shape[0] % 2 else x
+
+
+class NoisyOnDemand(nn.Module):
+    """Draws once its graph is gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.noisy = False
+
+    def forward(self, x):
+        return x + random.random() if self.noisy else x
 
 
 class PaddingUp(nn.Module):
@@ -76,6 +106,56 @@ def test_a_miss_draws_the_same_numbers(kind, noise, training, misses):
     for x in (EVEN, ODD, EVEN):
         assert all(map(torch.equal, seeded(program.model, x), seeded(model, x)))
     assert misses(program) == 1
+
+
+NESTED = {
+    "in a module": lambda: Around(NumpyNoise()),
+    "in a Sequential": lambda: nn.Sequential(nn.Identity(), Around(nn.Sequential(PythonNoise()))),
+    "in a module that checks": lambda: PaddingUp(Around(NumpyNoise())),
+    "twice": lambda: nn.Sequential(PythonNoise(), PaddingUp(NumpyNoise()), NumpyNoise()),
+    "where a graph misses": lambda: Around(NoisyIfOdd()),
+    "under a context": lambda: InNoGrad(Around(PythonNoise())),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("nested", NESTED)
+def test_draws_deep_inside_are_taken_back(nested, copied):
+    model = PaddingUp(NESTED[nested]()).train()
+    fast = copied(capture_program(copy.deepcopy(model), (EVEN,)).model)
+    for x in (EVEN, ODD, ODD, EVEN):
+        assert all(map(torch.equal, seeded(fast, x), seeded(model, x)))
+
+
+def test_draws_of_a_module_that_lost_its_graph_are_taken_back():
+    model = PaddingUp(Around(NoisyOnDemand()))
+    fast = capture_program(copy.deepcopy(model), (EVEN,)).model
+    for each in (model, fast):
+        each.noise.inner.noisy = True
+    for x in (ODD, EVEN, ODD):
+        assert all(map(torch.equal, seeded(fast, x), seeded(model, x)))
+
+
+@pytest.mark.parametrize(
+    ("noise", "notes"), [(nn.Identity, 0), (lambda: Around(Noise()), 0), (NumpyNoise, 1), (NESTED["twice"], 2)]
+)
+def test_generators_outside_torch_are_noted_where_something_draws(noise, notes, monkeypatch):
+    taken = []
+    state = generators._host_state
+    model = capture_program(PaddingUp(PaddingUp(noise())), (EVEN,)).model
+    monkeypatch.setattr(generators, "_host_state", lambda: taken.append(1) or state())
+    model(EVEN)
+    assert len(taken) == notes
+
+
+def test_nothing_is_noted_for_a_forward_that_ended(monkeypatch):
+    model, noise = (
+        capture_program(PaddingUp(nn.Identity()), (EVEN,)).model,
+        capture_program(Around(NumpyNoise()), (EVEN,)),
+    )
+    model(EVEN)
+    monkeypatch.setattr(generators, "_host_state", lambda: pytest.fail("nobody asks"))
+    noise.model(EVEN)
 
 
 def test_copies_draw_the_same_numbers():

@@ -1,0 +1,121 @@
+"""The states of random generators: all of them at once, or what a graph needs to take back the draws before a check.
+
+To note the state of Python's generator and of numpy's takes longer than most modules run, and graphs draw from neither:
+only a module's own forward does, or a function that a graph calls whole. So a graph that might have to take such draws
+back asks to be told of them (`generators_now`), and what may draw says so before it does (`announce`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["ANNOUNCES", "RandomState", "announce", "generators_now", "take_back"]
+
+ANNOUNCES = "_fxopt_announces"
+"""What a class has whose forward was generated from graphs: what draws within it is announced."""
+
+_TorchState: TypeAlias = "tuple[Tensor, list[Tensor] | None]"
+
+
+class RandomState:
+    """Hold the state of every random generator that a forward may draw from."""
+
+    def __init__(self) -> None:
+        self._torch = _torch_state()
+        self._host = _host_state()
+
+    def restore(self) -> None:
+        """Put every generator back."""
+        _restore_torch(self._torch)
+        _restore_host(self._host)
+
+
+class _HostDraws:
+    """Hold the state of the generators outside torch before the first announced draw; None while there was none."""
+
+    __slots__ = ("__weakref__", "state")
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+
+class _Asking(threading.local):
+    """Know what the forwards of this thread hold who ask for the next announcement; nothing where no such one runs."""
+
+    draws: weakref.ref[_HostDraws] | None = None
+
+
+_asking = _Asking()
+
+
+def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | None:
+    """Return what `take_back` needs to take back what is drawn from now on; None in compiled code, which draws others.
+
+    Args:
+        host: whether what announces draws from Python's or numpy's generator may come.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return _torch_state(), _next_announced() if host else None
+
+
+def take_back(noted: tuple[_TorchState, _HostDraws | None] | None) -> None:
+    """Put the generators back to where they were when `generators_now` gave `noted`."""
+    if noted is None:
+        return
+    torch_state, draws = noted
+    _restore_torch(torch_state)
+    if draws is not None and draws.state is not None:
+        _restore_host(draws.state)
+
+
+def announce() -> None:
+    """Say that Python's generator or numpy's may be drawn from, for the forwards that ask."""
+    if torch.compiler.is_compiling() or _asking.draws is None:
+        return
+    draws, _asking.draws = _asking.draws(), None
+    if draws is not None:
+        draws.state = _host_state()
+
+
+def _next_announced() -> _HostDraws:
+    """Return what the next announcement fills, the same for all who ask until then."""
+    draws = None if _asking.draws is None else _asking.draws()
+    if draws is None:
+        draws = _HostDraws()
+        _asking.draws = weakref.ref(draws)
+    return draws
+
+
+def _torch_state() -> _TorchState:
+    cuda = torch.cuda.is_initialized() and torch.cuda.is_available()
+    # While a graph of kernels is recorded, the state cannot be had; nor do the kernels run.
+    cuda = cuda and not torch.cuda.is_current_stream_capturing()
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if cuda else None
+
+
+def _restore_torch(state: _TorchState) -> None:
+    cpu, cuda = state
+    torch.default_generator.set_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+
+
+def _host_state() -> tuple[Any, Any]:
+    """Return the state of Python's generator and, where it is loaded, of numpy's."""
+    numpy_random = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy_random is None else numpy_random.get_state()
+
+
+def _restore_host(state: tuple[Any, Any]) -> None:
+    python, numpy = state
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(numpy)
