@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,11 +202,15 @@ def _close(views: _Views, opened: Iterable[str], edit: Edit, store: FusedMembers
     seals, opened = _parents(views), dict.fromkeys(map(owner.path, opened))
     if owner.regions:  # they would go on with the store that they borrowed
         seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
-    for path in dict.fromkeys((*views, *seals, *opened)):
-        module, sealed = _module(owner.module, path), seals.get(path, set[str]())
-        if path in opened:
-            sealed.update(_settings(module), ("forward",))
-        edit.on_undo(attach_member(module, views.get(path, {}), sealed))
+    undo: list[Callable[[], None]] = []
+    try:
+        for path in dict.fromkeys((*views, *seals, *opened)):
+            module, sealed = _module(owner.module, path), seals.get(path, set[str]())
+            if path in opened:
+                sealed.update(_settings(module), ("forward",))
+            undo.append(attach_member(module, views.get(path, {}), sealed))
+    finally:
+        edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
 
 
 def _module(home: nn.Module, path: str) -> nn.Module:

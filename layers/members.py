@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_children, own_parameters
+from ..compat import own_buffers, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, own_class
 from ..tracing.names import all_modules
@@ -131,12 +131,12 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
-    parameter = own_parameters(module).get(name)
-    if parameter is None:
-        parameter = own_buffers(module).get(name)
+    parameter = own_tensor(module, name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
-    stacked = view.stacked
+    stacked = own_tensor(view.store, view.name)
+    if stacked is None:
+        stacked = view.stacked
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(
             f"'{name}' of this {type(module).__name__} has shape {list(parameter.shape)}; it cannot be slice "
@@ -178,7 +178,7 @@ def _set(module: nn.Module, entries: Mapping[str, Any]) -> None:
 def _class_for(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class that serves the module's views and seal; without any, the one that `cls` was made from."""
     base: type[nn.Module] = cls.__dict__.get(FUSED_FROM, cls)
-    names = tuple(name for name in views_of(module) if not isinstance(getattr(base, name, None), property))
+    names = tuple(views_of(module))
     if not names and (issubclass(base, FusedPart) or not sealed_names(module)):
         return base
     return fused_class(base, names)

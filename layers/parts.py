@@ -277,7 +277,10 @@ _classes: weakref.WeakValueDictionary[_Key, type[nn.Module]] = weakref.WeakValue
 
 
 def fused_class(base: type[nn.Module], names: tuple[str, ...] = ()) -> type[nn.Module]:
-    """Return the subclass of `base`, named like it, for parts of an ensemble whose parameters `names` are slices."""
+    """Return the subclass of `base`, named like it, for parts of an ensemble whose parameters `names` are slices.
+
+    A parameter that is a property of the class already is read through that.
+    """
     known = _classes.get((base, names))
     if known is None:
         known = _classes[base, names] = _make(base, names)
@@ -292,7 +295,7 @@ def _make(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         "_fxopt_base": user_class(base),
         FUSED_FROM: base,
         "_fxopt_recipe": (_remade, (class_recipe(base), names)),
-        **{name: _live(name) for name in names},
+        **{name: _live(name) for name in names if not isinstance(getattr(base, name, None), property)},
     }
     if issubclass(base, _CONTAINERS):
         body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}

@@ -272,7 +272,7 @@ class Edit:
             self._journalled.add(module)
             self._undo.append(AttributeState(module).restore)
 
-    def on_undo(self, undo: Callable[[], None]) -> None:
+    def on_undo(self, undo: Callable[[], object]) -> None:
         """Journal a change that was made through another module's own interface."""
         self._undo.append(undo)
         self.program.touch()

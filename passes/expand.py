@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
@@ -13,7 +13,7 @@ from ..tracing.captured import Capture, Guard, Variant, capture_of
 from . import operators
 from .batchable_modules import module_operator
 from .effects import writes
-from .expansion import Expansion, Operation, map_structure
+from .expansion import Expansion, Operation, map_structure, operations_in
 from .kinds import Kinds
 from .mode_guards import asks_for_training, mode_guard
 from .opening import checks_on_the_way, has_plain_output, leaf_graph, obstacle_to_opening, unmet_guards, variant_of_call
@@ -213,9 +213,9 @@ class _Builder:
             target = f"{path}.{o.target}" if o.kind in _NAMED else o.target
             copy = Operation(
                 prefix + o.name, o.kind, target, args, kwargs, o.operator, o.node, call, len(self.operations),
-                example=o.example, mutates=o.mutates, pattern=o.pattern or o,
+                tuple(read), example=o.example, mutates=o.mutates, pattern=o.pattern or o,
             )  # fmt: skip
-            values[o] = self.add(copy, read)
+            values[o] = self.add(copy)
         return None
 
     def check(
@@ -244,15 +244,15 @@ class _Builder:
         target = str(node.target) if node.op in _NAMED else node.target
         operation = Operation(
             prefix + node.name, node.op, target, args, kwargs,
-            operators.canonical_name(node), node, call, len(self.operations), example=node.meta.get("val"),
-            mutates=operators.mutates(node),
+            operators.canonical_name(node), node, call, len(self.operations), operations_in(args, kwargs),
+            example=node.meta.get("val"), mutates=operators.mutates(node),
         )  # fmt: skip
         if node.op == "call_module" and operation.name not in self.closed:
             operation.operator = module_operator(self.child(str(target)))
-        return self.add(operation, operation.inputs)
+        return self.add(operation)
 
-    def add(self, operation: Operation, operands: Iterable[Operation]) -> Operation:
-        for operand in operands:
+    def add(self, operation: Operation) -> Operation:
+        for operand in operation.inputs:
             operation.level = max(operation.level, operand.level + 1)
             if not operand.users or operand.users[-1] is not operation:
                 operand.users.append(operation)

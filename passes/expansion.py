@@ -7,7 +7,7 @@ each record knows the node it came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch import fx
 from ..errors import CaptureError
 from ..tracing.captured import Guard
 
-__all__ = ["Expansion", "Operation", "is_chain", "map_structure"]
+__all__ = ["Expansion", "Operation", "is_chain", "map_structure", "operations_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +29,7 @@ class Operation:
         kind: the fx opcode.
         target: the fx target; of a call_module or get_attr, qualified from the home module.
         args, kwargs: like the node's, with operations in the place of nodes.
+        inputs: the operations in these, each as often as it is read.
         operator: canonical operator name, or None.
         node: the node it stands for; of an expanded child, the child's own node.
         call: name of the home graph's node that it is part of.
@@ -50,6 +51,7 @@ class Operation:
     node: fx.Node
     call: str
     index: int
+    inputs: Sequence[Operation] = ()
     level: int = 0
     users: list[Operation] = field(default_factory=list["Operation"])
     example: Any = None
@@ -59,14 +61,6 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.operator or self.target}>"
-
-    @property
-    def inputs(self) -> Iterator[Operation]:
-        """Yield the operations read, each as often as it is read."""
-        read: list[Operation] = []
-        _collect(self.args, read)
-        _collect(self.kwargs, read)
-        return iter(read)
 
 
 @dataclass(frozen=True)
@@ -151,8 +145,14 @@ def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
     return slice(*(map_structure(part, function) for part in (parts.start, parts.stop, parts.step)))
 
 
+def operations_in(*arguments: Any) -> tuple[Operation, ...]:
+    """Return the operations in arguments, each as often as it is there."""
+    found: list[Operation] = []
+    _collect(arguments, found)
+    return tuple(found)
+
+
 def _collect(argument: Any, found: list[Operation]) -> None:
-    """Append the operations in an argument."""
     if isinstance(argument, Operation):
         found.append(argument)
     elif isinstance(argument, (tuple, list)):

@@ -78,7 +78,7 @@ def _passed(operation: Operation, operator: str, name: str, position: int) -> bo
 def writes_to_fresh_value(operation: Operation) -> bool:
     """Say whether an in-place operator overwrites a new value that nothing else reads, as its functional form would."""
     while True:
-        target = next(operation.inputs, None)
+        target = operation.inputs[0] if operation.inputs else None
         if "out" in operation.kwargs or target is None or len(target.users) != 1:
             return False
         if not target.mutates:
@@ -141,8 +141,7 @@ def _form(operation: Operation) -> Form:
 
 def operands_of(operation: Operation) -> list[Operation]:
     """Return what fills the slots of an operation's normal form."""
-    inputs = list(operation.inputs)
-    return [inputs[place] for place in form_of(operation).order]
+    return [operation.inputs[place] for place in form_of(operation).order]
 
 
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:

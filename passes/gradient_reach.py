@@ -91,11 +91,12 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
         home: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
         names: of parameters, qualified from `home`.
     """
-    users, owner = program.facts[_Users], owner_of(program.model, home)
-    if not home and not users.regions:
+    borrowers, owner = program.facts[_Borrowers].regions, owner_of(program.model, home)
+    if not home and not borrowers:
         return None
+    users = program.facts[_Users]
     paths = dict.fromkeys(path for name in names for path in _paths(owner.qualified(name)))
-    borrowing = (region for path in paths for region in users.regions.get(path, ()))
+    borrowing = (region for path in paths for region in borrowers.get(path, ()))
     region = next((region for region in borrowing if region not in owner.names), None)
     if region is not None:
         return f"region '{region}'"
@@ -119,25 +120,35 @@ def _used_beside(users: _Users, home: str, paths: Sequence[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Users:
-    """Who calls a module or reads a tensor, by its qualified name: regions that borrow it, and modules with graphs."""
+class _Borrowers:
+    """The regions that borrow a module, by its qualified name."""
 
     regions: Mapping[str, Sequence[str]]
-    modules: Mapping[str, Sequence[str]]
 
     @classmethod
-    def compute(cls, program: Program) -> _Users:
+    def compute(cls, program: Program) -> _Borrowers:
         regions: dict[str, list[str]] = {}
         for name, module in program.names.modules.items():
             for child in module.children() if isinstance(module, Region) else ():
                 regions.setdefault(program.name_of(child), []).append(name)
+        return cls(regions)
+
+
+@dataclass(frozen=True)
+class _Users:
+    """The modules whose graphs call a module or read a tensor, by its qualified name."""
+
+    modules: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def compute(cls, program: Program) -> _Users:
         modules: dict[str, dict[str, None]] = {}
         for place, graph in program.graphs.items():
             other = place.partition("#")[0]
             owner = owner_of(program.model, other)
             for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
                 modules.setdefault(owner.qualified(str(node.target)), {})[other] = None
-        return cls(regions, {target: list(others) for target, others in modules.items()})
+        return cls({target: list(others) for target, others in modules.items()})
 
 
 def _output_leaves(expansion: Expansion) -> dict[Operation, int]:

@@ -37,8 +37,9 @@ def all_tensors(model: nn.Module) -> list[Tensor]:
     found: dict[int, Tensor] = {}  # by identity, which a tensor's own hash takes a Python call for
     for module in all_modules(model):
         for registry in (own_parameters(module), own_buffers(module)):
-            if registry:
-                found.update((id(tensor), tensor) for tensor in registry.values() if tensor is not None)
+            for tensor in registry.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
     return list(found.values())
 
 
@@ -49,8 +50,13 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def is_meta(model: nn.Module) -> bool:
     """Say whether a model is on the meta device: it has parameters, and all of them are there."""
-    parameters = all_parameters(model)
-    return bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    has_any = False
+    for module in all_modules(model):
+        for parameter in own_parameters(module).values():
+            if parameter is not None and not parameter.is_meta:
+                return False
+            has_any = has_any or parameter is not None
+    return has_any
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

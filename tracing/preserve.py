@@ -189,17 +189,22 @@ class ModelState:
 
     def assigning(self) -> dict[nn.Module, frozenset[str]]:
         """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""
-        if self._namespaces.are_same() and self._containers.are_same():
-            return {}
+        return {} if self._has_same_attributes() else self._assigned()
+
+    def _has_same_attributes(self) -> bool:
+        return self._namespaces.are_same() and self._containers.are_same()
+
+    def _assigned(self) -> dict[nn.Module, frozenset[str]]:
         pairs = zip(self._modules, self._attributes, strict=True)
         return {module: names for module, state in pairs if (names := state.assigned())}
 
-    def restore(self) -> None:
-        """Put everything back."""
-        for state in () if self._namespaces.are_same() else self._attributes:
-            state.restore_attributes()
-        for state in () if self._containers.are_same() else self._attributes:
-            state.restore_containers()
+    def restore(self) -> dict[nn.Module, frozenset[str]]:
+        """Put everything back; return what `assigning` did before."""
+        assigned: dict[nn.Module, frozenset[str]] = {}
+        if not self._has_same_attributes():
+            assigned = self._assigned()
+            for state in self._attributes:
+                state.restore()
         with torch.no_grad():
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
@@ -212,6 +217,7 @@ class ModelState:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         self._generators.restore()
+        return assigned
 
     def check_parameters(self, model: nn.Module) -> None:
         """Make sure that no parameter was changed in place.
@@ -243,13 +249,18 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def restoring(state: ModelState) -> Generator[None]:
-    """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile."""
+def restoring(state: ModelState) -> Generator[dict[nn.Module, frozenset[str]]]:
+    """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile.
+
+    Yields:
+        A dictionary; after leaving it has, by module, the names of the attributes that were set meanwhile.
+    """
+    assigned: dict[nn.Module, frozenset[str]] = {}
     try:
         with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
-            yield
+            yield assigned
     finally:
-        state.restore()
+        assigned.update(state.restore())
 
 
 @contextmanager

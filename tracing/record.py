@@ -215,11 +215,11 @@ class _Recorder:
 
     def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs, and put back what that changes."""
-        with captures_fixed(), restoring(state):
+        with captures_fixed(), restoring(state) as assigned:
             self.run(model, inputs, grad=grad)
             self.note_changed(model, state.data.changed())
             state.check_parameters(model)
-            self.recording.assigning = state.assigning()
+        self.recording.assigning = assigned
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
         modules = all_modules(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -217,7 +216,7 @@ def _order_obstacle(place: Place) -> str | None:
         if any(first < write.index < last for write in writing):
             return "a tensor is written in place between the members"
     members = {member for pack in ensemble.packs for member in pack.members}
-    if any(may_share_memory(target, members) for write in writing for target in itertools.islice(write.inputs, 1)):
+    if any(may_share_memory(target, members) for write in writing for target in write.inputs[:1]):
         return "a member's result is written in place"
     return None
 

@@ -89,9 +89,9 @@ def test_members_of_one_kind_are_opened_alike_each_with_its_own_tensors():
     linears = [operation for operation in expansion.operations if operation.operator == "linear"]
     slopes = [operation for operation in expansion.operations if operation.operator == "leaky_relu"]
     assert len({linear.pattern for linear in linears}) == 1
-    assert [str(list(linear.inputs)[1].target) for linear in linears] == [f"members.{i}.0.weight" for i in range(3)]
+    assert [str(linear.inputs[1].target) for linear in linears] == [f"members.{i}.0.weight" for i in range(3)]
     assert slopes[0].pattern is slopes[1].pattern is not slopes[2].pattern
-    assert [slope.inputs.__next__() for slope in slopes] == linears
+    assert [slope.inputs[0] for slope in slopes] == linears
     assert [path for paths in expansion.opened.values() for path in paths if path.count(".") == 1] == [
         f"members.{i}" for i in range(3)
     ]
