@@ -144,13 +144,15 @@ class _Contents:
 
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
-        self._dictionaries = cast("list[dict[Any, Any]]", [held for held in containers if isinstance(held, dict)])
         self._lengths = list(map(len, containers))
+        # Most are empty: once the lengths agree, there is nothing in them to compare.
+        self._filled = [held for held, length in zip(containers, self._lengths, strict=True) if length]
+        self._dictionaries = cast("list[dict[Any, Any]]", [held for held in self._filled if isinstance(held, dict)])
         self._items = list(self._now())
 
     def _now(self) -> Iterator[Any]:
         values = chain.from_iterable(map(dict[Any, Any].values, self._dictionaries))
-        return chain(chain.from_iterable(self._containers), values)
+        return chain(chain.from_iterable(self._filled), values)
 
     def are_same(self) -> bool:
         """Tell whether every container holds the same objects, in the same order."""
@@ -166,6 +168,7 @@ class ModelState:
     for those whose `data` is reached for while it is watched.
 
     Attributes:
+        tensors: all parameters and buffers, and the plain tensors in attributes.
         data: what those parameters hold, and plain tensors whose `data` is reached for.
         is_meta: whether all of the parameters are on the meta device.
     """
@@ -180,9 +183,11 @@ class ModelState:
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
         self._counts = {key: change_count(p) for key, p in self._parameters.items()}
-        plain = {id(t): t for module in modules for t in plain_tensors(module) if not t.is_inference()}
-        self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain.values()]
-        self.data = ParameterData((*self._parameters.values(), *plain.values()))
+        plain = list({id(tensor): tensor for module in modules for tensor in plain_tensors(module)}.values())
+        self.tensors = (*self._parameters.values(), *held, *plain)
+        plain = [tensor for tensor in plain if not tensor.is_inference()]
+        self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain]
+        self.data = ParameterData((*self._parameters.values(), *plain))
         self.is_meta = is_meta(model)
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,9 +16,9 @@ from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .attribute_watch import AttributeWatch
 from .exclusive import alone, captures_fixed
-from .held_tensors import ChangeCounts, change_count, plain_tensors
+from .held_tensors import ChangeCounts, change_count
 from .inputs import Inputs
-from .names import all_modules, all_tensors
+from .names import all_modules
 from .objects import objects_in
 from .preserve import ModelState, memory_of, restoring
 from .redirect import redirect
@@ -216,16 +215,17 @@ class _Recorder:
     def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs, and put back what that changes."""
         with captures_fixed(), restoring(state) as assigned:
-            self.run(model, inputs, grad=grad)
+            self.run(model, inputs, state.tensors, grad=grad)
             self.note_changed(model, state.data.changed())
             state.check_parameters(model)
         self.recording.assigning = assigned
 
-    def run(self, model: nn.Module, inputs: Sequence[Inputs], *, grad: bool) -> None:
+    def run(self, model: nn.Module, inputs: Sequence[Inputs], held: Iterable[Tensor], *, grad: bool) -> None:
+        """Run the model on all inputs; `held` are the tensors that belong to it."""
         modules = all_modules(model)
         counts = ChangeCounts(modules)
         if self.spare:
-            self._own = set(map(memory_of, (*all_tensors(model), *chain.from_iterable(map(plain_tensors, modules)))))
+            self._own = set(map(memory_of, held))
         for module in modules:
             if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
