@@ -194,22 +194,23 @@ class ModelState:
 
     def assigning(self) -> dict[nn.Module, frozenset[str]]:
         """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""
-        return {} if self._has_same_attributes() else self._assigned()
-
-    def _has_same_attributes(self) -> bool:
-        return self._namespaces.are_same() and self._containers.are_same()
+        if self._namespaces.are_same() and self._containers.are_same():
+            return {}
+        return self._assigned()
 
     def _assigned(self) -> dict[nn.Module, frozenset[str]]:
         pairs = zip(self._modules, self._attributes, strict=True)
         return {module: names for module, state in pairs if (names := state.assigned())}
 
-    def restore(self) -> dict[nn.Module, frozenset[str]]:
-        """Put everything back; return what `assigning` did before."""
-        assigned: dict[nn.Module, frozenset[str]] = {}
-        if not self._has_same_attributes():
-            assigned = self._assigned()
-            for state in self._attributes:
-                state.restore()
+    def restore(self, assigned: dict[nn.Module, frozenset[str]] | None = None) -> None:
+        """Put everything back; `assigned` is given what `assigning` would have returned."""
+        same_attributes, same_contents = self._namespaces.are_same(), self._containers.are_same()
+        if assigned is not None and not (same_attributes and same_contents):
+            assigned.update(self._assigned())
+        for state in () if same_attributes else self._attributes:
+            state.restore_attributes()
+        for state in () if same_contents else self._attributes:
+            state.restore_containers()
         with torch.no_grad():
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
@@ -222,7 +223,6 @@ class ModelState:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         self._generators.restore()
-        return assigned
 
     def check_parameters(self, model: nn.Module) -> None:
         """Make sure that no parameter was changed in place.
@@ -254,18 +254,18 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def restoring(state: ModelState) -> Generator[dict[nn.Module, frozenset[str]]]:
+def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
     """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile.
 
-    Yields:
-        A dictionary; after leaving it has, by module, the names of the attributes that were set meanwhile.
+    Args:
+        state: of the model that is run meanwhile.
+        assigned: is given, by module, the names of the attributes that were set.
     """
-    assigned: dict[nn.Module, frozenset[str]] = {}
     try:
         with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
-            yield assigned
+            yield
     finally:
-        assigned.update(state.restore())
+        state.restore(assigned)
 
 
 @contextmanager

@@ -214,11 +214,10 @@ class _Recorder:
 
     def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs, and put back what that changes."""
-        with captures_fixed(), restoring(state) as assigned:
+        with captures_fixed(), restoring(state, self.recording.assigning):
             self.run(model, inputs, state.tensors, grad=grad)
             self.note_changed(model, state.data.changed())
             state.check_parameters(model)
-        self.recording.assigning = assigned
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], held: Iterable[Tensor], *, grad: bool) -> None:
         """Run the model on all inputs; `held` are the tensors that belong to it."""
