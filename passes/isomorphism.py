@@ -8,6 +8,7 @@ on one another.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from ..compat import own_tensor
 from .batchable_modules import module_signature, state_names
 from .expand import expand
 from .expansion import Expansion, Operation
@@ -151,7 +153,9 @@ class _Search:
         """Return the attribute of a dotted name, looked up once."""
         if name not in self.values:
             path, _, last = name.rpartition(".")
-            self.values[name] = getattr(self.module(path), last, None)
+            module = self.module(path)
+            tensor = None if module is None else own_tensor(module, last)
+            self.values[name] = getattr(module, last, None) if tensor is None else tensor
         return self.values[name]
 
     def module(self, path: str) -> nn.Module | None:
@@ -188,7 +192,7 @@ class _Search:
         if name not in self.places:
             path, _, last = name.rpartition(".")
             in_dictionary = isinstance(self.module(path), (nn.ModuleDict, nn.ParameterDict))
-            self.places[name] = f"{self.place(path)}.{'*' if in_dictionary else _NUMBER.sub('*', last)}"
+            self.places[name] = f"{self.place(path)}.{'*' if in_dictionary else _without_numbers(last)}"
         return self.places[name]
 
     def pack(self, members: Sequence[Operation]) -> None:
@@ -321,6 +325,11 @@ class _Search:
 
 def _is_no_tensor(operation: Operation) -> bool:
     return _is_size(operation) if operation.example is None else not hasattr(operation.example, "dtype")
+
+
+@functools.lru_cache(4096)
+def _without_numbers(name: str) -> str:
+    return _NUMBER.sub("*", name)
 
 
 def _is_flag(name: str, value: object) -> bool:
