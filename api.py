@@ -30,6 +30,7 @@ from .settings import current
 from .tracing.fallback import hold, misses_in, release
 from .tracing.inputs import normalize_inputs
 from .tracing.program import Program, capture_program
+from .tracing.resting import rest_askers
 
 __all__ = [
     "capture",
@@ -153,6 +154,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)
+        rest_askers(fresh)
         release(fresh, current().max_graphs)
     return program
 

@@ -35,6 +35,7 @@ __all__ = [
     "has_hooks",
     "has_lazy_parameters",
     "has_pre_hooks",
+    "hooks_of",
     "in_place_format",
     "is_plainly_eager",
     "is_reentrant_checkpoint",
@@ -164,6 +165,13 @@ def has_lazy_parameters(module: nn.Module) -> bool:
 def has_pre_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that may change its arguments first."""
     return bool(cast("Any", module)._forward_pre_hooks)
+
+
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that calling the module runs, and those of its gradients."""
+    own = cast("Any", module)
+    registries = (own._forward_pre_hooks, own._forward_hooks, own._backward_pre_hooks, own._backward_hooks)
+    return [hook for registry in registries for hook in registry.values()]
 
 
 def in_place_format(function: Any) -> str | None:

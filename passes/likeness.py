@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_children, own_parameters
+from ..tracing.observe import FOUND
 from .reference import RecordedCall
 
 __all__ = ["Likeness", "Unlike"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
-_BOOKKEEPING = frozenset(("_fxopt_capture", "_fxopt_fallback"))
+_BOOKKEEPING = frozenset(("_fxopt_capture", "_fxopt_fallback", FOUND))
 """The graphs a module runs from: equal ones give the same class."""
 
 

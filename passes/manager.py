@@ -13,6 +13,7 @@ from torch import fx
 from ..errors import PassError, PlanError, Unsuitable
 from ..settings import Settings
 from ..tracing.program import Program
+from .asked_classes import without_asked
 from .base import Goal, Numerics, Pass, Refusal, Site
 from .copying import twin
 from .edit import Edit
@@ -163,7 +164,7 @@ class Manager:
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return [without_volatile(self.program, item) for item in found]
+        return [without_asked(self.program, without_volatile(self.program, item)) for item in found]
 
     def _supervised(self, pass_: Pass, step: str | Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
         def what() -> str:

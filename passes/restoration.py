@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
-from ..tracing.captured import capture_of
+from ..tracing.captured import capture_of, rest_again
 from .expansion import map_structure
 from .record import Record
 
@@ -110,6 +110,7 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
         for name in [name for name in vars(target) if _is_ours(name) and name not in new]:
             del vars(target)[name]
         vars(target).update(new, training=module.training)
+        rest_again(target)
     return model
 
 

@@ -11,18 +11,20 @@ from torch import nn
 
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
-from ..tracing.captured import EVAL_ONLY, capture_of, rest
+from ..tracing.captured import EVAL_ONLY, capture_of, rest_again
 from ..tracing.fallback import hold, release
 from ..tracing.generators import RandomState
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
 from ..tracing.program import Program, capture_program
+from ..tracing.resting import rest
+from .asked_classes import forbid_asking_forwards
 from .base import Pass, Phase
 from .copying import Outline, copied_module
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
-from .record import Record, record_of
+from .record import RECORD_KEY, Record, record_of
 from .repeating import let_repeat, repeatings_in
 from .root import crown
 from .state_map import StateMap
@@ -92,8 +94,12 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
     rest(fast)
     record = _record(program, manager, request, earlier)
     record.remember(model)
-    crown(fast, record)
+    if manager.landed or record_of(fast) is not None:
+        crown(fast, record)
+    else:
+        vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.landed, record)
+    forbid_asking_forwards(fast)
     release(fast, request.settings.max_graphs)
     let_repeat(manager.landed, request, repeated)
     _limit_to_evaluation(fast, manager.landed, record)
@@ -109,11 +115,16 @@ def _limit_to_evaluation(fast: nn.Module, landed: Iterable[Landed], record: Reco
     if not record.eval_only:
         return
     fast.eval()
-    vars(fast)[EVAL_ONLY] = record.eval_only
+    _limit(fast, record.eval_only)
     for rewrite in landed:
         for module in _rewritten_by(rewrite, fast) if rewrite.phase is Phase.EVAL else ():
             known: tuple[str, ...] = vars(module).get(EVAL_ONLY, ())
-            vars(module)[EVAL_ONLY] = tuple(dict.fromkeys((*known, rewrite.pass_.name)))
+            _limit(module, tuple(dict.fromkeys((*known, rewrite.pass_.name))))
+
+
+def _limit(module: nn.Module, passes: tuple[str, ...]) -> None:
+    vars(module)[EVAL_ONLY] = passes
+    rest_again(module)  # of a class that refuses to be trained
 
 
 def _rewritten_by(rewrite: Landed, fast: nn.Module) -> Iterable[nn.Module]:

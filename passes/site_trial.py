@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import Unsuitable
-from ..tracing.captured import rest
 from ..tracing.program import Program
+from ..tracing.resting import rest
 from . import measure, verify
 from .base import Goal, Numerics, Pass, Site
 from .copying import twin

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..errors import PassError
-from ..tracing.captured import rest
 from ..tracing.names import all_modules
+from ..tracing.resting import rest
 from . import measure
 from .base import Goal, Pass, Phase, Site
 from .edit import Edit

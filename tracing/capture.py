@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import CaptureError
+from .at_rest import is_as_found
 from .contexts import Context
 from .dynamic import class_recipe
 from .guards import Guard
@@ -157,8 +158,9 @@ def _rebuild_capture(
 
 
 def capture_of(module: nn.Module) -> Capture | None:
-    """Return the graphs that `module` runs from, or None."""
-    return module.__dict__.get("_fxopt_capture")
+    """Return the graphs that `module` runs from, or None; while it rests, those that are what it would run from."""
+    capture: Capture | None = module.__dict__.get("_fxopt_capture")
+    return capture if capture is None or is_as_found(module, capture.base) else None
 
 
 def required_capture(module: nn.Module) -> Capture:

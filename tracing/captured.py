@@ -13,12 +13,13 @@ from torch import fx, nn
 
 from ..compat import own_children
 from ..errors import CaptureError, ModeError
+from .at_rest import note_found
 from .capture import Capture, Variant, capture_of, required_capture
 from .dynamic import class_recipe, dynamic_class, same_kind, user_class
 from .exclusive import alone
 from .generators import ANNOUNCES
 from .guards import Guard, GuardMiss
-from .names import all_modules
+from .observe import FOUND
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
 from .selection import select
@@ -36,7 +37,7 @@ __all__ = [
     "own",
     "own_class",
     "recompile",
-    "rest",
+    "rest_again",
     "select",
     "uninstall",
     "with_graph",
@@ -109,7 +110,8 @@ class Captured(_Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        recompile(self)
+        if capture_of(self) is not None:
+            recompile(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
@@ -196,8 +198,13 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
-    object.__setattr__(module, "__class__", class_for(capture))  # no module's own way of setting attributes is asked
+    module.__dict__.pop(FOUND, None)
+    plain = capture.resting and user_class(base) is base and EVAL_ONLY not in module.__dict__
+    cls = base if plain else class_for(capture)
+    object.__setattr__(module, "__class__", cls)  # no module's own way of setting attributes is asked
     _add_regions(module, capture)
+    if plain:
+        note_found(module, capture.reads)
     return capture
 
 
@@ -222,6 +229,7 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
     if "_fxopt_capture" in module.__dict__:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
+        module.__dict__.pop(FOUND, None)
         for name in () if keep_regions else context_regions(own_children(module)):
             del own_children(module)[name]
 
@@ -280,27 +288,11 @@ def recompile(module: nn.Module) -> None:
     install(module, capture)
 
 
-def rest(model: nn.Module) -> None:
-    """Let every module whose graphs are as they were captured run its own forward; the graphs are kept.
-
-    So whatever no pass has changed is as fast as before, and runs the user's code.
-    """
-    resting: dict[int, Capture] = {}
-    for module in all_modules(model):
-        capture = capture_of(module)
-        if capture is None or capture.lost or capture.resting or isinstance(module, Region):
-            continue
-        if capture.rewritten or _is_rewritten_inside(module):
-            continue
-        if id(capture) not in resting:
-            resting[id(capture)] = capture.set_to_rest(True)
-        install(module, resting[id(capture)])
-
-
-def _is_rewritten_inside(module: nn.Module) -> bool:
-    """Say whether a pass changed what the module runs under a context: its own forward would not call that."""
-    regions = context_regions(own_children(module)).values()
-    return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
+def rest_again(module: nn.Module) -> None:
+    """Give a module at rest the class that it should have there, and take its attributes as they are."""
+    capture: Capture | None = module.__dict__.get("_fxopt_capture")
+    if capture is not None and capture.resting:
+        install(module, capture)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

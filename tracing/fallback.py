@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from .capture import Variant, capture_of
+from .captured import uninstall
 from .names import ModelNames, all_modules
 from .record import Call
 
@@ -135,9 +136,14 @@ def release(model: nn.Module, graphs: int) -> None:
 
 
 def hold(model: nn.Module) -> None:
-    """Take a model back from its user, to work on it: its modules capture nothing by themselves any more."""
+    """Take a model back from its user, to work on it: its modules capture nothing by themselves any more.
+
+    Graphs of modules at rest go where they are not what these would run from any more.
+    """
     for module in all_modules(model):
         module.__dict__.pop(_KEY, None)
+        if capture_of(module) is None:
+            uninstall(module)
 
 
 def misses_in(model: nn.Module) -> list[Miss]:

@@ -17,6 +17,7 @@ from .inputs import Inputs, normalize_inputs
 from .names import ModelNames, all_modules, is_meta
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
+from .resting import rested_inside_askers
 from .structure import map_tensors
 
 __all__ = ["capture_model", "inputs_for"]
@@ -57,6 +58,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
         with restoring(state):
             found = capture_modules(names, recording)
         if recording is None:
+            found.captured = rested_inside_askers(names, found.captured)
             _install(names, found)
             return found
         if found.uncertain and not recording.is_exact():
@@ -64,6 +66,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
             recording = record(model, inputs, state=state)
             with restoring(state):
                 found = capture_modules(names, recording)
+        found.captured = rested_inside_askers(names, found.captured)
         _install_checked(model, names, found, inputs, recording, state)
         recording.forget()
     return found

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["INTERNAL", "Observers", "Quiet", "Seen"]
+__all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
 
 INTERNAL = frozenset(nn.Module().__dict__)
 """The attributes that torch gives every module."""
+FOUND = "_fxopt_found"
+"""In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
 _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

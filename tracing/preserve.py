@@ -17,7 +17,7 @@ from ..errors import InputError
 from .generators import RandomState
 from .held_tensors import change_count, plain_tensors
 from .names import all_modules, is_meta
-from .observe import INTERNAL
+from .observe import FOUND, INTERNAL
 from .parameter_data import ParameterData, storage_of
 from .regions import context_regions
 
@@ -36,6 +36,7 @@ _REGISTRIES = (
 )  # fmt: skip
 _RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 """With `max_norm` these rescale their weight whenever they are called."""
+_INSTALLED = ("_fxopt_capture", FOUND)
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 3
 """Containers within containers are kept down to this depth."""
@@ -107,8 +108,8 @@ class AttributeState:
     def restore_attributes(self) -> None:
         """Put back which objects the attributes are."""
         if not _same(self._attributes, self._copy):
-            capture = self._attributes.get("_fxopt_capture")
-            kept = self._copy if capture is None else {**self._copy, "_fxopt_capture": capture}
+            kept = {name: value for name, value in self._copy.items() if name not in _INSTALLED}
+            kept |= {name: self._attributes[name] for name in _INSTALLED if name in self._attributes}
             # One by one: another thread may be running the module, and must never find it empty.
             for name in self._attributes.keys() - kept.keys():
                 del self._attributes[name]

@@ -22,6 +22,7 @@ from .leaves import runs_as_sequential
 from .live_call import LiveCall
 from .names import ModelNames
 from .objects import copied_object, is_object
+from .observe import FOUND
 from .record import Call, Computed
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
@@ -255,7 +256,7 @@ def _stand_in(module: nn.Module, capture: Capture) -> nn.Module:
     return new
 
 
-_OURS = ("_fxopt_capture", "_fxopt_fallback")
+_OURS = ("_fxopt_capture", "_fxopt_fallback", FOUND)
 
 
 def _holds_still(module: nn.Module, stand_in: nn.Module, variant: Variant) -> bool:

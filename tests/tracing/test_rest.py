@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.captured import capture_of, rest
+from fxopt.tracing.captured import capture_of
+from fxopt.tracing.resting import rest
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -1,0 +1,173 @@
+"""Find, without running it, the functions that a module's own forward may run: those it names, and those they name."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+
+from ..compat import hooks_of
+from .dynamic import user_class
+from .names import all_modules
+
+__all__ = ["codes_in", "reached_functions", "values_named", "variables_in"]
+
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "fxopt"}
+"""Packages that ask no module of a user's for its class."""
+_FUNCTIONS: Any = (FunctionType, MethodType, functools.partial)
+_MOST = 2000
+"""Functions that are looked into; there are a few hundred behind the forward of a large model."""
+
+
+def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True) -> Iterator[FunctionType]:
+    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
+
+    These are their forwards, their hooks, the functions that these name as globals or close over, and the methods of
+    that name of the modules inside and of the objects that these hold. What is called in other ways is not found.
+
+    Args:
+        modules: may be called.
+        forwards: or only what runs around their forwards: hooks, and a `__call__` of their own.
+    """
+    methods: _Methods | None = None
+    pending = deque(entry for module in modules for entry in _entries(module, forwards))
+    seen: set[int] = set()
+    while pending and len(seen) < _MOST:
+        for function in _functions_of(pending.popleft()):
+            if id(function) not in seen and not _is_foreign(function):
+                seen.add(id(function))
+                yield function
+                methods = methods or _Methods(modules)
+                pending.extend(values_named(function))
+                pending.extend(methods.named_by(function))
+
+
+def _entries(module: nn.Module, forwards: bool) -> Iterator[Any]:
+    cls = type(module)
+    if forwards:
+        yield module.__dict__.get("forward")
+        yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
+    yield cls.__call__
+    yield from hooks_of(module)
+
+
+def _functions_of(value: Any, depth: int = 4) -> Iterator[FunctionType]:
+    """Yield the functions that calling a value runs: its own, what a decorator made it of, what a class starts with."""
+    if isinstance(value, FunctionType):
+        yield value
+        inner = value.__dict__.get("__wrapped__")
+    elif isinstance(value, (MethodType, staticmethod, classmethod)):
+        inner = cast("Any", value).__func__
+    elif isinstance(value, functools.partial):
+        inner = cast("Any", value).func
+    elif isinstance(value, property):
+        inner = value.fget
+    elif isinstance(value, type) and not issubclass(value, nn.Module) and not _is_foreign(value):
+        for name in ("__init__", "__call__"):
+            yield from _functions_of(vars(cast("type[Any]", value)).get(name), depth - 1)
+        return
+    else:
+        inner = getattr(cast("Any", value), "__wrapped__", None) if _may_wrap(value) else None
+    if inner is not None and depth:
+        yield from _functions_of(inner, depth - 1)
+
+
+def _may_wrap(value: Any) -> bool:
+    """Tell whether a value is something like a memoised function."""
+    return callable(value) and not isinstance(value, (nn.Module, type))
+
+
+def _is_foreign(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in _FOREIGN
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield code, and that of the functions made in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from codes_in(inner)
+
+
+class _Names(NamedTuple):
+    variables: frozenset[str]
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> _Names:
+    """Return the names that code, and functions made in it, have for what is no local variable, and for attributes."""
+    steps = [step for inner in codes_in(code) for step in dis.get_instructions(inner)]
+    variables = frozenset(step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return _Names(variables, frozenset(step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")))
+
+
+def variables_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and builtins that code, or a function made in it, reads."""
+    return _names_in(code).variables
+
+
+def values_named(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function's code names: globals, what is in modules of such a name, and what it closes over."""
+    names = _names_in(function.__code__)
+    for name in names.variables:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN:
+            inside = map(vars(value).get, names.attributes)
+            yield from (found for found in inside if isinstance(found, (FunctionType, type)))
+        elif value is not None:
+            yield value
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+class _Methods:
+    """The methods of the modules in some, of the objects that these hold, and the functions among those, by name."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._found: dict[str, dict[int, Any]] = {}
+        classes: dict[type[Any], None] = {}
+        for module in dict.fromkeys(inner for outer in modules for inner in all_modules(outer)):
+            classes[type(module)] = None
+            for name, value in module.__dict__.items():
+                classes[cast("type[Any]", type(value))] = None
+                self._add_called(name, value)
+        for base in {base: None for cls in classes for base in cls.__mro__}:
+            if base is not object and not _is_foreign(base):
+                self._add_methods(base)
+
+    def _add_called(self, name: str, value: Any) -> None:
+        """Note what calling an attribute of a module runs."""
+        called = value if isinstance(value, _FUNCTIONS) else _call_of(value)
+        if called is not None:
+            self._found.setdefault(name, {})[id(called)] = called
+
+    def _add_methods(self, cls: type[Any]) -> None:
+        for name, value in list(vars(cls).items()):
+            is_method = isinstance(value, (FunctionType, property, staticmethod, classmethod))
+            if is_method and name != "forward" and not name.startswith("__"):
+                self._found.setdefault(name, {})[id(value)] = value  # pyright: ignore[reportUnknownArgumentType]
+
+    def named_by(self, function: FunctionType) -> Iterator[Any]:
+        for name in _names_in(function.__code__).attributes:
+            yield from self._found.get(name, {}).values()
+
+
+def _call_of(value: Any) -> FunctionType | None:
+    """Return the `__call__` of an object of a class written in Python."""
+    if isinstance(value, (nn.Module, type)):
+        return None
+    for cls in cast("type[Any]", type(value)).__mro__:
+        if "__call__" in vars(cls):
+            found = vars(cls)["__call__"]
+            return found if isinstance(found, FunctionType) else None
+    return None
