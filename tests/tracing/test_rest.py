@@ -108,3 +108,93 @@ def test_equal_modules_go_on_sharing_their_graphs():
     assert capture_of(woken[0]) is capture_of(woken[1])
     assert not capture_of(woken[0]).resting
     assert capture_of(model[0]).resting
+
+
+class Reading(nn.Module):
+    """Reads attributes of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale, self.sizes, self.extra = 2.0, [2, 3], None
+        self.activation = torch.tanh
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        y = self.linear(x) if isinstance(self.linear, nn.Linear) else x - self.linear(x)
+        y = self.activation(y) * self.scale + len(self.sizes)
+        y = y if self.bias is None else y + self.bias
+        return y if self.extra is None else y - 7
+
+
+CHANGES = {
+    "value": lambda m: setattr(m, "scale", 5.0),
+    "list": lambda m: setattr(m, "sizes", [1]),
+    "function": lambda m: setattr(m, "activation", torch.relu),
+    "child": lambda m: setattr(m, "linear", nn.Identity()),
+    "parameter": lambda m: setattr(m, "bias", nn.Parameter(torch.ones(4))),
+    "registered": lambda m: m.register_parameter("bias", nn.Parameter(torch.ones(4))),
+    "found": lambda m: setattr(m, "extra", 1),
+    "by hand": lambda m: m.__dict__.update(scale=5.0),
+}
+COPIES = {
+    "itself": lambda model: model,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "optimized": lambda model: fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_graphs_at_rest_count_while_what_they_read_is_the_same(copied, change):
+    model = copied(fxopt.optimize(nn.Sequential(Reading()), "eliminate_dead_code", example_inputs=(X,)))
+    assert type(model[0]) is Reading
+    assert list(fxopt.graphs(model)) == ["", "0"]
+    change(model[0])
+    assert list(fxopt.graphs(model)) == [""]
+    plain = Reading()
+    change(plain)
+    plain.load_state_dict(model[0].state_dict())
+    assert torch.equal(model(X), plain(X))
+    again = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,))
+    assert list(fxopt.graphs(again)) == ["", "0"]
+    assert torch.equal(again(X), plain(X))
+    assert torch.equal(fxopt.capture(model, (X,)).model(X), plain(X))
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_another_child_of_the_same_kind_keeps_the_graphs(copied):
+    model = copied(fxopt.optimize(nn.Sequential(Reading()), "eliminate_dead_code", example_inputs=(X,)))
+    model[0].linear, model[0].scale, model[0].unread = nn.Linear(4, 4), 1.0 + 1.0, "anything"
+    assert list(fxopt.graphs(model)) == ["", "0"]
+
+
+def test_in_place_the_graphs_stay_too():
+    model = nn.Sequential(Reading())
+    fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,), inplace=True)
+    assert list(fxopt.graphs(model)) == ["", "0"]
+    model[0].scale = 3.0
+    assert list(fxopt.graphs(model)) == [""]
+
+
+def test_a_parametrized_module_is_no_longer_what_its_graphs_say():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = fxopt.optimize(nn.Sequential(Own()), "eliminate_dead_code", example_inputs=(X,))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    expected = X * 2 * model[0].parametrizations.weight.original
+    assert torch.equal(model(X), expected)
+    assert "0" not in fxopt.graphs(model)
+    assert torch.equal(fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,))(X), expected)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
