@@ -24,9 +24,8 @@ def rest(model: nn.Module) -> None:
     graphs count for as long as the attributes that are part of them are what they were. What asks for the exact class
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
-    changed = _changed(model)
-    able = [module for module in all_modules(model) if module not in changed and _may_rest(module)]
-    around = _around(model, changed)
+    able = [module for module in all_modules(model) if _may_rest(module)]
+    around = _around(model, _changed(model))
     staying = askers(module for module in able if module in around)
     _rest_all(module for module in able if module not in staying)
 
