@@ -16,9 +16,9 @@ from ..errors import Unsuitable
 from ..settings import Settings
 from ..tracing.captured import Variant, capture_of
 from ..tracing.fallback import Repeating, fallback_of
+from ..tracing.generators import RandomState
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, tensors_by_name
-from ..tracing.preserve import RandomState
 from ..tracing.program import Program
 from ..tracing.record import Call
 from ..tracing.regions import Region
@@ -267,14 +267,15 @@ def let_repeat(landed: Sequence[Landed], request: Request, earlier: Mapping[nn.M
         repetitions[module] = _extended(known, rewrite, steps, module)
     for module, repetition in repetitions.items():
         fallback = fallback_of(module)
-        if fallback is not None:
+        if fallback is not None and repetition.done:
             fallback.repeating = repetition
 
 
 def _extended(known: Repetition, rewrite: Landed, steps: tuple[StateStep, ...], module: nn.Module) -> Repetition:
-    if rewrite.edit.home is not module or isinstance(module, Region):
-        return dataclasses.replace(known, obstacle="what it runs under a context was rewritten")
     if type(rewrite.pass_).revert is Pass.revert:
         return dataclasses.replace(known, obstacle=f"pass '{rewrite.pass_.name}' cannot be repeated")
     parts = tuple(_Part(part.tensors, part.choice, part.phase) for part in parts_of(rewrite.site))
-    return dataclasses.replace(known, done=(*known.done, _Done(rewrite.pass_, parts, steps)))
+    done = (*known.done, _Done(rewrite.pass_, parts, steps))
+    if rewrite.edit.home is not module or isinstance(module, Region):
+        return dataclasses.replace(known, done=done, obstacle="what it runs under a context was rewritten")
+    return dataclasses.replace(known, done=done)

@@ -13,6 +13,7 @@ from .capture import Variant, capture_of
 from .captured import uninstall
 from .names import ModelNames, all_modules
 from .record import Call
+from .shared_slices import SharedSlices
 
 __all__ = ["Fallback", "Miss", "Repeating", "fallback_of", "hold", "misses_in", "release"]
 
@@ -30,7 +31,6 @@ class Miss:
         captured: how many of them gave the module a further graph.
         failure: why the module could not be captured for such a call; empty where it was, or was not tried.
         rewritten: how many of the further graphs have the rewrites that the module's first graphs have.
-        unrewritten: why others have not; empty where none was tried.
     """
 
     module: str
@@ -39,7 +39,6 @@ class Miss:
     captured: int
     failure: str
     rewritten: int = 0
-    unrewritten: str = ""
 
     @property
     def fallbacks(self) -> int:
@@ -47,17 +46,11 @@ class Miss:
         return self.calls - self.captured
 
     def __str__(self) -> str:
-        what = [f"{self.captured} captured again{self._rewrites}"] if self.captured else []
+        rewritten = f" and {self.rewritten} rewritten" if self.rewritten else ""
+        what = [f"{self.captured} captured again{rewritten}"] if self.captured else []
         what += [f"{self.fallbacks} ran its own forward"] if self.fallbacks else []
         why = f" ({self.failure})" if self.failure else ""
         return f"{self.guard}: {', '.join(what)}{why}"
-
-    @property
-    def _rewrites(self) -> str:
-        done = f"{self.rewritten} of them rewritten" if self.rewritten < self.captured else "and rewritten"
-        parts = [done] if self.rewritten else []
-        parts += [f"not rewritten: {self.unrewritten}"] if self.unrewritten else []
-        return f" ({'; '.join(parts)})" if parts else ""
 
 
 class Repeating(Protocol):
@@ -89,8 +82,8 @@ class Fallback:
         captured: guards that failed -> number of graphs made for such calls.
         failures: guards that failed -> why capturing such a call failed; it is not tried again.
         repeating: rewrites further graphs as the first ones were; None where no pass left what can be repeated.
+        slices: of stacked tensors, for calls in which the members run one by one.
         rewritten: guards that failed -> number of graphs made for such calls that were rewritten.
-        unrewritten: guards that failed -> why the graph was not.
     """
 
     name: str
@@ -99,8 +92,8 @@ class Fallback:
     captured: Counter[str] = field(default_factory=Counter[str])
     failures: dict[str, str] = field(default_factory=dict[str, str])
     repeating: Repeating | None = None
+    slices: SharedSlices = field(default_factory=SharedSlices)
     rewritten: Counter[str] = field(default_factory=Counter[str])
-    unrewritten: dict[str, str] = field(default_factory=dict[str, str])
 
     def may_capture(self, reason: str, present: int) -> bool:
         """Say whether a call that failed for `reason` may make a graph, the module having `present` of them.
@@ -112,9 +105,8 @@ class Fallback:
     def report(self) -> Iterator[Miss]:
         """Yield what happened, by guard."""
         for guard, calls in self.misses.items():
-            captured, rewritten = self.captured[guard], self.rewritten[guard]
-            failure, unrewritten = self.failures.get(guard, ""), self.unrewritten.get(guard, "")
-            yield Miss(self.name, guard, calls, captured, failure, rewritten, unrewritten)
+            failure = self.failures.get(guard, "")
+            yield Miss(self.name, guard, calls, self.captured[guard], failure, self.rewritten[guard])
 
 
 def fallback_of(module: nn.Module) -> Fallback | None:

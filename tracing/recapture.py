@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
 from .exclusive import alone, are_fixed, turn
-from .fallback import Fallback, fallback_of
+from .fallback import Fallback, Repeating, fallback_of
 from .generators import announce
 from .guards import Tally, require
 from .leaves import runs_as_sequential
@@ -27,6 +27,7 @@ from .record import Call, Computed
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
 from .session import Untraceable
+from .shared_slices import unshared
 from .spans import counting
 from .structure import map_leaves
 
@@ -67,12 +68,13 @@ def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rea
         )
     if not fallback.may_capture(reason, len(capture.variants)):
         _without_graphs(module)
-        return forward(*args, **kwargs)
+        return _own_forward(module, fallback, args, kwargs)
     if are_fixed() or not is_plainly_eager() or not turn.acquire(blocking=False):
-        return forward(*args, **kwargs)
+        return _own_forward(module, fallback, args, kwargs)
     try:
         _without_graphs(module)
-        return _Again(module, fallback, reason).call(args, kwargs)
+        with unshared():
+            return _Again(module, fallback, reason).call(args, kwargs)
     finally:
         turn.release()
 
@@ -93,12 +95,21 @@ def answer_to_data(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     capture, fallback = required_capture(module), fallback_of(module)
     if fallback is None:
         capture.misses[reason] += 1
-    else:
-        fallback.misses[reason] += 1
-        if tally.is_hopeless():
-            fallback.failures[reason] = "most calls decide otherwise: the graph was dropped"
-            _drop(module, reason)
-    return cast("Any", module)._fxopt_own(*args, **kwargs)
+        return cast("Any", module)._fxopt_own(*args, **kwargs)
+    fallback.misses[reason] += 1
+    if tally.is_hopeless():
+        fallback.failures[reason] = "most calls decide otherwise: the graph was dropped"
+        _drop(module, reason)
+    return _own_forward(module, fallback, args, kwargs)
+
+
+def _own_forward(module: nn.Module, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's own forward; where it calls members of an ensemble, their tensors are cut all at once."""
+    forward = cast("Any", module)._fxopt_own
+    if fallback.repeating is None:
+        return forward(*args, **kwargs)
+    with fallback.slices.during_call():
+        return forward(*args, **kwargs)
 
 
 def _drop(module: nn.Module, reason: str) -> None:
@@ -200,26 +211,29 @@ class _Again:
         if not live.gives_the_same(cast("Any", stand_in).forward):
             raise Untraceable("its graph gave another result than its forward")
         children: Mapping[str, nn.Module] = {}
-        if not regions:
-            variant, children = self._rewritten(variant, capture, live)
+        if self.fallback.repeating is not None:
+            variant, children = self._rewritten(self.fallback.repeating, variant, regions, live)
         return (variant, regions, children) if _holds_still(self.module, stand_in, variant) else None
 
-    def _rewritten(self, variant: Variant, capture: Capture, live: LiveCall) -> tuple[Variant, Mapping[str, nn.Module]]:
-        """Return the graph as passes rewrite it, and the children that it calls besides; where they cannot, itself."""
-        if self.fallback.repeating is None:
-            return variant, {}
+    def _rewritten(
+        self, repeating: Repeating, variant: Variant, regions: Mapping[str, RegionPlan], live: LiveCall
+    ) -> tuple[Variant, Mapping[str, nn.Module]]:
+        """Return the graph as passes rewrite it, and the children that it calls besides.
+
+        Raises:
+            Untraceable: if they cannot: the members run as fast from the module's own forward.
+        """
+        if regions:
+            raise Untraceable("it is not rewritten like the others: some of it runs under a context")
         try:
-            rewritten, children = self.fallback.repeating(self.module, variant, live.call)
-            if any(_conditions(known) == _conditions(rewritten) for known in capture.variants):
-                raise Unsuitable("it would hold for the same calls as another one")
-            self.fallback.rewritten[self.reason] += 1
-            return rewritten, children
+            rewritten, children = repeating(self.module, variant, live.call)
         except Unsuitable as refusal:
-            reason = str(refusal)
-        except Exception as error:
-            reason = f"rewriting it raised {type(error).__name__}: {error}"
-        self.fallback.unrewritten[self.reason] = reason
-        return variant, {}
+            raise Untraceable(f"it is not rewritten like the others: {refusal}") from refusal
+        conditions = _conditions(rewritten)
+        if any(_conditions(known) == conditions for known in required_capture(self.module).variants):
+            raise Untraceable("it is not rewritten like the others: it would hold for the same calls as one of them")
+        self.fallback.rewritten[self.reason] += 1
+        return rewritten, children
 
     def _install(self, variant: Variant, regions: Mapping[str, RegionPlan], children: Mapping[str, nn.Module]) -> None:
         capture, more = own(self.module), len(regions) + len(children)
@@ -243,7 +257,7 @@ def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> tuple[Var
     try:
         return further_variant(names, capture.parameters, call, live.changed, live.assigning)
     except Exception:
-        # A forward may do with plain integers what no graph can say of values.
+        # A forward may do with plain numbers what no graph can say of values.
         call.args, call.kwargs = plain
         return further_variant(names, capture.parameters, call, live.changed, live.assigning)
 
@@ -281,19 +295,18 @@ def _obstacle(arguments: _Arguments) -> str:
 
 
 def _mark_values(call: Call, capture: Capture) -> None:
-    """Wrap the integers among the arguments that are not to be part of the graph.
+    """Wrap the numbers among the arguments that are not to be part of the graph.
 
-    These are those that another graph takes as values, and those that are not what another graph has them for: once an
-    integer has changed, it may change again.
+    These are those that another graph takes as values, and those that are not what another graph has them for: once a
+    number has changed, it may change again.
     """
     known = {expression for variant in capture.variants for expression in variant.arguments.values()}
     bound = {guard.expression for variant in capture.variants for guard in variant.guards}
     names = [p.name for p in capture.parameters.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def marked(value: Any, expression: str) -> Any:
-        if type(value) in (int, torch.Size):
-            changed = any(f"type({expression}) is int" in condition for condition in bound)
-            return Computed(value) if changed or expression in known else value
+        if type(value) in (int, float, torch.Size):
+            return Computed(value) if expression in known or _has_changed(value, expression, bound) else value
         if type(value) in (tuple, list):
             items = [
                 marked(item, f"{expression}[{index!r}]") for index, item in enumerate(cast("Sequence[Any]", value))
@@ -306,3 +319,11 @@ def _mark_values(call: Call, capture: Capture) -> None:
 
     call.args = tuple(marked(v, names[i] if i < len(names) else "") for i, v in enumerate(call.args))
     call.kwargs = {name: marked(value, name) for name, value in call.kwargs.items()}
+
+
+def _has_changed(value: Any, expression: str, bound: Collection[str]) -> bool:
+    """Say whether a number may differ from call to call: any integer may; a float where no graph is for this one."""
+    if type(value) is not float:
+        return any(f"type({expression}) is int" in condition for condition in bound)
+    asked = [c for c in bound if f"type({expression}) is float" in c or f"type({expression}) is int" in c]
+    return bool(asked) and not any(condition.startswith(f"({expression} == {value!r} and") for condition in asked)

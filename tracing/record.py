@@ -29,7 +29,7 @@ __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Wrap an integer or size among a call's arguments that the caller computed: it differs from call to call."""
+    """Wrap a number or size among a call's arguments that the caller computed: it differs from call to call."""
 
     value: Any
 
