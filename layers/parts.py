@@ -20,7 +20,7 @@ from ..compat import modules_by_name
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, user_class
-from ..tracing.shared_slices import shared_slice, sharing
+from ..tracing.shared_slices import sharing
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
@@ -51,15 +51,9 @@ class View(NamedTuple):
 
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
-        is_compiling = torch.compiler.is_compiling()
-        call = sharing.call
-        if call is not None and not is_compiling:
-            shared = shared_slice(call, self.store, self.name, self.position)
-            if shared is not None:
-                return shared
         stacked = self.stacked
         member = stacked[self.position]
-        if not is_compiling and stacked.is_leaf and stacked.grad is not None:
+        if not torch.compiler.is_compiling() and stacked.is_leaf and stacked.grad is not None:
             member.grad = stacked.grad[self.position]
         return member
 
@@ -329,10 +323,18 @@ def _live(name: str) -> property:
     """Return the property through which a member's parameter is read; writing goes through `__setattr__`."""
 
     def read(self: nn.Module) -> Tensor:
-        view = self.__dict__.get(VIEWS, _NO_VIEWS).get(name)
+        views: Mapping[str, View] = self.__dict__.get(VIEWS, _NO_VIEWS)
+        view = views.get(name)
         if view is None:
             raise AttributeError(name)
-        return view.read()
+        call = sharing.call
+        if call is None or torch.compiler.is_compiling():
+            return view.read()
+        store, stacked, position = view
+        cut = call.cuts.get((id(store), stacked))
+        if cut is None or not cut.holds():
+            cut = call.cut(store, stacked)
+        return view.read() if cut is None else cut.slices[position]
 
     return property(read)
 

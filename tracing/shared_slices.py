@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_plainly_eager, version_of
+from ..compat import is_plainly_eager, own_parameters, version_of
 
-__all__ = ["SharedSlices", "shared_slice", "sharing", "unshared"]
+__all__ = ["SharedSlices", "sharing", "unshared"]
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class _Cut:
     """The slices of a parameter along dimension 0.
 
     Attributes:
+        store: the module that holds it.
+        registry, name: where it is registered.
         stacked: the parameter.
         version: how often it had been changed.
         address: where its memory was.
@@ -28,15 +30,25 @@ class _Cut:
         slices: all of them.
     """
 
+    store: nn.Module
+    registry: dict[str, nn.Parameter | None]
+    name: str
     stacked: Tensor
     version: int
     address: int
     tracked: bool
     slices: tuple[Tensor, ...]
 
+    def holds(self) -> bool:
+        """Say whether the slices are still what the parameter is made of, and gradients flow if they are wanted."""
+        if self.version != version_of(self.stacked) or not (self.tracked or not torch.is_grad_enabled()):
+            return False
+        return self.registry.get(self.name) is self.stacked
+
     def is_still_there(self) -> bool:
-        """Say whether slices that nothing flows from can be given out again: they are where the parameter is."""
-        return self.address == self.stacked.data_ptr() and self.stacked.grad is None
+        """Say whether slices that no gradients flow from can be given out in another call."""
+        same = self.registry.get(self.name) is self.stacked
+        return same and self.address == self.stacked.data_ptr() and self.stacked.grad is None
 
 
 class SharedSlices:
@@ -66,32 +78,37 @@ class SharedSlices:
 
 
 class _SharingCall:
-    """What was cut so far in a call, by `id` of the parameter.
+    """What was cut so far in a call, by `id` of the module that holds the parameter, and name.
 
     Args:
-        kept: what was cut in earlier calls without gradients, by `id` of the module that holds it, and name.
+        kept: what was cut in earlier calls without gradients.
     """
 
     def __init__(self, kept: dict[tuple[int, str], _Cut]) -> None:
-        self.cuts: dict[int, _Cut] = {}
+        self.cuts: dict[tuple[int, str], _Cut] = {}
         self._kept = kept
 
-    def cut(self, stacked: Tensor, place: tuple[int, str]) -> _Cut:
-        """Return the slices of a parameter, as they are to be had now."""
-        tracked = torch.is_grad_enabled()
+    def cut(self, store: nn.Module, name: str) -> _Cut | None:
+        """Return the slices of a parameter as they are to be had now; None of a buffer."""
+        registry = own_parameters(store)
+        stacked = registry.get(name)
+        if stacked is None or stacked.is_inference():  # such a tensor does not count its changes
+            return None
+        place, tracked = (id(store), name), torch.is_grad_enabled()
         plain = not tracked and type(stacked) is nn.Parameter
         cut = self._kept.get(place) if plain else None
-        if cut is not None and cut.stacked is stacked and cut.is_still_there():
+        if cut is not None and cut.store is store and cut.is_still_there():
             cut.version = version_of(stacked)
         else:
             slices = (stacked.detach() if plain else stacked).unbind(0)
-            cut = _Cut(stacked, version_of(stacked), stacked.data_ptr() if plain else 0, tracked, slices)
+            address = stacked.data_ptr() if plain else 0
+            cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, slices)
             if stacked.grad is not None:
                 for member, gradient in zip(slices, stacked.grad.unbind(0), strict=True):
                     member.grad = gradient
             elif plain:
                 self._kept[place] = cut
-        self.cuts[id(stacked)] = cut
+        self.cuts[place] = cut
         return cut
 
 
@@ -111,14 +128,3 @@ def unshared() -> Generator[None]:
         yield
     finally:
         sharing.call = outer
-
-
-def shared_slice(call: _SharingCall, store: nn.Module, name: str, position: int) -> Tensor | None:
-    """Return a slice of the parameter `name` of `store`, cut for all members at once; None of what is no parameter."""
-    stacked: Tensor | None = store.__dict__["_parameters"].get(name)
-    if stacked is None or stacked.is_inference():  # such a tensor does not count its changes
-        return None
-    cut = call.cuts.get(id(stacked))
-    if cut is None or cut.version != version_of(stacked) or not (cut.tracked or not torch.is_grad_enabled()):
-        cut = call.cut(stacked, (id(store), name))
-    return cut.slices[position]

@@ -77,8 +77,18 @@ class Signature:
         return {p.name: self._default(p) for p in self.parameters if p.kind is kind and p.default is not _Kind.empty}
 
     @cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.Signature(self.parameters)
+    def _binder(self) -> Callable[..., dict[str, Any]]:
+        """Return a function with these parameters, after `self`, that returns their values: Python binds fastest."""
+        values = ", ".join(f"{p.name!r}: {p.name}" for p in self.parameters)
+        names: dict[str, Any] = {}
+        # Nothing but names of parameters is in the text.
+        exec(f"def forward({self.header}): return {{{values}}}", names)  # noqa: S102
+        binder = names["forward"]
+        binder.__defaults__, binder.__kwdefaults__ = self.defaults or None, self.keyword_defaults or None
+        return binder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parameters": self.parameters, "decorated": self.decorated}
 
     def _default(self, parameter: inspect.Parameter) -> Any:
         return Absent if self.decorated else parameter.default
@@ -89,16 +99,7 @@ class Signature:
         Raises:
             TypeError: if the arguments do not fit.
         """
-        bound = self._signature.bind(*args, **kwargs)
-        found = dict(bound.arguments)
-        bound.apply_defaults()
-        if not self.decorated:
-            return dict(bound.arguments)
-        kinds = {p.name: p.kind for p in self.parameters}
-        return {
-            name: value if name in found or kinds[name] is _Kind.VAR_KEYWORD else Absent
-            for name, value in bound.arguments.items()
-        }
+        return self._binder(None, *args, **kwargs)
 
 
 def signature_of(forward: Callable[..., Any], *, follow_wrapped: bool = True) -> Signature:
