@@ -15,6 +15,9 @@ _ITEM = re.compile(rf"({_DICTIONARY})\['\w+'\] == ")
 _MISSING = re.compile(rf"'\w+' not in ({_DICTIONARY})$")
 
 
+_SIZE = re.compile(r"(?<![\w.)\]])[A-Za-z_]\w*\.(?:shape|size\(\))(?![\w(])")
+
+
 def _conjunction(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> str:
     """Return one expression for all of `guards`, in their order; see `fits`."""
     found = [_ITEM.match(guard.expression) or _MISSING.match(guard.expression) for guard in guards]
@@ -32,7 +35,25 @@ def _conjunction(guards: Sequence[Guard], fresh: Callable[[str], str], name: Cal
         read = f"{name(object.__getattribute__)}({match[1].removesuffix('.__dict__')}, '__dict__')"
         dictionary = known or f"({names[match[1]]} := {read})"
         written.append(f"({guard.expression[: match.start(1)]}{dictionary}{guard.expression[match.end(1) :]})")
-    return " and ".join(written)
+    return " and ".join(_sizes_asked_once(written, fresh))
+
+
+def _sizes_asked_once(written: Sequence[str], fresh: Callable[[str], str]) -> list[str]:
+    """Return conditions that ask a tensor for its shape once: each time takes longer than to compare the answer."""
+    plain = [condition for condition in written if "'" not in condition and '"' not in condition]
+    counts = Counter(size for condition in plain for size in _SIZE.findall(condition))
+    names: dict[str, str] = {}
+
+    def name(match: re.Match[str]) -> str:
+        size = match[0]
+        if counts[size] == 1:
+            return size
+        if size in names:
+            return names[size]
+        names[size] = fresh("size")
+        return f"({names[size]} := {size})"
+
+    return [_SIZE.sub(name, condition) if condition in plain else condition for condition in written]
 
 
 def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:

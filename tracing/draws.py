@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,11 @@ _WORDS = (
 _HOMES: tuple[Any, ...] = (
     torch, torch.nn.functional, torch.Tensor, torch.special, torch.linalg, torch.fft, operator, math,
 )  # fmt: skip
+_CHANCES: dict[Any, tuple[str, int, float]] = {
+    torch.nn.functional.dropout: ("p", 1, 0.5),
+    torch.nn.functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
+}
+"""How functions are told the probability with which they drop: name, position and default."""
 _BUILTINS = (getattr, len, list, tuple, bool, int, float, max, min, abs, round, slice, setattr, require, keep)
 
 
@@ -39,10 +44,28 @@ def draws(node: fx.Node) -> bool:
     function: Any = node.target
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     if any(word in name for word in _WORDS):
-        return True
+        return not _has_no_chance(node)
     if node.op == "call_method":
-        return not hasattr(torch.Tensor, name)
+        return not hasattr(torch.Tensor, name) and not _only_holds(cast("fx.Node", node.args[0]), name)
     return function not in _BUILTINS and not any(getattr(home, name, None) is function for home in _HOMES)
+
+
+def _has_no_chance(node: fx.Node) -> bool:
+    """Tell whether a node drops out nothing, whatever the mode is: attention in evaluation, say."""
+    place = _CHANCES.get(cast("Any", node.target))
+    if place is None:
+        return False
+    name, position, default = place
+    given: Any = node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
+    return type(given) in (int, float) and bool(given == 0)
+
+
+def _only_holds(owner: fx.Node, method: str) -> bool:
+    """Tell whether a method is one of a cache of `transformers` (not of the user's own), or looks into a mapping."""
+    kind = owner.meta.get("val")
+    if isinstance(kind, dict):
+        return method in ("get", "keys", "values", "items")
+    return isinstance(kind, type) and kind.__module__ == "transformers.cache_utils"
 
 
 def module_draws(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ __all__ = ["ANNOUNCES", "RandomState", "announce", "generators_now", "take_back"
 ANNOUNCES = "_fxopt_announces"
 """What a class has whose forward was generated from graphs: what draws within it is announced."""
 
+_cpu = torch.default_generator
 _TorchState: TypeAlias = "tuple[Tensor, list[Tensor] | None]"
 
 
@@ -63,7 +64,8 @@ def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | Non
     """
     if torch.compiler.is_compiling():
         return None
-    return _torch_state(), _next_announced() if host else None
+    state = _cpu.get_state(), _cuda_states() if torch.cuda.is_initialized() else None
+    return state, _next_announced() if host else None
 
 
 def take_back(noted: tuple[_TorchState, _HostDraws | None] | None) -> None:
@@ -95,15 +97,19 @@ def _next_announced() -> _HostDraws:
 
 
 def _torch_state() -> _TorchState:
-    cuda = torch.cuda.is_initialized() and torch.cuda.is_available()
+    return _cpu.get_state(), _cuda_states()
+
+
+def _cuda_states() -> list[Tensor] | None:
+    if not (torch.cuda.is_initialized() and torch.cuda.is_available()):
+        return None
     # While a graph of kernels is recorded, the state cannot be had; nor do the kernels run.
-    cuda = cuda and not torch.cuda.is_current_stream_capturing()
-    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if cuda else None
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state_all()
 
 
 def _restore_torch(state: _TorchState) -> None:
     cpu, cuda = state
-    torch.default_generator.set_state(cpu)
+    _cpu.set_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
 
@@ -106,6 +107,31 @@ def test_a_miss_draws_the_same_numbers(kind, noise, training, misses):
     for x in (EVEN, ODD, EVEN):
         assert all(map(torch.equal, seeded(program.model, x), seeded(model, x)))
     assert misses(program) == 1
+
+
+class Attends(nn.Module):
+    """Drops nothing in evaluation, and something in training, before it decides."""
+
+    def __init__(self, chance):
+        super().__init__()
+        self.chance, self.halving = chance, Halving()
+
+    def forward(self, x):
+        y = nn.functional.dropout(x, self.chance, training=True)
+        chance = self.chance if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=chance)[0]
+        return y * 2 if y[y.shape[0] // 2 :].shape[0] == 2 else -y
+
+
+@pytest.mark.parametrize("chance", [0, 0.0, 0.5])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_drops_nothing_draws_nothing(chance, training, monkeypatch):
+    model = Attends(chance).train(training)
+    fast = capture_program(copy.deepcopy(model), (EVEN,)).model
+    for x in (EVEN, ODD, EVEN):
+        assert all(map(torch.equal, seeded(fast, x), seeded(model, x)))
+    source = inspect.getsource(type(fast).forward)
+    assert ("generators_now" in source) == (chance > 0)
 
 
 NESTED = {

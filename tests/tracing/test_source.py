@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import fx, nn
 from fxopt.errors import GuardError
 from fxopt.tracing.captured import Capture, Variant, install
 from fxopt.tracing.guards import Guard, GuardMiss, require
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.signature import Signature, signature_of
 from fxopt.tracing.source import generate
 
@@ -159,3 +161,33 @@ def test_guards_that_cannot_be_evaluated_do_not_hold():
     assert Guard("len(x) == 2", "").holds({"x": [1, 2]})
     assert not Guard("len(x) == 2", "").holds({"x": 3})
     assert not Guard("x[0].y", "").holds({"x": []})
+
+
+def test_guards_ask_for_a_shape_once():
+    class Even(nn.Module):
+        def forward(self, x, y):
+            if x.shape[0] % 2 == 0 and x.shape[1] == y.shape[1] and x.size()[0] == x.size()[1] * 2:
+                return x + y[:1]
+            return x - y[:1]
+
+    model = Even()
+    fast = capture_program(Even(), (torch.ones(4, 2), torch.ones(3, 2))).model
+    for shape, other in (((4, 2), (3, 2)), ((2, 1), (1, 1)), ((3, 2), (3, 2)), ((4, 3), (2, 3)), ((4, 2), (4, 1))):
+        x, y = torch.randn(shape), torch.randn(other)
+        assert torch.equal(fast(x, y), model(x, y))
+    head = inspect.getsource(type(fast).forward).partition("except")[0]
+    assert (head.count("x.shape"), head.count("x.size()"), head.count("y.shape")) == (1, 1, 1)
+
+
+def test_what_looks_like_a_shape_in_a_text_is_left_alone():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.settings = types.SimpleNamespace(first="x.shape", second="x.shape")
+
+        def forward(self, x):
+            return x if (self.settings.first, self.settings.second) == ("x.shape", "x.shape") else -x
+
+    program = capture_program(Named(), (torch.ones(2),))
+    assert torch.equal(program.model(torch.ones(2)), torch.ones(2))
+    assert not program.captures[""].misses
