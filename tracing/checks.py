@@ -52,7 +52,15 @@ class _Order:
             if kept is None and check not in self._decisions.structural:
                 self._refuse(check)
             check.args = (*check.args[:3], kept or False, *check.args[4:])
+        self._mark_changes(set() if kept is None else set(_up_to_last(self._graph, checks)))
         self._mark_draws()
+
+    def _mark_changes(self, noted: Collection[fx.Node]) -> None:
+        """Mark what changes objects and is not noted here before: the generated forward announces it to its callers."""
+        for node in self._graph.nodes:
+            change = self._lasting(node)
+            if change is not None and (change.objects or change.paths):
+                node.meta["changes"] = node.op == "call_module" or node not in noted
 
     def _mark_draws(self) -> None:
         """Mark what draws from generators outside torch, and what draws before a check that starts over by itself.
@@ -102,6 +110,8 @@ class _Order:
             setters = dict.fromkeys(place for change in changes.values() for place in change.attributes)
             if setters:
                 options["attributes"] = tuple((self._graph.get_attr(target), name) for target, name in setters)
+            if not options and all(node.op == "call_module" for node in changes):
+                options["asks"] = True
             kept = self._graph.call_function(keep, _paths(changes.values()), options)
         kept.meta["source"] = next(iter(checks)).meta["source"]
         return kept

@@ -24,6 +24,7 @@ from .names import ModelNames
 from .objects import copied_object, is_object
 from .observe import FOUND
 from .record import Call, Computed
+from .rollback import announce_changes
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
 from .session import Untraceable
@@ -53,6 +54,7 @@ def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rea
         GuardError: if there are other processes, which would not do the same.
     """
     announce()
+    announce_changes()
     capture, fallback = required_capture(module), fallback_of(module)
     forward: Any = cast("Any", module)._fxopt_own
     reason = reason or explain_miss(module, args, kwargs)
@@ -92,6 +94,7 @@ def answer_to_data(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         tally: of the check.
     """
     announce()
+    announce_changes()
     capture, fallback = required_capture(module), fallback_of(module)
     if fallback is None:
         capture.misses[reason] += 1

@@ -1,7 +1,13 @@
-"""Take back what a forward did to the objects it was given (a cache that grew), so that it can start over."""
+"""Take back what a forward did to the objects it was given (a cache that grew), so that it can start over.
+
+A graph that changes them notes before what is in them. One that only calls modules which do so notes nothing: it asks
+to be told of their notes. What is no graph notes nothing either: it is announced, and who asks notes everything then.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
@@ -11,10 +17,13 @@ import torch
 from .generators import RandomState
 from .objects import copied_object, makes_objects, state_of
 
-__all__ = ["Kept", "Path", "changed_paths", "contents", "graft", "keep"]
+__all__ = ["Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep"]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""
+
+_Steps: TypeAlias = "tuple[tuple[str | int, _Steps], ...]"
+"""Paths that begin alike, joined: each step with those that follow; none stand for all that is there."""
 
 _DEPTH = 8
 _MISSING: Any = object()
@@ -25,78 +34,148 @@ _EMPTY = frozenset(
 
 
 class Kept:
-    """Hold what some containers and objects contained."""
+    """Hold what some containers and objects contained.
 
-    __slots__ = ("_attributes", "_copies", "_random")
+    Attributes:
+        containers: what held something.
+        contents: what they held, one by one.
+        attributes: dictionaries of modules, with the name of an attribute and its value.
+        random: the state of the random generators, where that was noted.
+        told: what others have noted for this one since.
+        wanted: what is to be noted once something is announced: objects and paths, as for `keep`.
+    """
+
+    attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    random: RandomState | None = None
+    told: tuple[Kept, ...] = ()
+    wanted: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
-        self._copies: list[tuple[Any, Any]] = []
-        self._random: RandomState | None = None
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []
+        self.containers: list[Any] = []
+        self.contents: list[Any] = []
 
-    def hold_attribute(self, setter: Any, name: str) -> None:
-        """Note an attribute of a module, given by its `__setattr__`."""
-        own = setter.__self__.__dict__
-        holder = own["_buffers"] if name in own["_buffers"] else own
-        self._attributes.append((holder, name, holder.get(name, _MISSING)))
-
-    def hold_random_state(self) -> None:
-        """Note the state of the random generators."""
-        self._random = RandomState()
-
-    def step(self, holder: Any, step: str | int) -> Any:
-        """Note the contents of one container or object, and return what is at a step in it; None if nothing is."""
-        found: Any = None
-        for container in _containers(holder):
-            self._copies.append((container, container.copy()))
-            if not isinstance(container, list):
-                found = container.get(step, found)
-            elif isinstance(step, int) and step < len(cast("list[Any]", container)):
-                found = cast("list[Any]", container)[step]
-        return found
+    def hold(self, value: Any, steps: _Steps) -> None:
+        """Note the contents of a container or object, and of what some steps lead to in it; of all without steps."""
+        if not steps:
+            self.hold_all(value)
+            return
+        containers = _containers(value)
+        for container in containers:
+            self.containers.append(container)
+            self.contents.append(container.copy())
+        for step, further in steps:
+            part = _at(containers, step)
+            if type(part) not in _EMPTY:
+                self.hold(part, further)
 
     def hold_all(self, value: Any, depth: int = _DEPTH) -> None:
         """Note the contents of a container or object, and of those in it."""
         for container in _containers(value):
             held = container.copy()
-            self._copies.append((container, held))
+            self.containers.append(container)
+            self.contents.append(held)
             for part in cast("list[Any]", held if isinstance(held, list) else held.values()):
                 if depth and type(part) not in _EMPTY:
                     self.hold_all(part, depth - 1)
 
     def restore(self) -> None:
         """Put everything back."""
-        for container, held in self._copies:
+        for later in reversed(self.told):
+            later.restore()
+        for container, held in zip(self.containers, self.contents, strict=True):
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(held)
-        for holder, name, value in self._attributes:
+        for holder, name, value in self.attributes:
             if value is _MISSING:
                 holder.pop(name, None)
             else:
                 holder[name] = value
-        if self._random is not None:
-            self._random.restore()
+        if self.random is not None:
+            self.random.restore()
 
 
-def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = ()) -> Kept:
+class _Asking(threading.local):
+    """Know who in this thread asks to be told of notes; those whose forwards have ended are gone."""
+
+    askers: tuple[weakref.ref[Kept], ...] = ()
+
+
+_asking = _Asking()
+
+
+def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = (), asks: bool = False) -> Kept:
     """Note, in a graph, what is in the objects that it is going to change.
 
     Args:
         kept: an object and paths in it, again and again; what leads to a path and what lies under it is noted.
         random: note the random state, too.
         attributes: the `__setattr__` of modules, and names of attributes to note.
+        asks: only called modules change the objects; note nothing but what they do, or what is announced.
     """
+    compiling = torch.compiler.is_compiling()
     found = Kept()
-    for setter, name in attributes:
-        found.hold_attribute(setter, name)
+    if asks and not compiling:
+        found.wanted = kept
+        _asking.askers = (*(asker for asker in _asking.askers if asker() is not None), weakref.ref(found))
+        return found
+    if attributes:
+        found.attributes = tuple(_attribute(setter, name) for setter, name in attributes)
     if random:
-        found.hold_random_state()
-    for root, paths in zip(kept[::2], kept[1::2], strict=True):
-        for path in paths:
-            holder = root
-            for step in path:
-                holder = found.step(holder, step)
-            found.hold_all(holder)
+        found.random = RandomState()
+    _hold(found, kept)
+    if not compiling:
+        _tell(found, _asking.askers)
+    return found
+
+
+def announce_changes() -> None:
+    """Say that objects may be changed by what notes nothing before; who asks notes everything now."""
+    if torch.compiler.is_compiling() or not _asking.askers:
+        return
+    askers, _asking.askers = _asking.askers, ()
+    for asker in askers:
+        found = asker()
+        if found is not None:
+            _tell(_hold(Kept(), found.wanted), (asker,))
+
+
+def _tell(found: Kept, askers: tuple[weakref.ref[Kept], ...]) -> None:
+    for asker in askers:
+        told = asker()
+        if told is not None:
+            told.told += (found,)
+
+
+def _hold(found: Kept, kept: tuple[Any, ...]) -> Kept:
+    for place in range(0, len(kept), 2):
+        found.hold(kept[place], _steps(kept[place + 1]))
+    return found
+
+
+def _attribute(setter: Any, name: str) -> tuple[dict[str, Any], str, Any]:
+    """Return where a module keeps an attribute, given its `__setattr__`, and what is there."""
+    own = setter.__self__.__dict__
+    holder = own["_buffers"] if name in own["_buffers"] else own
+    return holder, name, holder.get(name, _MISSING)
+
+
+@lru_cache(maxsize=4096)
+def _steps(paths: tuple[Path, ...]) -> _Steps:
+    """Return the first steps of paths, each with those that follow; none where a path ends."""
+    if () in paths:
+        return ()
+    firsts = dict.fromkeys(path[0] for path in paths)
+    return tuple((first, _steps(tuple(path[1:] for path in paths if path[0] == first))) for first in firsts)
+
+
+def _at(containers: list[Any], step: str | int) -> Any:
+    """Return what is at a step in what holds the parts of a value; None if nothing is."""
+    found: Any = None
+    for container in containers:
+        if not isinstance(container, list):
+            found = container.get(step, found)
+        elif isinstance(step, int) and step < len(cast("list[Any]", container)):
+            found = cast("list[Any]", container)[step]
     return found
 
 

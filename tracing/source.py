@@ -17,6 +17,7 @@ from .conditions import fits
 from .functions import FunctionCall
 from .generators import ANNOUNCES, announce, generators_now, take_back
 from .guards import GUARD_NAMES, GuardMiss, require
+from .rollback import announce_changes
 from .signature import Signature, given
 from .structure import is_namedtuple
 
@@ -172,8 +173,7 @@ class _Body:
             line = self._statement(node)
             if line is None:
                 continue
-            if node.meta.get("draws") == "host":
-                lines.append(self._announcement(node))
+            lines += self._announcement(node)
             dead = self._last_uses.get(node)
             freed = f"{' = '.join(map(self._local, dead))} = None" if dead else ""
             # What follows a condition on its line would belong to it.
@@ -211,12 +211,18 @@ class _Body:
             return f"not {operand}" if expected else f"{operand} or {operand} is None"
         return f"{operand} is not None" if expected is None else f"not {operand} == {self._operand(expected)}"
 
-    def _announcement(self, node: fx.Node) -> str:
-        """Write what says that a node may draw from generators outside torch; modules with graphs do so themselves."""
-        said = f"{self._names.name(announce)}()"
-        return (
-            f"if not hasattr(type({self._callee(node)}), {ANNOUNCES!r}): {said}" if node.op == "call_module" else said
+    def _announcement(self, node: fx.Node) -> list[str]:
+        """Write what says that a node may draw from generators outside torch, or change objects that nobody noted.
+
+        Modules that run from graphs say so themselves.
+        """
+        draws, changes = node.meta.get("draws") == "host", node.meta.get("changes", False)
+        said = "; ".join(
+            f"{self._names.name(f)}()" for f, is_said in ((announce, draws), (announce_changes, changes)) if is_said
         )
+        if said and node.op == "call_module":
+            said = f"if not hasattr(type({self._callee(node)}), {ANNOUNCES!r}): {said}"
+        return [said] if said else []
 
     def _callee(self, node: fx.Node) -> str:
         container = _container(node)

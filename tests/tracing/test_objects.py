@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import enum
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,12 +14,13 @@ import torch
 from torch import nn
 
 from fxopt.errors import GuardError
+from fxopt.tracing.captured import capture_of, uninstall
 from fxopt.tracing.guards import GuardMiss, require
 from fxopt.tracing.inputs import Inputs
 from fxopt.tracing.objects import copied_object, is_object, objects_in, state_of, tensors_within
 from fxopt.tracing.program import capture_program
 from fxopt.tracing.record import record
-from fxopt.tracing.rollback import changed_paths, contents, graft, keep
+from fxopt.tracing.rollback import announce_changes, changed_paths, contents, graft, keep
 
 
 class Memory:
@@ -119,6 +123,131 @@ def test_a_hook_that_comes_later_gives_what_is_found_out_after_a_change(more: tu
         assert "too many values" in outcomes[0]
     assert mine.seen == theirs.seen == 1
     torch.testing.assert_close(mine.layers, theirs.layers)
+
+
+class Writes(Layer):
+    """Changes the memory, and decides nothing by it."""
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        return memory.update(self.linear(x), self.number), None
+
+
+class Sets(Layer):
+    """Changes the memory by itself, not by a method of it."""
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        memory.layers[self.number]["x"] = self.linear(x)
+        memory.seen += 1
+        return x * 2, None
+
+
+class WritesLate(Layer):
+    """Changes the memory once more after its last decision."""
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        y = super().forward(x, memory)
+        memory.update(y, self.number)
+        return y, None
+
+
+class WritesOpaquely(Layer):
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        y = memory.update(self.linear(x), self.number)
+        return y * sum(range(int(y.shape[0] * y.detach().abs().max().clamp(1, 1)))), None
+
+
+class WritesAtOnce(Layer):
+    """Has no graph for more than three rows."""
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        return memory.update(self.linear(x) * (2 if x.shape[0] > 3 else 1), self.number), None
+
+
+class Hands(nn.Module):
+    """Calls what changes the memory."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        return self.inner(x, memory)
+
+
+class Pairs(nn.Module):
+    """Decides by what the second of two calls gives, both of which change the memory."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(number) for number in range(2))
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> Any:
+        for layer in self.layers:
+            x, more = layer(x, memory)
+            x = x if more is None else x + more
+        return x, None
+
+
+WRITERS: dict[str, Any] = {
+    "notes": Described,
+    "decides nothing": Writes,
+    "sets": Sets,
+    "writes late": WritesLate,
+    "has no graph": WritesOpaquely,
+    "misses": WritesAtOnce,
+    "further in": lambda number: Hands(Hands(Described(number))),
+    "opaque further in": lambda number: Hands(WritesOpaquely(number)),
+    "decides too": lambda number: Pairs(lambda _: Described(number)),
+    "opaque under one that decides": lambda number: Pairs(lambda _: WritesOpaquely(number)),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("lost", [False, True], ids=["with its graph", "without"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_called_modules_change_is_put_back(writer: str, lost: bool, rows: int):
+    model = Pairs(WRITERS[writer])
+    fast: Any = capture_program(copy.deepcopy(model), (torch.randn(3, 4), Memory())).model
+    mine, theirs, outcomes = Memory(), Memory(), []
+    x = torch.randn(rows, 4)
+    for each, memory in ((fast, mine), (model, theirs)):
+        if lost:
+            uninstall(each.layers[0])
+        each.layers[1].register_forward_hook(lambda module, args, output: (output[0], torch.ones(4)))
+        outcomes += [each(x, memory)[0], each(x, memory)[0]]
+    torch.testing.assert_close(outcomes[:2], outcomes[2:])
+    torch.testing.assert_close(mine.layers, theirs.layers)
+    assert mine.seen == theirs.seen
+    assert capture_of(fast).misses.total() == 2
+
+
+def test_who_only_calls_is_told_what_others_note():
+    memory = Memory()
+    before = state_of(memory)
+    asks = keep(memory, ((),), asks=True)
+    assert not asks.containers
+    keep(memory, (("layers", 0), ("seen",)))
+    memory.update(torch.ones(2), 0)
+    between = state_of(memory)
+    announce_changes()
+    memory.layers.clear()
+    announce_changes()
+    keep(memory, ((),))
+    assert len(asks.told) == 2
+    asks.told[-1].restore()
+    assert state_of(memory) == between
+    asks.restore()
+    assert state_of(memory) == before
+
+
+def test_nothing_is_held_once_a_forward_has_ended():
+    model = capture_program(Pairs(Described), (torch.randn(3, 4), Memory())).model
+    memory = Memory()
+    model(torch.randn(3, 4), memory)
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
 
 
 def test_example_objects_are_not_changed():
