@@ -17,6 +17,7 @@ from ..settings import Settings
 from ..tracing.captured import Variant, capture_of
 from ..tracing.fallback import Repeating, fallback_of
 from ..tracing.generators import RandomState
+from ..tracing.guards import Guard
 from ..tracing.inputs import Inputs
 from ..tracing.names import all_modules, tensors_by_name
 from ..tracing.program import Program
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Repetition", "let_repeat", "repeatings_in"]
 
 _DEVICES = ("cpu", "cuda")
+_IN_EVALUATION = Guard("self.training is False", "the members are fused for evaluation only")
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ class Repetition:
             manager = Manager(
                 program, check=self.verify, time=self.measure, seed=self.seed, settings=Settings(pass_timeout=0.0)
             )
-            for done in self.done:
-                _repeat(done, manager, call)
+            phases = {_repeat(done, manager, call) for done in self.done}
             stores = {target.partition(".")[0] for done in self.done for step in done.steps for target in step.targets}
             _check_tensors(module, copy, stores)
             added = own_children(copy).items()
             children = {name: child for name, child in added if child is not None and name not in present | stores}
-            return _renamed(_fitting(copy, call), _free_names(module, children))
+            variant = _fitting(copy, call)
+            if Phase.EVAL in phases:
+                variant = dataclasses.replace(variant, guards=(*variant.guards, _IN_EVALUATION))
+            return _renamed(variant, _free_names(module, children))
 
 
 @contextlib.contextmanager
@@ -132,8 +136,8 @@ class _Trial(SiteTrial):
         return twin(self.home) if self.timed else None
 
 
-def _repeat(done: _Done, manager: Manager, call: Call) -> None:
-    """Rewrite the copy as the module was.
+def _repeat(done: _Done, manager: Manager, call: Call) -> Phase | None:
+    """Rewrite the copy as the module was; return the phase that the rewrite is limited to.
 
     Raises:
         Unsuitable: if that is not possible, not right, no faster, or leaves other tensors.
@@ -152,6 +156,7 @@ def _repeat(done: _Done, manager: Manager, call: Call) -> None:
         _, _, reason = trial.choose({None: Attempt(site, written.verdict, trial.runnable())})
         if reason is not None:
             raise Unsuitable(reason)
+    return site.phase
 
 
 def _found_again(done: _Done, manager: Manager) -> Site:
@@ -164,9 +169,11 @@ def _found_again(done: _Done, manager: Manager) -> Site:
         if site is None:
             refusals = dict.fromkeys(item.reason for item in found if isinstance(item, Refusal))
             raise Unsuitable("; ".join(refusals) or "its members are not computed alike in this graph")
-        if site.phase is not part.phase:
+        if site.phase not in (part.phase, Phase.EVAL):
             raise Unsuitable("the rewrite would not be valid in the same modes")
         parts.append(resolved(site, part.choice, site.rows_of))
+    if any(part.phase is Phase.EVAL for part in parts):
+        parts = [dataclasses.replace(part, phase=Phase.EVAL) for part in parts]
     if len({(part.variant, part.required) for part in parts}) > 1:
         raise Unsuitable("its members are not computed in one graph")
     return together(parts)

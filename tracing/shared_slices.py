@@ -27,6 +27,7 @@ class _Cut:
         version: how often it had been changed.
         address: where its memory was.
         tracked: whether gradients flow from the slices.
+        gradient: that of the parameter, of which the slices have theirs.
         slices: all of them.
     """
 
@@ -37,6 +38,7 @@ class _Cut:
     version: int
     address: int
     tracked: bool
+    gradient: Tensor | None
     slices: tuple[Tensor, ...]
 
     def holds(self) -> bool:
@@ -48,7 +50,7 @@ class _Cut:
     def is_still_there(self) -> bool:
         """Say whether slices that no gradients flow from can be given out in another call."""
         same = self.registry.get(self.name) is self.stacked
-        return same and self.address == self.stacked.data_ptr() and self.stacked.grad is None
+        return same and self.address == self.stacked.data_ptr() and self.stacked.grad is self.gradient
 
 
 class SharedSlices:
@@ -101,12 +103,11 @@ class _SharingCall:
             cut.version = version_of(stacked)
         else:
             slices = (stacked.detach() if plain else stacked).unbind(0)
-            address = stacked.data_ptr() if plain else 0
-            cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, slices)
-            if stacked.grad is not None:
-                for member, gradient in zip(slices, stacked.grad.unbind(0), strict=True):
-                    member.grad = gradient
-            elif plain:
+            address, gradient = stacked.data_ptr() if plain else 0, stacked.grad
+            cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, gradient, slices)
+            for member, part in zip(slices, () if gradient is None else gradient.unbind(0), strict=False):
+                member.grad = part
+            if plain:
                 self._kept[place] = cut
         self.cuts[place] = cut
         return cut

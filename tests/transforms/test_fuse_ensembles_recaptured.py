@@ -282,7 +282,7 @@ def test_what_cannot_be_repeated_runs_the_members(kind: type[Heads], call: tuple
     assert reason in str(fxopt.report(fast))
 
 
-def test_in_training_members_that_reach_different_outputs_are_not_fused() -> None:
+def test_members_that_reach_different_outputs_are_fused_in_evaluation_only() -> None:
     class Apart(Heads):
         def forward(self, x: Tensor, flag: bool = False) -> Any:
             values = [head(x) for head in self.heads]
@@ -294,6 +294,19 @@ def test_in_training_members_that_reach_different_outputs_are_not_fused() -> Non
         fast.zero_grad()
         fast(X, True)[0].sum().backward()
     assert "different outputs" in reasons(fast)[0]
+    plain, fast = plain.eval(), optimized(plain).eval()
+    for _ in range(3):
+        for given, expected in zip(fast(X, True), plain(X, True), strict=True):
+            torch.testing.assert_close(given, expected)
+    assert rewritten(fast) == [1]
+    plain.train(), fast.train()
+    for _ in range(3):
+        for model in (plain, fast):
+            model.zero_grad()
+            model(X, True)[0].sum().backward()
+    gradients = fast._fxopt_record.state_map.backward({n: p.grad for n, p in fast.named_parameters()})
+    torch.testing.assert_close(gradients["heads.0.0.weight"], plain.heads[0][0].weight.grad)
+    assert any("different outputs" in reason for reason in reasons(fast))
 
 
 def test_a_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,6 +540,31 @@ def test_members_that_run_one_by_one_train(one_by_one: tuple[nn.Module, nn.Modul
             optimizer.step()
     for name, tensor in fxopt.state_dict(fast).items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_members_that_run_one_by_one_have_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOPT_MAX_GRAPHS", "1")
+
+    class ReadsGradients(Heads):
+        def forward(self, x: Tensor, flag: bool = False) -> Any:
+            if not flag:
+                return torch.cat([head(x) for head in self.heads], -1)
+            gradients = [head[0].weight.grad for head in self.heads]
+            return [torch.zeros(()) if gradient is None else gradient.clone() for gradient in gradients]
+
+    plain = ReadsGradients()
+    fast = optimized(plain)
+    for number in range(6):
+        for model in (plain, fast):
+            if number % 3 == 0:
+                model.zero_grad()
+            elif number % 3 == 1:
+                (model(X) * number).sum().backward()
+        for gradients in (False, True, False):
+            with torch.set_grad_enabled(gradients):
+                for given, expected in zip(fast(X, True), plain(X, True), strict=True):
+                    torch.testing.assert_close(given, expected)
 
 
 def test_autograd_gets_one_node_for_all_slices(one_by_one: tuple[nn.Module, nn.Module]) -> None:
