@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ArchiveError
 from ..tracing.guards import GUARD_NAMES
+from ..tracing.outside import looks_outside
 from .conditions import FORMS, METHODS, Apply, Argument, Attribute, Literal, Read, Tree
 from .targets import ATTRIBUTES
 
@@ -67,10 +68,12 @@ def path_of(expression: str) -> list[str | int]:
 
 @lru_cache(maxsize=4096)
 def reads_self_only(expression: str) -> bool:
-    """Say whether a guard asks for the structure of the module alone, which an archive keeps.
+    """Say whether a guard asks for the structure of the module alone, or for what is outside: an archive keeps both.
 
     It asks for no argument, no mode, and nothing that moving or casting a tensor changes.
     """
+    if looks_outside(expression):
+        return True
     if ".training" in expression or "torch.is_" in expression:
         return False
     try:

@@ -15,7 +15,7 @@ from .batchable_modules import module_operator
 from .effects import writes
 from .expansion import Expansion, Operation, map_structure, operations_in
 from .kinds import Kinds
-from .mode_guards import asks_for_training, mode_guard
+from .mode_guards import asks_for_training, is_passed_on, mode_guard
 from .opening import checks_on_the_way, has_plain_output, leaf_graph, obstacle_to_opening, unmet_guards, variant_of_call
 from .opening_checks import write_checks
 
@@ -151,7 +151,7 @@ class _Builder:
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
-        modes = [mode_guard(guard, str(node.target)) for guard in variant.guards if asks_for_training(guard)]
+        modes = [mode_guard(guard, str(node.target)) for guard in variant.guards if is_passed_on(guard)]
         if modes:
             self.assumed.setdefault(call, []).extend(modes)
         return self.enter(node, module, variant.graph, bound, prefix, call)

@@ -13,12 +13,13 @@ from torch import nn
 from ..compat import own_children
 from ..tracing.capture import required_capture
 from ..tracing.captured import Guard, Variant
+from ..tracing.outside import looks_outside
 from ..tracing.source import module_expression
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Case", "asks_for_training", "cases_of", "mode_guard", "runs_in_mode"]
+__all__ = ["Case", "asks_for_training", "cases_of", "is_passed_on", "mode_guard", "runs_in_mode"]
 
 _TRAINING = re.compile(r"\.training\b")
 _SELF = re.compile(r"\bself\b")
@@ -84,8 +85,13 @@ def runs_in_mode(module: nn.Module, variant: Variant, flipped: bool) -> bool:
     return all(guard.holds(names) for guard in variant.guards if asks_for_training(guard))
 
 
+def is_passed_on(guard: Guard) -> bool:
+    """Say whether a module that opens another one takes this condition of it for its own: on modes, or from outside."""
+    return asks_for_training(guard) or looks_outside(guard.expression)
+
+
 def mode_guard(guard: Guard, path: str) -> Guard:
-    """Return a child's condition on modes as one of the module that holds it at `path`."""
+    """Return a child's condition as one of the module that holds it at `path`."""
     expression = module_expression(path.split("."))
     return Guard(_SELF.sub(lambda _: expression, guard.expression), guard.reason)
 

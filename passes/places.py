@@ -17,7 +17,7 @@ from .expand import expand
 from .expansion import Expansion, Operation
 from .isomorphism import find_ensembles
 from .joins import find_joins
-from .mode_guards import Case, cases_of
+from .mode_guards import Case, asks_for_training, cases_of
 from .packs import Ensemble, Parameters, submodule
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Place:
 
     @property
     def assumed(self) -> tuple[Guard, ...]:
-        """Return what modes of modules inside the members are taken for granted, as guards of the home."""
+        """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
         calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
         guards = (guard for call in calls for guard in self.expansion.assumed.get(call, ()))
         return tuple({guard.expression: guard for guard in guards}.values())
@@ -76,7 +76,7 @@ class Place:
 
     def is_for(self, training: bool, *, now: bool) -> bool:
         """Say whether it may run in a mode, given the home's mode `now`."""
-        depends = self.case.asks or bool(self.assumed)
+        depends = self.case.asks or any(map(asks_for_training, self.assumed))
         return not depends or (now is not self.case.flipped) is training
 
 
@@ -137,7 +137,7 @@ def rewritten_variants(
 def _is_covered(case: Case, places: Sequence[Place]) -> bool:
     """Say whether the same graph was looked at in a mode on which nothing in the members depends."""
     known = [place for place in places if place.case.variant == case.variant]
-    return bool(known) and not any(place.assumed for place in known)
+    return bool(known) and not any(asks_for_training(guard) for place in known for guard in place.assumed)
 
 
 def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, home: str) -> Ensemble | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -167,6 +167,17 @@ class Attributes:
         if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
             self._tracer.assignments.record(module, path, name, value)
         return False
+
+    def check_arrays(self, arrays: Iterable[tuple[str, Any]]) -> None:
+        """Give up on arrays that were read and are too large to be compared, each with how it was reached.
+
+        Raises:
+            Untraceable: if there is one that no node was given.
+        """
+        for expression, array in arrays:
+            if id(array) not in self.handed_on:
+                reason = f"it reads {expression}, a large numpy array that may change; a buffer would do"
+                self._tracer.fail(reason, "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.home, module)

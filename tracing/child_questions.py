@@ -19,6 +19,7 @@ from ..compat import own_children
 from .dynamic import user_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
+from .outside_reads import class_attribute, condition_on
 from .source import module_expression
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class ChildQuestions:
         """Note that something is read that a module has from its class: a method, say, that is traced through."""
         if (name not in _INHERITED or name == "__class__") and is_users(frame.f_code):
             self.note_class(module)
+            self._note_value(module, name)
+
+    def _note_value(self, module: nn.Module, name: str) -> None:
+        """Note the value of a plain attribute that a module has from its class."""
+        value = class_attribute(user_class(type(module)), name)
+        for path in self._paths(module) if condition_on("", value) is not None else ():
+            condition = condition_on(f"type({module_expression(path)}).{name}", value)
+            self._tracer.nested.keep(str(condition), f"{name} of the class of {'.'.join(path)} is {value!r}")
 
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Note that an attribute is looked for in vain."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from .guards import NOT_HELD, Guard
+from .outside import bound
 
 __all__ = ["fits"]
 
@@ -35,7 +36,7 @@ def _conjunction(guards: Sequence[Guard], fresh: Callable[[str], str], name: Cal
         read = f"{name(object.__getattribute__)}({match[1].removesuffix('.__dict__')}, '__dict__')"
         dictionary = known or f"({names[match[1]]} := {read})"
         written.append(f"({guard.expression[: match.start(1)]}{dictionary}{guard.expression[match.end(1) :]})")
-    return " and ".join(_sizes_asked_once(written, fresh))
+    return bound(" and ".join(_sizes_asked_once(written, fresh)), name)
 
 
 def _sizes_asked_once(written: Sequence[str], fresh: Callable[[str], str]) -> list[str]:

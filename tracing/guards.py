@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GuardError
+from .outside import cells_of, globals_of
 from .rollback import Kept
 from .signature import Absent
 
@@ -34,6 +35,8 @@ GUARD_NAMES: Mapping[str, Any] = {
     "float": float,
     "str": str,
     "bytes": bytes,
+    "fxopt_cells": cells_of,
+    "fxopt_globals": globals_of,
 }
 """What guard expressions may call; no argument of a captured forward may have one of these names."""
 NOT_HELD = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)

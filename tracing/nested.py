@@ -18,7 +18,7 @@ from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
 from .source import attribute_expression, module_expression
 
-__all__ = ["NestedReads", "items_of"]
+__all__ = ["NestedReads", "items_of", "spelled"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
@@ -151,7 +151,7 @@ class NestedReads:
 
     def _note(self, value: Any, root: str, expression: str, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
-        text = _spelled(value)
+        text = spelled(value)
         if text is not None:
             self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
             return
@@ -223,7 +223,7 @@ def _holds_tensors_only(value: Any) -> bool:
     return bool(items) and len(items) == len(value) and all(isinstance(item, torch.Tensor) for _, item in items)
 
 
-def _spelled(value: Any) -> str | None:
+def spelled(value: Any) -> str | None:
     """Return Python for a plain value, or for a short container of such."""
     kind = cast("type[Any]", type(value))
     if kind not in _MUTABLE:
@@ -231,9 +231,9 @@ def _spelled(value: Any) -> str | None:
     if len(value) > _LONGEST:
         return None
     if kind is dict:
-        pairs = [(_spelled(key), _spelled(item)) for key, item in cast("dict[Any, Any]", value).items()]
+        pairs = [(spelled(key), spelled(item)) for key, item in cast("dict[Any, Any]", value).items()]
         return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
-    items = [_spelled(item) for item in cast("list[Any]", value)]
+    items = [spelled(item) for item in cast("list[Any]", value)]
     if None in items:
         return None
     written = ", ".join(sorted(map(str, items)) if kind is set else map(str, items))

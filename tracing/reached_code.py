@@ -15,17 +15,21 @@ from torch import nn
 from ..compat import hooks_of
 from .dynamic import user_class
 from .names import all_modules
+from .observe import INTERNAL
 
-__all__ = ["codes_in", "reached_functions", "values_named", "variables_in"]
+__all__ = ["codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "fxopt"}
 """Packages that ask no module of a user's for its class."""
+_PLAIN = frozenset((bool, int, float, str, tuple, list, dict, type(None)))
 _FUNCTIONS: Any = (FunctionType, MethodType, functools.partial)
 _MOST = 2000
 """Functions that are looked into; there are a few hundred behind the forward of a large model."""
 
 
-def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True) -> Iterator[FunctionType]:
+def reached_functions(
+    modules: Sequence[nn.Module], *, forwards: bool = True, hooks: bool = True
+) -> Iterator[FunctionType]:
     """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
 
     These are their forwards, their hooks, the functions that these name as globals or close over, and the methods of
@@ -34,9 +38,10 @@ def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True) ->
     Args:
         modules: may be called.
         forwards: or only what runs around their forwards: hooks, and a `__call__` of their own.
+        hooks: or only their forwards.
     """
     methods: _Methods | None = None
-    pending = deque(entry for module in modules for entry in _entries(module, forwards))
+    pending = deque(entry for module in modules for entry in _entries(module, forwards, hooks))
     seen: set[int] = set()
     while pending and len(seen) < _MOST:
         for function in _functions_of(pending.popleft()):
@@ -48,13 +53,14 @@ def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True) ->
                 pending.extend(methods.named_by(function))
 
 
-def _entries(module: nn.Module, forwards: bool) -> Iterator[Any]:
+def _entries(module: nn.Module, forwards: bool, hooks: bool) -> Iterator[Any]:
     cls = type(module)
     if forwards:
         yield module.__dict__.get("forward")
         yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
-    yield cls.__call__
-    yield from hooks_of(module)
+    if hooks:
+        yield cls.__call__
+        yield from hooks_of(module)
 
 
 def _functions_of(value: Any, depth: int = 4) -> Iterator[FunctionType]:
@@ -84,7 +90,12 @@ def _may_wrap(value: Any) -> bool:
 
 
 def _is_foreign(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in _FOREIGN
+    return is_foreign(getattr(value, "__module__", None) or "")
+
+
+def is_foreign(module: str) -> bool:
+    """Say whether a module of Python, by its name, is one whose code is not looked into."""
+    return module.partition(".")[0] in _FOREIGN
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -118,7 +129,7 @@ def values_named(function: FunctionType) -> Iterator[Any]:
     names = _names_in(function.__code__)
     for name in names.variables:
         value = function.__globals__.get(name)
-        if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN:
+        if isinstance(value, ModuleType) and not is_foreign(value.__name__):
             inside = map(vars(value).get, names.attributes)
             yield from (found for found in inside if isinstance(found, (FunctionType, type)))
         elif value is not None:
@@ -139,8 +150,9 @@ class _Methods:
         for module in dict.fromkeys(inner for outer in modules for inner in all_modules(outer)):
             classes[type(module)] = None
             for name, value in module.__dict__.items():
-                classes[cast("type[Any]", type(value))] = None
-                self._add_called(name, value)
+                if name not in INTERNAL and type(value) not in _PLAIN:
+                    classes[cast("type[Any]", type(value))] = None
+                    self._add_called(name, value)
         for base in {base: None for cls in classes for base in cls.__mro__}:
             if base is not object and not _is_foreign(base):
                 self._add_methods(base)

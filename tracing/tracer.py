@@ -33,6 +33,7 @@ from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
 from .observe import Seen
+from .outside_reads import OutsideReads
 from .presence import Presence, is_statement
 from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy
@@ -119,7 +120,7 @@ class ModuleTracer:
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
         self.assignments.begin(self.state)
-        state, draws = AttributeState(self.module), self.session.host_draws(forward)
+        state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
             with self._observed() as seen, self.session.tracing(self):
@@ -131,6 +132,9 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
+            changed = outside.put_back()
+        if changed:
+            raise Untraceable(changed)
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -138,17 +142,11 @@ class ModuleTracer:
         lengths = container_lengths(self.module, self.graph, seen.names)
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
-        self._check_arrays()
+        guards += (*self.decisions.guards.values(), *outside.guards(plain))
+        self.attributes.check_arrays(self.nested.arrays)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.state or self.assignments.nodes)
-        return Variant(
-            (*guards, *self.decisions.guards.values()), self.graph, self.expressions, frozenset(reads), volatile
-        )
-
-    def _check_arrays(self) -> None:
-        for expression, array in self.nested.arrays:
-            if id(array) not in self.attributes.handed_on:
-                raise Untraceable(f"it reads {expression}, a large numpy array that may change; a buffer would do")
+        return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.

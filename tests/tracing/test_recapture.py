@@ -173,15 +173,15 @@ def test_what_cannot_be_captured_is_tried_once(monkeypatch):
 
 
 class Wrong(nn.Module):
-    """Reads a global: the graph of the second case is wrong as soon as it is checked."""
+    """Reads a global that is no plain value: the graph of the second case is wrong as soon as it is checked."""
 
     def forward(self, x, flag=False):
         if flag:
-            return x * len(CALLS.append(1) or CALLS)
+            return x * (len(CALLS.append(object()) or CALLS) - 1)
         return x
 
 
-CALLS: list[int] = []
+CALLS: list[object] = [object()]
 
 
 def test_a_graph_that_differs_from_the_answer_is_not_installed():

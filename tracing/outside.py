@@ -1,0 +1,72 @@
+"""What guards call to look outside of the modules: the globals of a Python module, and what a forward closes over."""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["bound", "cells_of", "globals_of", "looks_outside", "own_cells"]
+
+_LIBRARIES = "site-packages"
+"""In the path of installed code: it is full of functions that close over settings which nobody changes."""
+_GLOBALS = re.compile(r"fxopt_globals\('([\w/]+)'\)")
+_OUTSIDE = re.compile(r"fxopt_(globals|cells)\(|^\(?type\(self[^)]*\)\.(?!__)")
+_cells: weakref.WeakKeyDictionary[FunctionType, Mapping[str, CellType]] = weakref.WeakKeyDictionary()
+
+
+def globals_of(module: str) -> dict[str, Any]:
+    """Return the globals of a loaded module of Python, whose name has slashes for dots.
+
+    Raises:
+        KeyError: if it is not loaded.
+    """
+    return vars(sys.modules[module.replace("/", ".")])
+
+
+def cells_of(module: nn.Module) -> Mapping[str, CellType]:
+    """Return the variables that a module's own forward closes over; see `own_cells`."""
+    cls = type(module)
+    return own_cells(getattr(cls, "_fxopt_own", cls.forward))
+
+
+def own_cells(forward: Callable[..., Any]) -> Mapping[str, CellType]:
+    """Return what a forward, and those under its decorators, close over, as "0:name" of the outermost; no library's."""
+    if not isinstance(forward, FunctionType):
+        return {}
+    known = _cells.get(forward)
+    if known is None:
+        known = _cells[forward] = dict(_found(forward))
+    return known
+
+
+def _found(forward: FunctionType) -> list[tuple[str, CellType]]:
+    found: list[tuple[str, CellType]] = []
+    function: Any = forward
+    for depth in range(8):
+        if not isinstance(function, FunctionType):
+            break
+        if _LIBRARIES not in function.__code__.co_filename:
+            pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            found += [(f"{depth}:{name}", cell) for name, cell in pairs]
+        function = function.__dict__.get("__wrapped__")
+    return found
+
+
+def bound(text: str, name: Callable[[object], str]) -> str:
+    """Return conditions with the globals that they look into as objects, which `name` gives names to."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return name(globals_of(match[1])) if match[1].replace("/", ".") in sys.modules else match[0]
+
+    return _GLOBALS.sub(replaced, text)
+
+
+def looks_outside(expression: str) -> bool:
+    """Say whether a condition is on a global, on what a forward closes over or on an attribute of a class."""
+    return _OUTSIDE.search(expression) is not None
