@@ -65,8 +65,10 @@ def disagreeing(
 ) -> list[str]:
     """Return the names of the captured modules without which the model gives what its own forward gives.
 
+    Their graphs are taken out, and come back in groups, innermost first; one that does not agree is halved.
+
     Args:
-        model: the model, its captures installed.
+        model: the model, its captures installed; those returned are not any more.
         captured: name -> capture, outermost first.
         expected: what its own forward gives.
         state: put back after each run.
@@ -75,12 +77,24 @@ def disagreeing(
     if _agrees(model, expected, state, grad):
         return []
     modules = {name: model.get_submodule(name) for name in captured}
-    for name, module in modules.items():
+    for module in modules.values():
         uninstall(module)
+    guilty: list[str] = []
+    groups = [list(captured)[::-1]]
+    while groups:
+        group = groups.pop()
+        for name in group:
+            install(modules[name], captured[name])
         if _agrees(model, expected, state, grad):
-            return [name]
-        install(module, captured[name])
-    return list(captured)
+            continue
+        for name in group:
+            uninstall(modules[name])
+        middle = len(group) // 2
+        if middle:
+            groups += [group[middle:], group[:middle]]
+        else:
+            guilty += group
+    return guilty
 
 
 def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool:

@@ -1,0 +1,98 @@
+"""Graphs that give another result than the forward they stand for are found, and nothing beside them is lost."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxopt.tracing.program import capture_program
+
+X = torch.randn(3, 4)
+
+
+RECEIVERS: list[list[Tensor]] = []
+
+
+def collecting(forward: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return what modules inside of the layers gave, too: a graph that calls the layers as a whole cannot."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, x: Tensor) -> Any:
+        RECEIVERS.append([])
+        try:
+            x = forward(self, x)
+        finally:
+            seen = RECEIVERS.pop()
+        return (x, *seen)
+
+    return wrapper
+
+
+def hand_over(module: nn.Module, args: Any, output: Tensor) -> None:
+    if RECEIVERS:
+        RECEIVERS[-1].append(output)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_forward_hook(hand_over)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    @collecting
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stacks(nn.Module):
+    def __init__(self, *counts: int) -> None:
+        super().__init__()
+        self.stacks = nn.ModuleList(map(Stack, counts))
+        self.head = nn.Sequential(Layer(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for stack in self.stacks:
+            x, *more = stack(x)
+            found += more
+        return (self.head(x), *found)
+
+
+@pytest.mark.parametrize("counts", [(2,), (2, 3), (1, 2, 2)])
+def test_only_what_disagrees_is_left_out(counts: tuple[int, ...]):
+    model = Stacks(*counts)
+    program = capture_program(copy.deepcopy(model), (X,))
+    assert {name: opaque.reason for name, opaque in program.opaque.items()} == {
+        f"stacks.{number}": "its graph gave another result than its forward" for number in range(len(counts))
+    }
+    assert {"", "head.0", "stacks.0.layers.0", "stacks.0.layers.0.inner"} <= program.captures.keys()
+    given, expected = program.model(X), model(X)
+    assert len(given) == len(expected) == 1 + sum(counts)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other)
