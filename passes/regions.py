@@ -97,6 +97,7 @@ def _call_region(
     anchor = _first_place(chosen, inputs)
     call = edit.call(child, *inputs, before=anchor)
     call.meta["val"] = tuple(node.meta.get("val") for node in results)
+    call.meta["draws"] = min((node.meta["draws"] for node in chosen if "draws" in node.meta), default="")
     replacements: dict[fx.Node, fx.Node] = {results[0]: call} if len(results) == 1 else {}
     if not replacements:
         for position, node in enumerate(results):

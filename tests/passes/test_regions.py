@@ -250,6 +250,28 @@ def test_checks_stay_at_home() -> None:
     assert torch.equal(program.model(flat), model(flat))
 
 
+class DrawsThenDecides(nn.Module):
+    """Draw, then decide by the rank of an intermediate result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.rand_like(x) + x
+        if y.sum(0).ndim == 1:
+            return y * 2
+        return y
+
+
+def test_what_a_region_draws_is_drawn_once_where_a_check_misses() -> None:
+    model = DrawsThenDecides()
+    program = fxopt.capture(model, (torch.ones(2, 3),))
+    outlined(program, "", "rand_like", "add")
+    for given in (torch.ones(3, 3), torch.ones(2, 3, 4)):
+        torch.manual_seed(0)
+        expected = model(given), torch.rand(())
+        torch.manual_seed(0)
+        found = program.model(given), torch.rand(())
+        assert_same(list(found), list(expected))
+
+
 class Guarded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 2 else x
