@@ -119,7 +119,7 @@ class Assignments:
     def settle(self, seen: Collection[str]) -> None:
         """Make guards of what was read, and see what the call leaves; `seen` are names read of the module itself."""
         module = self._tracer.module
-        set_by_calls = self._tracer.assigned(module)
+        set_by_calls = self._tracer.assigned.get(module, frozenset())
         self._read |= {(module, name) for name in set_by_calls & set(seen) if (module, name) not in self._written}
         self.names = {name for owner, name in self._written if owner is module} | set_by_calls
         for owner, name in sorted(self._read, key=lambda place: place[1]):

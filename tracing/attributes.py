@@ -116,7 +116,7 @@ class Attributes:
 
     def note_plain(self, module: nn.Module, name: str, value: Any) -> None:
         """Note that an attribute of a module inside is read; the traced module's own are seen elsewhere."""
-        if name in self._tracer.assigned(module) and self._tracer.children.has_called(module):
+        if name in self._tracer.assigned.get(module, frozenset()) and self._tracer.children.has_called(module):
             self._tracer.fail(f"it reads the attribute {name!r} of a child after a call that sets it")
         if self._tracer.assignments.is_written(module, name):
             return

@@ -17,7 +17,7 @@ from .fingerprint import fingerprint, outline
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
-from .names import ModelNames
+from .names import ModelNames, all_modules
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable
@@ -255,11 +255,12 @@ class _Capturer:
         """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
         pending: list[_Case] = [_Case({}, {} if call is None else call.attributes)]
         tried: list[_Case] = []
+        assigned = {} if self._recording is None else self._recording.assigning
         while pending and len(tried) < _MAX_VARIANTS:
             case = pending.pop(0)
             tried.append(case)
             tracer = ModuleTracer(
-                self._session, self._names, name, call, self._is_stateful, self._assigned, case.answers, case.attributes
+                self._session, self._names, name, call, self._is_stateful, assigned, case.answers, case.attributes
             )
             try:
                 variant = tracer.trace(signature)
@@ -287,16 +288,13 @@ class _Capturer:
         candidates = self._signatures[forward]
         return [s for s in candidates if all(_fits(s, call) for call in calls)] or candidates[-1:]
 
-    def _assigned(self, module: nn.Module) -> frozenset[str]:
-        return frozenset() if self._recording is None else self._recording.assigning.get(module, frozenset())
-
     def _is_stateful(self, module: nn.Module) -> bool:
         known = self._stateful.get(module)
         if known is None:
             changed = set[nn.Module]() if self._recording is None else self._recording.changed
             known = self._stateful[module] = any(
                 inner in changed or getattr(inner, "inplace", False) or (bool(own_buffers(inner)) and is_leaf(inner))
-                for inner in module.modules()
+                for inner in all_modules(module)
             )
         return known
 

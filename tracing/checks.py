@@ -20,7 +20,7 @@ __all__ = ["order_checks"]
 _Lasting = Callable[[fx.Node], Change | None]
 
 
-def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting) -> None:
+def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting, *, marks: bool) -> None:
     """Move checks to before what cannot be done twice, or let the graph note what is to be taken back.
 
     Args:
@@ -28,18 +28,19 @@ def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasti
         module: its home.
         decisions: that the checks are of.
         lasting: tells what running a node changes that outlives the call.
+        marks: whether the graph is to announce changes to its callers; False where it makes none.
 
     Raises:
         Untraceable: if a check comes after a change that cannot be taken back.
     """
-    _Order(graph, module, decisions, lasting).run()
+    _Order(graph, module, decisions, lasting).run(marks=marks)
 
 
 class _Order:
     def __init__(self, graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting) -> None:
         self._graph, self._module, self._decisions, self._lasting = graph, module, decisions, lasting
 
-    def run(self) -> None:
+    def run(self, *, marks: bool) -> None:
         by_data = self._decisions.by_data
         late = late_checks(
             self._graph, lambda node: self._lasting(node) is not None, by_data, self._decisions.read_later
@@ -52,7 +53,8 @@ class _Order:
             if kept is None and check not in self._decisions.structural:
                 self._refuse(check)
             check.args = (*check.args[:3], kept or False, *check.args[4:])
-        self._mark_changes(set() if kept is None else set(_up_to_last(self._graph, checks)))
+        if marks:
+            self._mark_changes(set() if kept is None else set(_up_to_last(self._graph, checks)))
         self._mark_draws()
 
     def _mark_changes(self, noted: Collection[fx.Node]) -> None:

@@ -18,10 +18,6 @@ def _no(_: nn.Module) -> bool:
     return False
 
 
-def _none(_: nn.Module) -> frozenset[str]:
-    return frozenset()
-
-
 def trace_leaf(module: nn.Module) -> fx.Graph:
     """Return what the forward of a leaf calls, traced without example values; `self.training` stays a read.
 
@@ -31,7 +27,7 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     names = ModelNames(module)
     try:
         with tracing_session(names.modules.values()) as session:
-            tracer = ModuleTracer(session, names, "", None, _no, _none)
+            tracer = ModuleTracer(session, names, "", None, _no, {})
             graph = tracer.trace(signature_of(type(module).forward)).graph
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from ..compat import hooks_of
+from ..compat import has_hooks, hooks_of
 from .dynamic import user_class
 from .names import all_modules
 from .observe import INTERNAL
@@ -41,7 +41,7 @@ def reached_functions(
         hooks: or only their forwards.
     """
     methods: _Methods | None = None
-    pending = deque(entry for module in modules for entry in _entries(module, forwards, hooks))
+    pending = deque(_entries(modules, forwards, hooks))
     seen: set[int] = set()
     while pending and len(seen) < _MOST:
         for function in _functions_of(pending.popleft()):
@@ -53,14 +53,18 @@ def reached_functions(
                 pending.extend(methods.named_by(function))
 
 
-def _entries(module: nn.Module, forwards: bool, hooks: bool) -> Iterator[Any]:
-    cls = type(module)
-    if forwards:
-        yield module.__dict__.get("forward")
-        yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
-    if hooks:
-        yield cls.__call__
-        yield from hooks_of(module)
+def _entries(modules: Sequence[nn.Module], forwards: bool, hooks: bool) -> Iterator[Any]:
+    """Yield what calling modules runs; what those of a class have in common comes once."""
+    for cls in dict.fromkeys(map(type, modules)):
+        if forwards:
+            yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
+        if hooks:
+            yield cls.__call__
+    for module in modules:
+        if forwards and "forward" in module.__dict__:
+            yield module.__dict__["forward"]
+        if hooks and has_hooks(module):
+            yield from hooks_of(module)
 
 
 def _functions_of(value: Any, depth: int = 4) -> Iterator[FunctionType]:
@@ -147,7 +151,7 @@ class _Methods:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: dict[str, dict[int, Any]] = {}
         classes: dict[type[Any], None] = {}
-        for module in dict.fromkeys(inner for outer in modules for inner in all_modules(outer)):
+        for module in _all_inside(modules):
             classes[type(module)] = None
             for name, value in module.__dict__.items():
                 if name not in INTERNAL and type(value) not in _PLAIN:
@@ -172,6 +176,14 @@ class _Methods:
     def named_by(self, function: FunctionType) -> Iterator[Any]:
         for name in _names_in(function.__code__).attributes:
             yield from self._found.get(name, {}).values()
+
+
+def _all_inside(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for module in modules:
+        if module not in found:
+            found.update(dict.fromkeys(all_modules(module)))
+    return found
 
 
 def _call_of(value: Any) -> FunctionType | None:

@@ -30,7 +30,7 @@ from .locate import source_of
 from .lowering import Lowering
 from .memos import asks_memo, patch_memos
 from .meta import meta_of
-from .names import ModelNames
+from .names import ModelNames, all_modules
 from .nested import NestedReads
 from .observe import Seen
 from .outside_reads import OutsideReads
@@ -62,7 +62,7 @@ class ModuleTracer:
         home: name of the module to trace.
         call: the call to trace, with its children's results; None traces without example values.
         stateful: tells whether calling a module changes something that outlives the call.
-        assigned: names the attributes of a module itself that calls set.
+        assigned: module -> its own attributes that calls set.
         answers: what switches ("self.training") are to answer, where it is not what they say now.
         state: attributes that modules are to have, where they are not those that they have now.
 
@@ -77,7 +77,7 @@ class ModuleTracer:
         home: str,
         call: Call | None,
         stateful: Callable[[nn.Module], bool],
-        assigned: Callable[[nn.Module], frozenset[str]],
+        assigned: Mapping[nn.Module, frozenset[str]],
         answers: Mapping[str, bool] | None = None,
         state: State | None = None,
     ) -> None:
@@ -202,7 +202,8 @@ class ModuleTracer:
         self.decisions.settle()
         self.presence.settle()
         drop_unused(self.graph)
-        order_checks(self.graph, self.module, self.decisions, self._lasting_change)
+        marks = bool(self._lasting or self.assigned)
+        order_checks(self.graph, self.module, self.decisions, self._lasting_change, marks=marks)
         self.examples.clear()
 
     def seen_names(self) -> set[str]:
@@ -220,7 +221,7 @@ class ModuleTracer:
         callee = self.module.get_submodule(str(node.target))
         if self._stateful(callee):
             return Change(revocable=False)
-        places = [(m, name) for m in callee.modules() for name in sorted(self.assigned(m))]
+        places = [(m, name) for m in all_modules(callee) for name in sorted(self.assigned.get(m, ()))]
         return change if not places else self.assignments.change(places, change)
 
     # Nodes
