@@ -54,6 +54,7 @@ __all__ = [
     "process_count",
     "property_access",
     "storage_id",
+    "submodule",
     "torch_functions_off",
     "transient_buffers",
     "untraceable_entries",
@@ -261,6 +262,16 @@ def own_tensor(module: nn.Module, name: str) -> Tensor | None:
     """Return a module's own parameter or buffer of a name, or None: `getattr`, which calls Python, at half its cost."""
     parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     return module._buffers.get(name) if parameter is None else parameter  # pyright: ignore[reportPrivateUsage]
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
+    found: nn.Module | None = module
+    for part in path.split(".") if path else ():
+        found = found._modules.get(part)  # pyright: ignore[reportPrivateUsage]
+        if found is None:
+            return None
+    return found
 
 
 def process_count() -> int:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx, nn
 
-from ..compat import own_children, own_tensor
+from ..compat import own_children, own_tensor, submodule
 from ..errors import Unsuitable
 from ..passes.expansion import Operation
 from ..passes.isomorphism import find_ensembles
 from ..passes.mode_guards import Case
 from ..passes.owners import Owner
-from ..passes.packs import Ensemble, Parameters, Shared, submodule
+from ..passes.packs import Ensemble, Parameters, Shared
 from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import Unit, Writer, rebuild
 from ..passes.state_map import Stack

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from ..compat import own_tensor
+from ..compat import own_tensor, submodule
 from .batchable_modules import module_signature, state_names
 from .expand import expand
 from .expansion import Expansion, Operation
@@ -33,7 +33,6 @@ from .packs import (
     Selected,
     Shared,
     is_stacked,
-    submodule,
 )
 from .picks import is_one_of_several_places, selected, selection
 from .ranks import dimensional_slots, operand_ranks

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
-from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ..compat import modules_by_name, own_buffers, own_parameters, submodule, transient_buffers
 from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
 from .base import Numerics
 from .owners import Owner, owner_of
-from .packs import submodule
 
 if TYPE_CHECKING:
     from .manager import Landed

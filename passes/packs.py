@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..compat import own_children
+from ..compat import submodule
 from .expansion import Operation
 from .operators import KEEP_RANK, POINTWISE
 
@@ -24,7 +24,6 @@ __all__ = [
     "Slot",
     "attribute",
     "is_stacked",
-    "submodule",
 ]
 
 
@@ -160,14 +159,3 @@ def attribute(home: nn.Module, name: str) -> object:
     """Return the attribute that a dotted name means, or None."""
     path, _, last = name.rpartition(".")
     return getattr(submodule(home, path), last, None)
-
-
-def submodule(home: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
-    module = home
-    for part in path.split(".") if path else ():
-        child = own_children(module).get(part)
-        if child is None:
-            return None
-        module = child
-    return module

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
-from ..compat import modules_by_name
+from ..compat import modules_by_name, submodule
 from ..errors import Unsuitable
 from ..tracing.captured import Guard, Variant
 from ..tracing.portable import copy_graph
@@ -18,7 +18,7 @@ from .expansion import Expansion, Operation
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .mode_guards import Case, asks_for_training, cases_of
-from .packs import Ensemble, Parameters, submodule
+from .packs import Ensemble, Parameters
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

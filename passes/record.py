@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -56,8 +56,8 @@ class Record:
     traces: tuple[PassTrace, ...] = ()
     outline: Outline = field(default_factory=lambda: Outline(nn.Module()), repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
-    _originals: WeakValueDictionary[str, Tensor] = field(
-        default_factory=WeakValueDictionary[str, Tensor], init=False, repr=False
+    _originals: dict[str, ReferenceType[Tensor]] = field(
+        default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
     )
 
     @property
@@ -71,12 +71,15 @@ class Record:
         They are held weakly. A model that was itself an optimized one passes on what it remembers.
         """
         earlier = record_of(model)
-        names = earlier._originals if earlier else parameters_by_name(model)
-        self._originals.update(names)
+        if earlier is not None:
+            self._originals.update(earlier._originals)
+        else:
+            self._originals.update((name, ref(parameter)) for name, parameter in parameters_by_name(model).items())
 
     def original_names(self) -> dict[int, str]:
         """Return id -> original name for the original's parameters that are still alive in this process."""
-        return {id(parameter): name for name, parameter in self._originals.items()}
+        alive = ((name, held()) for name, held in self._originals.items())
+        return {id(parameter): name for name, parameter in alive if parameter is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self
@@ -85,7 +88,7 @@ class Record:
         return {key: value for key, value in self.__dict__.items() if key != "_originals"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _originals=WeakValueDictionary[str, Tensor]())
+        self.__dict__.update(state, _originals={})
 
 
 def record_of(model: nn.Module) -> Record | None:

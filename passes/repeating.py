@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, own_children
+from ..compat import modules_by_name, own_children, submodule
 from ..errors import Unsuitable
 from ..settings import Settings
 from ..tracing.captured import Variant, capture_of
@@ -28,7 +28,6 @@ from ..tracing.structure import copied
 from .base import Pass, Phase, Refusal, Site
 from .copying import twin
 from .manager import Manager
-from .packs import submodule
 from .scratch import as_before, refuse_own_forwards
 from .site_trial import Attempt, Failed, SiteTrial
 from .together import parts_of, resolved, together

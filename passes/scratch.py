@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
-from ..compat import has_hooks, modules_by_name, own_buffers
+from ..compat import has_hooks, modules_by_name, own_buffers, submodule
 from ..errors import Unsuitable
 from ..tracing.captured import Capture, Variant, capture_of, install, own_class
 from ..tracing.capturing import variants_of_call
@@ -22,7 +22,6 @@ from ..tracing.record import Call
 from ..tracing.selection import call_names
 from .copying import twin
 from .expand import expand
-from .packs import submodule
 from .state_map import Stack
 
 if TYPE_CHECKING:

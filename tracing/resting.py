@@ -25,9 +25,9 @@ def rest(model: nn.Module) -> None:
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
     able = [module for module in all_modules(model) if _may_rest(module)]
-    around = _around(model, _changed(model))
-    staying = askers(module for module in able if module in around)
-    _rest_all(module for module in able if module not in staying)
+    asking = askers(able)
+    around = _around(model, _changed(model)) if asking else set[nn.Module]()
+    _rest_all(module for module in able if module not in asking or module not in around)
 
 
 def _may_rest(module: nn.Module) -> bool:
@@ -108,7 +108,9 @@ def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.
 
 def asking_around_changes(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules that ask for classes and are changed, or hold what is, each with the line where it asks."""
-    return askers(_around(model, _changed(model)))
+    asking = askers(all_modules(model))
+    around = _around(model, _changed(model)) if asking else set[nn.Module]()
+    return {module: place for module, place in asking.items() if module in around}
 
 
 def rest_askers(model: nn.Module) -> None:
