@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_children, own_parameters, own_tensor
+from ..compat import all_modules, own_buffers, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, own_class
-from ..tracing.names import all_modules
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, live_weights, sealed_names, views_of
 
 __all__ = ["FusedMembers", "attach_member", "seal", "separate"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..compat import all_modules
 from ..tracing.captured import capture_of, own, recompile
-from ..tracing.names import all_modules
 from ..tracing.resting import askers_without_answer, asking_around_changes
 from .base import Refusal, Site
 

@@ -12,9 +12,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import copies_of_storages, own_buffers, own_parameters, storage_id, transient_buffers
+from ..compat import all_modules, copies_of_storages, own_buffers, own_parameters, storage_id, transient_buffers
 from ..tracing.captured import Captured, capture_of
-from ..tracing.names import all_modules
 
 __all__ = ["Outline", "copied_module", "twin"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, own_children, submodule
+from ..compat import all_modules, modules_by_name, own_children, submodule
 from ..errors import Unsuitable
 from ..settings import Settings
 from ..tracing.captured import Variant, capture_of
@@ -19,7 +19,7 @@ from ..tracing.fallback import Repeating, fallback_of
 from ..tracing.generators import RandomState
 from ..tracing.guards import Guard
 from ..tracing.inputs import Inputs
-from ..tracing.names import all_modules, tensors_by_name
+from ..tracing.names import tensors_by_name
 from ..tracing.program import Program
 from ..tracing.record import Call
 from ..tracing.regions import Region

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
-from ..compat import has_hooks, modules_by_name, own_buffers, submodule
+from ..compat import all_modules, has_hooks, modules_by_name, own_buffers, submodule
 from ..errors import Unsuitable
 from ..tracing.captured import Capture, Variant, capture_of, install, own_class
 from ..tracing.capturing import variants_of_call
 from ..tracing.fallback import hold
 from ..tracing.leaves import is_container, is_leaf, is_library, runs_as_sequential
-from ..tracing.names import all_modules
 from ..tracing.portable import copy_graph
 from ..tracing.program import Program
 from ..tracing.record import Call

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from ..compat import all_modules
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.captured import EVAL_ONLY, capture_of, rest_again
 from ..tracing.fallback import hold, release
 from ..tracing.generators import RandomState
 from ..tracing.inputs import Inputs
-from ..tracing.names import all_modules, all_parameters, all_tensors, tensors_by_name
+from ..tracing.names import all_parameters, all_tensors, tensors_by_name
 from ..tracing.program import Program, capture_program
 from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards

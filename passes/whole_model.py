@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..compat import all_modules
 from ..errors import PassError
-from ..tracing.names import all_modules
 from ..tracing.resting import rest
 from . import measure
 from .base import Goal, Pass, Phase, Site

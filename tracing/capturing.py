@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import is_torch_wrapper, own_buffers
+from ..compat import all_modules, is_torch_wrapper, own_buffers
 from .capture import Capture, RegionPlan, Variant, capture_of
 from .fingerprint import fingerprint, outline
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
-from .names import ModelNames, all_modules
+from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable

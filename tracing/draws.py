@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ..compat import own_children
+from ..compat import all_modules, own_children
 from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
-from .names import all_modules
 from .rollback import keep
 
 __all__ = ["draws", "function_draws_from_host", "module_draws", "tree_draws_from_host"]

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..compat import all_modules
 from .capture import Variant, capture_of
 from .captured import uninstall
-from .names import ModelNames, all_modules
+from .names import ModelNames
 from .record import Call
 from .shared_slices import SharedSlices
 

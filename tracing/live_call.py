@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_parameters
+from ..compat import all_modules, own_parameters
 from .agreement import same_outputs
 from .ambient import ambient_now
 from .generators import RandomState
 from .held_tensors import ChangeCounts, change_count
-from .names import all_modules
 from .objects import copied_object, is_object, objects_in, tensors_within
 from .preserve import ModelState
 from .record import Call, calls_intercepted

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..compat import has_lazy_parameters, modules_by_name
+from ..compat import all_modules, has_lazy_parameters, modules_by_name
 from ..errors import InputError
 from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
 from .capturing import Captures, Opaque, capture_modules
 from .inputs import Inputs, normalize_inputs
-from .names import ModelNames, all_modules, is_meta
+from .names import ModelNames, is_meta
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
 from .resting import rested_inside_askers

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters
+from ..compat import all_modules, own_buffers, own_parameters
 from ..errors import InputError
 from .generators import RandomState
 from .held_tensors import change_count, plain_tensors
-from .names import all_modules, is_meta
+from .names import is_meta
 from .observe import FOUND, INTERNAL
 from .parameter_data import ParameterData, storage_of
 from .regions import context_regions

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from ..compat import has_hooks, hooks_of
+from ..compat import all_modules, has_hooks, hooks_of
 from .dynamic import user_class
-from .names import all_modules
 from .observe import INTERNAL
 
 __all__ = ["codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]

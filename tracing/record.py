@@ -11,14 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import has_pre_hooks, modules_by_name, own_parameters
+from ..compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .attribute_watch import AttributeWatch
 from .exclusive import alone, captures_fixed
 from .held_tensors import ChangeCounts, change_count
 from .inputs import Inputs
-from .names import all_modules
 from .objects import objects_in
 from .preserve import ModelState, memory_of, restoring
 from .redirect import redirect

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from ..compat import own_children
+from ..compat import all_modules, own_children
 from .capture import Capture, capture_of, required_capture
 from .captured import install, own_class
 from .class_questions import asks_for_classes
 from .dynamic import user_class
-from .names import ModelNames, all_modules
+from .names import ModelNames
 from .regions import Region, context_regions
 
 __all__ = ["askers_without_answer", "asking_around_changes", "rest", "rest_askers", "rested_inside_askers"]

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 
-from ..compat import property_access
+from ..compat import all_modules, property_access
 from .ambient import Ambient
 from .arguments import Arguments
 from .assignments import Assignments, State
@@ -30,7 +30,7 @@ from .locate import source_of
 from .lowering import Lowering
 from .memos import asks_memo, patch_memos
 from .meta import meta_of
-from .names import ModelNames, all_modules
+from .names import ModelNames
 from .nested import NestedReads
 from .observe import Seen
 from .outside_reads import OutsideReads
