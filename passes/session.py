@@ -148,7 +148,7 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if any(map(nn.parameter.is_lazy, all_tensors(model))):
+    if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(model)}.values())):
         name = next(name for name, tensor in tensors_by_name(model).items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
 

@@ -88,6 +88,7 @@ def _install_checked(
     expected = expectations(model, found.captured, inputs, recording, state)
     with _undone_on_error(names, found):
         _install(names, found)
+        state.accept_graphs()
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
             uninstall(names.modules[name])
             del found.captured[name]

@@ -193,6 +193,10 @@ class ModelState:
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
 
+    def accept_graphs(self) -> None:
+        """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
+        self._namespaces = _Contents([state.namespace for state in self._attributes])
+
     def assigning(self) -> dict[nn.Module, frozenset[str]]:
         """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""
         if self._namespaces.are_same() and self._containers.are_same():
