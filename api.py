@@ -27,6 +27,7 @@ from .passes.state_map import StateMap
 from .passes.supervision import collection_paused
 from .reporting.report import Report
 from .settings import current
+from .tracing.ambient import outside_inference_mode
 from .tracing.fallback import hold, misses_in, release
 from .tracing.inputs import normalize_inputs
 from .tracing.program import Program, capture_program
@@ -150,7 +151,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     Raises:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
-    with collection_paused():
+    with outside_inference_mode(), collection_paused():
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)

@@ -12,6 +12,7 @@ from torch import nn
 from ..compat import all_modules
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
+from ..tracing.ambient import outside_inference_mode
 from ..tracing.captured import EVAL_ONLY, capture_of, rest_again
 from ..tracing.fallback import hold, release
 from ..tracing.generators import RandomState
@@ -72,7 +73,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     generators = RandomState()
     runs_model = request.verify or request.measure  # else there is little but what lives on
     try:
-        with contextlib.nullcontext() if runs_model else collection_paused():
+        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, request)
     finally:
         generators.restore()

@@ -1,4 +1,4 @@
-"""The autocast that a module is called under: its graph has none of its own, but its values depend on it."""
+"""What is switched on around a call: autocast, which a graph has none of by itself, and inference mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient", "ambient_now"]
+__all__ = ["Ambient", "ambient_now", "outside_inference_mode"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -33,3 +33,13 @@ def ambient_now() -> Ambient | None:
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return None
     return Ambient(tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)))
+
+
+@contextmanager
+def outside_inference_mode() -> Generator[None]:
+    """Leave inference mode for a while, without gradients as in it: what is made in it can never have any."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
