@@ -15,7 +15,7 @@ from .batchable_modules import module_operator
 from .effects import writes
 from .expansion import Expansion, Operation, map_structure, operations_in
 from .kinds import Kinds
-from .mode_guards import asks_for_training, is_passed_on, mode_guard
+from .mode_guards import asks_for_training, child_guard, is_passed_on
 from .opening import checks_on_the_way, has_plain_output, leaf_graph, obstacle_to_opening, unmet_guards, variant_of_call
 from .opening_checks import write_checks
 
@@ -151,9 +151,9 @@ class _Builder:
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
-        modes = [mode_guard(guard, str(node.target)) for guard in variant.guards if is_passed_on(guard)]
-        if modes:
-            self.assumed.setdefault(call, []).extend(modes)
+        taken = [child_guard(guard, str(node.target)) for guard in variant.guards if is_passed_on(guard)]
+        if taken:
+            self.assumed.setdefault(call, []).extend(taken)
         return self.enter(node, module, variant.graph, bound, prefix, call)
 
     def open_leaf(
@@ -198,7 +198,7 @@ class _Builder:
         opened = self.opened.setdefault(call, [])
         opened.append(path)
         opened.extend(f"{path}.{name}" for names in inner.opened.values() for name in names)
-        assumed = [mode_guard(guard, path) for guards in inner.assumed.values() for guard in guards]
+        assumed = [child_guard(guard, path) for guards in inner.assumed.values() for guard in guards]
         if assumed:
             self.assumed.setdefault(call, []).extend(assumed)
         for o in inner.operations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,9 @@ from ..tracing.source import module_expression
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Case", "asks_for_training", "cases_of", "is_passed_on", "mode_guard", "runs_in_mode"]
+__all__ = ["Case", "asks_for_training", "cases_of", "child_guard", "is_passed_on", "runs_in_mode"]
 
 _TRAINING = re.compile(r"\.training\b")
-_SELF = re.compile(r"\bself\b")
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,24 @@ def is_passed_on(guard: Guard) -> bool:
     return asks_for_training(guard) or looks_outside(guard.expression)
 
 
-def mode_guard(guard: Guard, path: str) -> Guard:
+def child_guard(guard: Guard, path: str) -> Guard:
     """Return a child's condition as one of the module that holds it at `path`."""
-    expression = module_expression(path.split("."))
-    return Guard(_SELF.sub(lambda _: expression, guard.expression), guard.reason)
+    return Guard(_asked_of(guard.expression, module_expression(path.split("."))), guard.reason)
+
+
+def _asked_of(expression: str, module: str) -> str:
+    """Return a condition with another module for `self`; texts in it that say "self" stay."""
+    text = expression.encode()  # which columns are counted in
+    for start, end in reversed(_places_of_self(expression)):
+        text = text[:start] + module.encode() + text[end:]
+    return text.decode()
+
+
+@lru_cache(maxsize=1024)
+def _places_of_self(expression: str) -> tuple[tuple[int, int], ...]:
+    nodes = ast.walk(ast.parse(expression, mode="eval"))
+    found = [(n.col_offset, n.end_col_offset or 0) for n in nodes if isinstance(n, ast.Name) and n.id == "self"]
+    return tuple(sorted(found))
 
 
 class _Moded:
