@@ -20,7 +20,7 @@ from torch import nn
 
 from .reached_code import codes_in, reached_functions, variables_in
 
-__all__ = ["asks_for_classes", "names_type"]
+__all__ = ["asks_for_classes"]
 
 _BY_TEXT = frozenset(("str", "repr", "print", "issubclass"))
 """What may be called with a class: it makes no difference to these that it is a subclass of the same name."""
@@ -45,20 +45,44 @@ def asks_for_classes(modules: Sequence[nn.Module], *, forwards: bool = True) -> 
 
 
 @lru_cache(maxsize=4096)
-def names_type(code: CodeType) -> bool:
-    """Say whether code, or a function made in it, uses the builtin `type`."""
-    return "type" in variables_in(code)
+def _names_class(code: CodeType) -> bool:
+    return any("__class__" in inner.co_names for inner in codes_in(code))
 
 
 @lru_cache(maxsize=4096)
-def _names_class(code: CodeType) -> bool:
-    return any("__class__" in inner.co_names for inner in codes_in(code))
+def _spells_class(code: CodeType) -> bool:
+    """Say whether code has the text "__class__", as for `getattr`."""
+    return any("__class__" in inner.co_consts for inner in codes_in(code))
+
+
+def _names_of_type(function: FunctionType) -> frozenset[str]:
+    """Return the names that a function has for the builtin `type`: of globals, of what it closes over, of defaults."""
+    code = function.__code__
+    names = {name for name in variables_in(code) if function.__globals__.get(name, _BUILTIN.get(name)) is type}
+    names |= {name for name, value in _closed_over(function).items() if value is type}
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+    given = {**dict(zip(positional, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    return frozenset(names | {name for name, value in given.items() if value is type})
+
+
+def _asks_builtins(function: FunctionType) -> bool:
+    """Say whether a function may ask by `builtins.type`."""
+    code, space = function.__code__, function.__globals__
+    if not any(space.get(name) is builtins for name in variables_in(code)):
+        return False
+    tree = _tree(code)
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if tree is not None else []
+    owners = (node.value.id for node in read if node.attr == "type" and isinstance(node.value, ast.Name))
+    return tree is None or any(space.get(name) is builtins for name in owners)
 
 
 def _place(function: FunctionType) -> str:
     """Return the first line of a function that may ask a module for its class, or nothing."""
     code = function.__code__
-    names = frozenset(name for name in variables_in(code) if function.__globals__.get(name, _BUILTIN.get(name)) is type)
+    if _spells_class(code) or _asks_builtins(function):
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    names = _names_of_type(function)
     if not names and not _names_class(code):
         return ""
     line, tree = code.co_firstlineno, _tree(code)
@@ -169,16 +193,20 @@ class _Use:
 
 def _known_names(function: FunctionType) -> Mapping[str, Any]:
     """Return the values of the names that a function does not set itself."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     local = {name for code in codes_in(function.__code__) for name in (*code.co_varnames, *code.co_cellvars)}
     known = {**_BUILTIN, **function.__globals__}
+    return {name: value for name, value in {**known, **_closed_over(function)}.items() if name not in local}
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """Return what a function closes over, by name."""
     closed: dict[str, Any] = {}
-    for name, cell in cells:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             closed[name] = cell.cell_contents
         except ValueError:  # not filled yet
             closed[name] = _UNKNOWN
-    return {name: value for name, value in {**known, **closed}.items() if name not in local}
+    return closed
 
 
 def _plain_receiver(function: FunctionType) -> str:

@@ -19,7 +19,10 @@ KIND = "self"
         ("self.training", "self._modules['a'].training"),
         ("not self.training", "not self._modules['a'].training"),
         ("x == 'self'", "x == 'self'"),
-        ("self.kind == 'my self' and self.n == 2", "self._modules['a'].kind == 'my self' and self._modules['a'].n == 2"),
+        (
+            "self.kind == 'my self' and self.n == 2",
+            "self._modules['a'].kind == 'my self' and self._modules['a'].n == 2",
+        ),
         ("'é self' == fxopt_cells(self)['0:é']", "'é self' == fxopt_cells(self._modules['a'])['0:é']"),
         ("type(self).myself == 1", "type(self._modules['a']).myself == 1"),
     ],

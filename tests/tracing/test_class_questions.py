@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,14 @@ class Holder(nn.Module):
         return type(module)
 
 
+def _closing_over(ask: Any) -> Callable[[Any, Tensor], object]:
+    return lambda self, x: ask(self.block) is Block
+
+
+def _by_default(self: Any, x: Tensor, *, ask: Any = type) -> object:
+    return ask(self.block) is Block
+
+
 ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: type(self.block) is Block,
     lambda self, x: Block == type(self.block),  # noqa: E721
@@ -78,9 +87,16 @@ ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: self.block.described(),
     lambda self, x: (lambda module: type(module))(self.block),  # noqa: PLC3002
     _decorated(lambda self, x: x),
+    _closing_over(type),
+    _by_default,
+    lambda self, x, ask=type: ask(self.block) is Block,
+    lambda self, x: getattr(self.block, "__class__") is Block,  # noqa: B009
+    lambda self, x: builtins.type(self.block) is Block,
 ]
 QUIET: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: self.block(x),
+    _closing_over(id),
+    lambda self, x: builtins.len(self.children()),
     lambda self, x: x.type(torch.float64),
     lambda self, x: x.device.type,
     lambda self, x: isinstance(self.block, Block),
