@@ -27,7 +27,6 @@ class _Cut:
         version: how often it had been changed.
         address: where its memory was.
         tracked: whether gradients flow from the slices.
-        gradient: that of the parameter, of which the slices have theirs.
         slices: all of them.
     """
 
@@ -38,7 +37,6 @@ class _Cut:
     version: int
     address: int
     tracked: bool
-    gradient: Tensor | None
     slices: tuple[Tensor, ...]
 
     def holds(self) -> bool:
@@ -49,8 +47,9 @@ class _Cut:
 
     def is_still_there(self) -> bool:
         """Say whether slices that no gradients flow from can be given out in another call."""
-        same = self.registry.get(self.name) is self.stacked
-        return same and self.address == self.stacked.data_ptr() and self.stacked.grad is self.gradient
+        stacked, first = self.stacked, self.slices[0]
+        same = self.registry.get(self.name) is stacked and self.address == stacked.data_ptr() and stacked.grad is None
+        return same and stacked.dtype is first.dtype and stacked.shape[1:] == first.shape
 
 
 class SharedSlices:
@@ -104,10 +103,10 @@ class _SharingCall:
         else:
             slices = (stacked.detach() if plain else stacked).unbind(0)
             address, gradient = stacked.data_ptr() if plain else 0, stacked.grad
-            cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, gradient, slices)
+            cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, slices)
             for member, part in zip(slices, () if gradient is None else gradient.unbind(0), strict=False):
                 member.grad = part
-            if plain:
+            if plain and gradient is None:  # one that is kept would be held after `zero_grad`
                 self._kept[place] = cut
         self.cuts[place] = cut
         return cut
