@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
+    "HOOK_REGISTRIES",
     "DispatchMode",
     "all_modules",
     "autocast_settings",
@@ -167,6 +168,10 @@ def has_lazy_parameters(module: nn.Module) -> bool:
 def has_pre_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that may change its arguments first."""
     return bool(cast("Any", module)._forward_pre_hooks)
+
+
+HOOK_REGISTRIES = frozenset(name for name in vars(nn.Module()) if "hook" in name and not name.startswith("_is"))
+"""The attributes in which a module keeps its hooks of all kinds."""
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

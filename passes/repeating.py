@@ -99,7 +99,7 @@ class Repetition:
             manager = Manager(
                 program, check=self.verify, time=self.measure, seed=self.seed, settings=Settings(pass_timeout=0.0)
             )
-            phases = {_repeat(done, manager, call) for done in self.done}
+            phases = [_repeat(done, manager, call) for done in self.done]
             stores = {target.partition(".")[0] for done in self.done for step in done.steps for target in step.targets}
             _check_tensors(module, copy, stores)
             added = own_children(copy).items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
-from ..compat import all_modules, has_hooks, modules_by_name, own_buffers, submodule
+from ..compat import HOOK_REGISTRIES, all_modules, has_hooks, modules_by_name, own_buffers, submodule
 from ..errors import Unsuitable
 from ..tracing.captured import Capture, Variant, capture_of, install, own_class
 from ..tracing.capturing import variants_of_call
@@ -45,7 +45,7 @@ def as_before(
         Unsuitable: if the rewrites cannot be taken back.
     """
     copy = twin(module)
-    vars(copy).update({name: type(hooks)() for name, hooks in vars(copy).items() if name in _HOOKS})
+    vars(copy).update({name: type(hooks)() for name, hooks in vars(copy).items() if name in HOOK_REGISTRIES})
     hold(copy)
     _separate_buffers(copy)
     for pass_, steps in reversed(done):
@@ -59,10 +59,6 @@ def as_before(
     install(copy, Capture(own_class(copy), [dataclasses.replace(variant, graph=graph)], now and now.signature))
     _capture_inside(call, {inner: submodule(copy, name) for name, inner in modules_by_name(module).items()})
     return copy
-
-
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name and not name.startswith("_is"))
-"""Where a module keeps what the user wants to be told of: calls of the copy are none of the user's."""
 
 
 def _separate_buffers(copy: nn.Module) -> None:

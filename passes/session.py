@@ -71,7 +71,8 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     """
     check_model(model)
     generators = RandomState()
-    runs_model = request.verify or request.measure  # else there is little but what lives on
+    # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
+    runs_model = request.verify or request.measure
     try:
         with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, request)

@@ -80,7 +80,9 @@ def disagreeing(
     for module in modules.values():
         uninstall(module)
     guilty: list[str] = []
-    groups = [list(captured)[::-1]]
+    names = list(captured)[::-1]
+    middle = len(names) // 2  # all of them together do not agree
+    groups = [names[middle:], names[:middle]] if middle else [names]
     while groups:
         group = groups.pop()
         for name in group:

@@ -25,7 +25,7 @@ def rest(model: nn.Module) -> None:
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
     able = [module for module in all_modules(model) if _may_rest(module)]
-    asking = askers(able)
+    asking = _askers(able)
     around = _around(model, _changed(model)) if asking else set[nn.Module]()
     _rest_all(module for module in able if module not in asking or module not in around)
 
@@ -80,7 +80,7 @@ def _around(model: nn.Module, changed: Collection[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def askers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.Module, str]:
+def _askers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.Module, str]:
     """Return those of `modules` that may ask for a module's exact class, each with the line where it does.
 
     Args:
@@ -103,19 +103,19 @@ def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.
     """
     modules = list(dict.fromkeys(modules))
     opaque = [module for module in modules if module not in captured]
-    return {**askers(modules, forwards=False), **askers(opaque)}
+    return {**_askers(modules, forwards=False), **_askers(opaque)}
 
 
 def asking_around_changes(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules that ask for classes and are changed, or hold what is, each with the line where it asks."""
-    asking = askers(all_modules(model))
+    asking = _askers(all_modules(model))
     around = _around(model, _changed(model)) if asking else set[nn.Module]()
     return {module: place for module, place in asking.items() if module in around}
 
 
 def rest_askers(model: nn.Module) -> None:
     """Let what asks for classes, and all that is inside it, run its own forward, of the user's very class."""
-    inside = {inner: None for module in askers(all_modules(model)) for inner in all_modules(module)}
+    inside = {inner: None for module in _askers(all_modules(model)) for inner in all_modules(module)}
     _rest_all(module for module in inside if _may_rest(module))
 
 
