@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from .reached_code import codes_in, reached_functions, variables_in
+from .reached_code import TooManyFunctions, codes_in, reached_functions, variables_in
 
 __all__ = ["asks_for_classes"]
 
@@ -38,10 +38,13 @@ def asks_for_classes(modules: Sequence[nn.Module], *, forwards: bool = True) -> 
         forwards: or only what runs around their forwards, such as hooks.
 
     Returns:
-        "file.py:12" of the first such line; empty if there is none.
+        "file.py:12" of the first such line; empty if there is none; why it cannot be told if there is too much code.
     """
     functions = reached_functions(modules, forwards=forwards)
-    return next((place for function in functions if (place := _place(function))), "")
+    try:
+        return next((place for function in functions if (place := _place(function))), "")
+    except TooManyFunctions as error:
+        return str(error)
 
 
 @lru_cache(maxsize=4096)

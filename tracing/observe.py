@@ -29,10 +29,11 @@ class Quiet:
 
 @dataclass(frozen=True)
 class Seen:
-    """Hold the names of all attributes read, and of those among them that are plain values."""
+    """Hold the names of all attributes read, of the plain values among them, and of those set on the class."""
 
     names: set[str]
     plain: set[str]
+    set_on_class: set[str]
 
 
 class Observers:
@@ -55,14 +56,15 @@ class Observers:
     @contextmanager
     def observed(self, module: nn.Module) -> Generator[Seen]:
         """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
-        cls, previous, found = type(module), self._seen, Seen(set(), set())
+        cls, previous, found = type(module), self._seen, Seen(set(), set(), set())
         self._seen = found.names
-        module.__class__ = self._class(cls)
+        lent = module.__class__ = self._class(cls)
         try:
             yield found
         finally:
             module.__class__ = cls
             found.plain.update(name for name in found.names if _is_plain(module, name))
+            found.set_on_class.update(_taken_off(lent))
             self._seen = previous
 
     def _class(self, cls: type) -> Any:
@@ -82,6 +84,14 @@ class Observers:
             return self._wrappers.get(id(value), value) if type(value) is types.FunctionType else value
 
         return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+
+def _taken_off(cls: type) -> set[str]:
+    """Take off a class that was lent what was set on it (`type(self).calls += 1`), and return the names."""
+    names = {name for name in vars(cls) if not name.startswith(("__", "_fxopt"))}
+    for name in names:
+        type.__delattr__(cls, name)
+    return names
 
 
 def _is_plain(module: nn.Module, name: str) -> bool:

@@ -16,7 +16,7 @@ __all__ = ["bound", "cells_of", "globals_of", "looks_outside", "own_cells"]
 _LIBRARIES = "site-packages"
 """In the path of installed code: it is full of functions that close over settings which nobody changes."""
 _GLOBALS = re.compile(r"fxopt_globals\('([\w/]+)'\)")
-_OUTSIDE = re.compile(r"fxopt_(globals|cells)\(|^\(?type\(self[^)]*\)\.(?!__)")
+_OUTSIDE = re.compile(r"fxopt_(globals|cells)\(|^(str\()?\(?type\(self[^)]*\)\.(?!__)")
 _cells: weakref.WeakKeyDictionary[FunctionType, Mapping[str, CellType]] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +53,8 @@ def _found(forward: FunctionType) -> list[tuple[str, CellType]]:
             break
         if _LIBRARIES not in function.__code__.co_filename:
             pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            found += [(f"{depth}:{name}", cell) for name, cell in pairs]
+            # What `super()` closes over, the class, leads back to the forward, which would be kept for ever.
+            found += [(f"{depth}:{name}", cell) for name, cell in pairs if name != "__class__"]
         function = function.__dict__.get("__wrapped__")
     return found
 

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import copy
-import dis
-import functools
-import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, cast
+from types import CellType, FunctionType
+from typing import Any, cast
 
 from torch import nn
 
 from .guards import Guard
 from .nested import spelled
 from .outside import own_cells
-from .reached_code import codes_in, is_foreign, reached_functions
+from .outside_names import OutsideNames, names_in
+from .outside_places import MISSING, Place, class_attribute, held, is_readable
+from .reached_code import TooManyFunctions, reached_functions
 from .source import attribute_expression
 
-__all__ = ["OutsideReads", "class_attribute", "condition_on"]
-
-_SKIPPED = frozenset(("CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "NOP"))
-_MISSING: Any = object()
-
-
-class _Names(NamedTuple):
-    """What code reads and writes by name; a chain is a global and the attributes read from it."""
-
-    chains: frozenset[tuple[str, ...]]
-    of_class: frozenset[str]
-    stored: frozenset[str]
+__all__ = ["OutsideReads", "condition_on"]
 
 
 class OutsideReads:
@@ -44,61 +32,99 @@ class OutsideReads:
         self._module = module
         self._conditions: dict[str, str] = {}
         self._contents: list[tuple[Any, Any]] = []
-        self._stored: list[tuple[dict[str, Any], str, Any]] = []
-        for function in reached_functions([module], hooks=False):
-            self._note_function(function)
+        self._stored: dict[tuple[int, str], tuple[Place, Any, str]] = {}
+        self._unseen = ""
+        """What it may set without that being noticed, or why that is not known."""
+        try:
+            for function in reached_functions([module], hooks=False):
+                self._note_function(function)
+        except TooManyFunctions as error:
+            self._unseen = f"what it reads that is not the module's is not known: {error}"
         self._cells = {name: (cell, _content(cell)) for name, cell in own_cells(type(module).forward).items()}
         for name, (_, value) in self._cells.items():
             self._note(f"fxopt_cells(self)[{name!r}].cell_contents", value, name.partition(":")[2])
 
     def _note_function(self, function: FunctionType) -> None:
-        names, space = _names_in(function.__code__), function.__globals__
-        self._stored += [(space, name, space.get(name, _MISSING)) for name in names.stored]
+        names, space = names_in(function.__code__), function.__globals__
         home = space.get("__name__")
         if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space:
             for chain in names.chains:
                 self._note_chain(space, home, chain)
         self._note_attributes(names.of_class)
+        if names.stored or names.stored_of_class:
+            self._note_stores(names, space)
 
-    def _note_chain(self, space: dict[str, Any], home: str, chain: tuple[str, ...]) -> None:
+    def _note_chain(self, space: dict[str, Any], home: str, chain: tuple[str, ...]) -> bool:
         name, *attributes = chain
-        value, expression = space.get(name, _MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
+        value, expression = space.get(name, MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
         for attribute in attributes:
-            value, expression = _held(value, attribute), attribute_expression(expression, attribute)
-        self._note(expression, value, ".".join(chain))
+            value = held(value, attribute) if is_readable(value) else MISSING
+            expression = attribute_expression(expression, attribute)
+        return self._note(expression, value, ".".join(chain))
 
     def _note_attributes(self, names: Iterable[str]) -> None:
         """Note that attributes of the module's class are read, those of its own or of a base."""
         for name in names:
             self._note(f"type(self).{name}", class_attribute(type(self._module), name), f"{name} of its class")
 
-    def _note(self, expression: str, value: Any, told: str) -> None:
+    def _note(self, expression: str, value: Any, told: str) -> bool:
         condition = condition_on(expression, value)
         if condition is not None:
             self._conditions.setdefault(condition, f"{told} is {value!r}")
             if type(value) in (list, dict, set):
                 self._contents.append((value, copy.deepcopy(value)))
+        return condition is not None
+
+    def _note_stores(self, names: OutsideNames, space: dict[str, Any]) -> None:
+        """Note what is set; a graph for when it is there already leaves it as the forward would."""
+        home = space.get("__name__")
+        is_loaded = isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space
+        for chain in names.stored:
+            is_guarded = is_loaded and self._note_chain(space, str(home), chain)
+            root, *attributes = chain
+            owner = space if not attributes else space.get(root, MISSING)
+            self._note_store(owner, tuple(attributes) or chain, ".".join(chain), is_guarded or names.reads(chain))
+        for attributes in names.stored_of_class:
+            told = f"{'.'.join(attributes)} of its class"
+            expression, value = f"type(self).{attributes[0]}", class_attribute(type(self._module), attributes[0])
+            is_guarded = len(attributes) == 1 and self._note(expression, value, told)
+            self._note_store(type(self._module), attributes, told, is_guarded)
+
+    def _note_store(self, owner: Any, attributes: tuple[str, ...], told: str, is_guarded: bool) -> None:
+        if owner is MISSING:  # no such global: that code does not run
+            return
+        *path, name = attributes
+        for attribute in path:
+            owner = MISSING if owner is MISSING else held(owner, attribute)
+        place = Place(owner, name)
+        if owner is MISSING or not place.is_known():
+            self._unseen = self._unseen or _unseen(told)
+            return
+        content = place.content()
+        self._stored.setdefault((id(owner), name), (place, content, told))
+        if not is_guarded and content is not MISSING:  # it may set just what is there
+            self._unseen = self._unseen or _unseen(told)
 
     def put_back(self) -> str:
         """Put back globals and the like that the forward has set or changed meanwhile; return what, or nothing.
 
         No graph would do that again.
         """
-        changed = [name for space, name, value in self._stored if space.get(name, _MISSING) is not value]
-        for space, name, value in self._stored:
-            space[name] = value
-            if value is _MISSING:
-                del space[name]
+        changed: list[str] = []
+        for place, value, told in self._stored.values():
+            if place.content() is not value:
+                changed.append(told)
+                place.put(value)
         for name, (cell, value) in self._cells.items():
             if _content(cell) is not value:
                 changed.append(name.partition(":")[2])
                 cell.cell_contents = value
         changed += [reason for condition, reason in self._conditions.items() if not self._holds(condition, reason)]
         for container, content in self._contents:
-            if container != content:
+            if container != content or str(container) != str(content):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-        return f"it changes what is not the module's: {changed[0]}" if changed else ""
+        return f"it changes what is not the module's: {changed[0]}" if changed else self._unseen
 
     def _holds(self, condition: str, reason: str) -> bool:
         return Guard(condition, reason).holds({"self": self._module})
@@ -113,6 +139,10 @@ class OutsideReads:
         yield from (Guard(condition, reason) for condition, reason in self._conditions.items())
 
 
+def _unseen(told: str) -> str:
+    return f"it may set what is not the module's: {told}"
+
+
 def condition_on(expression: str, value: Any) -> str | None:
     """Return the condition that an expression gives a plain value, or a short container of such; None for any other."""
     if value is None or type(value) is bool:
@@ -122,74 +152,23 @@ def condition_on(expression: str, value: Any) -> str | None:
             return f"str({expression}) == {str(value)!r}"
         return f"{expression} == {value!r} and type({expression}) is {type(value).__name__}"
     text = spelled(value)
-    return None if text is None else f"{expression} == {text}"
+    if text is None:
+        return None
+    if _has_numbers(value):  # [2] == [2.0] == [True]
+        return f"{expression} == {text} and str({expression}) == {str(value)!r}"
+    return f"{expression} == {text}"
 
 
-def class_attribute(cls: type, name: str) -> Any:
-    """Return what a class, or a base of it, has as an attribute; an object without a spelling where it has none."""
-    return inspect.getattr_static(cls, name, _MISSING)
-
-
-def _held(owner: Any, name: str) -> Any:
-    """Return an attribute of a module, a class or a plain object, where reading it runs no code of the user's."""
-    if isinstance(owner, ModuleType):
-        return _MISSING if is_foreign(owner.__name__) else vars(owner).get(name, _MISSING)
-    if isinstance(owner, type):
-        return _MISSING if is_foreign(owner.__module__) else class_attribute(owner, name)
-    cls = cast("type[Any]", type(owner))
-    if cls is not SimpleNamespace and (
-        is_foreign(cls.__module__) or cls.__getattribute__ is not object.__getattribute__
-    ):
-        return _MISSING
-    on_class = class_attribute(cls, name)
-    if hasattr(cast("type[Any]", type(on_class)), "__set__"):  # a property
-        return _MISSING
-    return getattr(owner, "__dict__", {}).get(name, on_class)
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_numbers, (part for pair in cast("dict[Any, Any]", value).items() for part in pair)))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_numbers, cast("Iterable[Any]", value)))
+    return isinstance(value, (bool, int, float))
 
 
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return _MISSING
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> _Names:
-    """Return what code, and the functions made in it, read and write."""
-    receiver = code.co_varnames[0] if code.co_argcount else ""
-    chains, of_class, stored = set[tuple[str, ...]](), set[str](), set[str]()
-    for inner in codes_in(code):
-        steps = [(s.opname, s.argval) for s in dis.get_instructions(inner) if s.opname not in _SKIPPED]
-        for place, (operation, name) in enumerate(steps):
-            if operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stored.add(name)
-            elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-                chains.add((name, *_attributes(steps, place + 1)))
-                if name == "type" and _is_read(steps, place + 1, receiver) and _is_call(steps, place + 2):
-                    of_class.update(_attributes(steps, place + 3)[:1])
-            elif _is_read(steps, place, receiver):
-                read = _attributes(steps, place + 1)
-                of_class.update(read[1:2] if read[:1] == ["__class__"] else ())
-    return _Names(frozenset(chains), frozenset(of_class), frozenset(stored))
-
-
-_Steps = list[tuple[str, Any]]
-
-
-def _attributes(steps: _Steps, place: int) -> list[str]:
-    """Return the names of the attributes that are read one from the other, from a place on."""
-    found: list[str] = []
-    while place < len(steps) and steps[place][0] in ("LOAD_ATTR", "LOAD_METHOD"):
-        found.append(steps[place][1])
-        place += 1
-    return found
-
-
-def _is_read(steps: _Steps, place: int, name: str) -> bool:
-    operation, read = steps[place] if place < len(steps) else ("", "")
-    return read == name != "" and operation.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE"))
-
-
-def _is_call(steps: _Steps, place: int) -> bool:
-    return place < len(steps) and steps[place][0].startswith("CALL")
+        return MISSING

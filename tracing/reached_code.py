@@ -16,14 +16,21 @@ from ..compat import all_modules, has_hooks, hooks_of
 from .dynamic import user_class
 from .observe import INTERNAL
 
-__all__ = ["codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]
+__all__ = ["TooManyFunctions", "codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "fxopt"}
-"""Packages that ask no module of a user's for its class."""
+"""Packages whose code is not looked into: it asks no module of a user's for its class, and what it reads is no user's.
+
+What these packages hold, and objects of their classes, is for the same reason not guarded.
+"""
 _PLAIN = frozenset((bool, int, float, str, tuple, list, dict, type(None)))
 _FUNCTIONS: Any = (FunctionType, MethodType, functools.partial)
 _MOST = 2000
 """Functions that are looked into; there are a few hundred behind the forward of a large model."""
+
+
+class TooManyFunctions(Exception):
+    """There are more functions than are looked into, so that what the others do is not known."""
 
 
 def reached_functions(
@@ -38,13 +45,18 @@ def reached_functions(
         modules: may be called.
         forwards: or only what runs around their forwards: hooks, and a `__call__` of their own.
         hooks: or only their forwards.
+
+    Raises:
+        TooManyFunctions: after 2000 of them, if there are more.
     """
     methods: _Methods | None = None
     pending = deque(_entries(modules, forwards, hooks))
     seen: set[int] = set()
-    while pending and len(seen) < _MOST:
+    while pending:
         for function in _functions_of(pending.popleft()):
             if id(function) not in seen and not _is_foreign(function):
+                if len(seen) == _MOST:
+                    raise TooManyFunctions(f"it may run more than {_MOST} functions")
                 seen.add(id(function))
                 yield function
                 methods = methods or _Methods(modules)

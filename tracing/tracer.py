@@ -133,8 +133,8 @@ class ModuleTracer:
             state.restore()
             self.assignments.end()
             changed = outside.put_back()
-        if changed:
-            raise Untraceable(changed)
+        if changed or seen.set_on_class:
+            raise Untraceable(changed or f"it changes what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
