@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.mode_guards import is_passed_on, mode_guard
+from fxopt.passes.mode_guards import child_guard, is_passed_on
 from fxopt.tracing import reached_code
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.class_questions import asks_for_classes
@@ -459,7 +459,7 @@ def test_conditions_on_classes_are_passed_on(value: Any) -> None:
     condition = condition_on("type(self).amount", value)
     assert condition is not None
     guard = Guard(condition, "")
-    assert is_passed_on(guard) and is_passed_on(mode_guard(guard, "child.inner"))
+    assert is_passed_on(guard) and is_passed_on(child_guard(guard, "child.inner"))
 
 
 def test_too_much_code_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
