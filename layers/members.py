@@ -133,9 +133,7 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
     parameter = own_tensor(module, name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
-    stacked = own_tensor(view.store, view.name)
-    if stacked is None:
-        stacked = view.stacked
+    stacked = view.stacked
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(
             f"'{name}' of this {type(module).__name__} has shape {list(parameter.shape)}; it cannot be slice "

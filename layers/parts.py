@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name
+from ..compat import modules_by_name, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, user_class
@@ -43,7 +43,8 @@ class View(NamedTuple):
 
     @property
     def stacked(self) -> Tensor:
-        return getattr(self.store, self.name)
+        stacked = own_tensor(self.store, self.name)
+        return getattr(self.store, self.name) if stacked is None else stacked
 
     @property
     def is_buffer(self) -> bool:

@@ -14,9 +14,10 @@ from ..tracing.observe import INTERNAL
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Kinds"]
+__all__ = ["PLAIN", "Kinds"]
 
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+"""Types of values that are told by their text."""
 
 
 class Kinds:
@@ -53,7 +54,7 @@ class Kinds:
 def _value(value: Any) -> Hashable:
     """Return what tells a value from others; of a tensor only that it is one, of other objects which one."""
     kind = cast("type[object]", type(value))
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return kind, value
     if kind is tuple or kind is list:
         return kind, tuple(_value(item) for item in value)

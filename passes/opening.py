@@ -19,6 +19,7 @@ from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.observe import INTERNAL
 from ..tracing.regions import ContextRegion
 from .batchable_modules import module_operator
+from .kinds import PLAIN
 from .mode_guards import asks_for_training, runs_in_mode
 from .volatile import VOLATILE, is_volatile
 
@@ -114,14 +115,11 @@ def leaf_key(module: nn.Module) -> object:
     return type(module), repr(settings), tensors
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-
-
 def _is_plain(value: Any) -> bool:
     """Say whether the text of a value says all about it."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, cast("Sequence[Any]", value)))
-    return type(value) in _PLAIN
+    return type(value) in PLAIN
 
 
 def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compat import all_modules, modules_by_name, own_children, submodule
 from ..errors import Unsuitable
 from ..settings import Settings
+from ..tracing.ambient import outside_autocast
 from ..tracing.captured import Variant, capture_of
 from ..tracing.fallback import Repeating, fallback_of
 from ..tracing.generators import RandomState
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Repetition", "let_repeat", "repeatings_in"]
 
-_DEVICES = ("cpu", "cuda")
 _IN_EVALUATION = Guard("self.training is False", "the members are fused for evaluation only")
 
 
@@ -114,11 +114,7 @@ class Repetition:
 def _undisturbed() -> Generator[None]:
     """Leave the contexts that the user's call runs under, and the random state as it is."""
     generators = RandomState()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        for device in _DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+    with torch.inference_mode(False), outside_autocast():
         try:
             yield
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +11,22 @@ from ..compat import all_modules, own_buffers, own_children, own_parameters
 
 __all__ = [
     "ModelNames",
+    "all_inside",
     "all_parameters",
     "all_tensors",
     "is_meta",
     "parameters_by_name",
     "tensors_by_name",
 ]
+
+
+def all_inside(modules: Iterable[nn.Module]) -> dict[nn.Module, None]:
+    """Return every module in some, these first each, once."""
+    found: dict[nn.Module, None] = {}
+    for module in modules:
+        if module not in found:
+            found.update(dict.fromkeys(all_modules(module)))
+    return found
 
 
 def all_tensors(model: nn.Module) -> list[Tensor]:

@@ -46,15 +46,17 @@ class OutsideReads:
 
     def _note_function(self, function: FunctionType) -> None:
         names, space = names_in(function.__code__), function.__globals__
-        home = space.get("__name__")
-        if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space:
-            for chain in names.chains:
-                self._note_chain(space, home, chain)
+        home = _home_of(space)
+        for chain in names.chains:
+            self._note_chain(space, home, chain)
         self._note_attributes(names.of_class)
         if names.stored or names.stored_of_class:
-            self._note_stores(names, space)
+            self._note_stores(names, space, home)
 
-    def _note_chain(self, space: dict[str, Any], home: str, chain: tuple[str, ...]) -> bool:
+    def _note_chain(self, space: dict[str, Any], home: str | None, chain: tuple[str, ...]) -> bool:
+        """Note that a global, or an attribute read from it, is read; say whether it is guarded."""
+        if home is None:
+            return False
         name, *attributes = chain
         value, expression = space.get(name, MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
         for attribute in attributes:
@@ -75,12 +77,10 @@ class OutsideReads:
                 self._contents.append((value, copy.deepcopy(value)))
         return condition is not None
 
-    def _note_stores(self, names: OutsideNames, space: dict[str, Any]) -> None:
+    def _note_stores(self, names: OutsideNames, space: dict[str, Any], home: str | None) -> None:
         """Note what is set; a graph for when it is there already leaves it as the forward would."""
-        home = space.get("__name__")
-        is_loaded = isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space
         for chain in names.stored:
-            is_guarded = is_loaded and self._note_chain(space, str(home), chain)
+            is_guarded = self._note_chain(space, home, chain)
             root, *attributes = chain
             owner = space if not attributes else space.get(root, MISSING)
             self._note_store(owner, tuple(attributes) or chain, ".".join(chain), is_guarded or names.reads(chain))
@@ -137,6 +137,12 @@ class OutsideReads:
         """
         self._note_attributes(name for name in read if name not in vars(self._module))
         yield from (Guard(condition, reason) for condition, reason in self._conditions.items())
+
+
+def _home_of(space: dict[str, Any]) -> str | None:
+    """Return the name of the loaded module of Python that has these globals, so that a guard can look there."""
+    home = space.get("__name__")
+    return home if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space else None
 
 
 def _unseen(told: str) -> str:

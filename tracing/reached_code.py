@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from ..compat import all_modules, has_hooks, hooks_of
+from ..compat import has_hooks, hooks_of
 from .dynamic import user_class
+from .names import all_inside
 from .observe import INTERNAL
 
 __all__ = ["TooManyFunctions", "codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]
@@ -162,7 +163,7 @@ class _Methods:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: dict[str, dict[int, Any]] = {}
         classes: dict[type[Any], None] = {}
-        for module in _all_inside(modules):
+        for module in all_inside(modules):
             classes[type(module)] = None
             for name, value in module.__dict__.items():
                 if name not in INTERNAL and type(value) not in _PLAIN:
@@ -187,14 +188,6 @@ class _Methods:
     def named_by(self, function: FunctionType) -> Iterator[Any]:
         for name in _names_in(function.__code__).attributes:
             yield from self._found.get(name, {}).values()
-
-
-def _all_inside(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    found: dict[nn.Module, None] = {}
-    for module in modules:
-        if module not in found:
-            found.update(dict.fromkeys(all_modules(module)))
-    return found
 
 
 def _call_of(value: Any) -> FunctionType | None:

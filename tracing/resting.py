@@ -11,7 +11,7 @@ from .capture import Capture, capture_of, required_capture
 from .captured import install, own_class
 from .class_questions import asks_for_classes
 from .dynamic import user_class
-from .names import ModelNames
+from .names import ModelNames, all_inside
 from .regions import Region, context_regions
 
 __all__ = ["askers_without_answer", "asking_around_changes", "rest", "rest_askers", "rested_inside_askers"]
@@ -115,7 +115,7 @@ def asking_around_changes(model: nn.Module) -> dict[nn.Module, str]:
 
 def rest_askers(model: nn.Module) -> None:
     """Let what asks for classes, and all that is inside it, run its own forward, of the user's very class."""
-    inside = {inner: None for module in _askers(all_modules(model)) for inner in all_modules(module)}
+    inside = all_inside(_askers(all_modules(model)))
     _rest_all(module for module in inside if _may_rest(module))
 
 
@@ -127,7 +127,7 @@ def rested_inside_askers(names: ModelNames, captured: Mapping[str, Capture]) -> 
         captured: name -> capture, nothing of it installed yet.
     """
     having = {names.modules[name] for name in captured}
-    inside = {m for outer in askers_without_answer(names.modules.values(), having) for m in all_modules(outer)}
+    inside = all_inside(askers_without_answer(names.modules.values(), having))
     if not inside:
         return dict(captured)
     resting = {id(capture): capture.set_to_rest(True) for capture in captured.values()}
