@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Expansions", "expand"]
 
+_Way = tuple[Expansion, Sequence[Any], Sequence[Guard]]
+"""How a call is opened: what is inserted, what its placeholders receive, and the conditions that are passed on."""
+
 _NAMED = ("call_module", "get_attr")
 """The kinds of operations whose target is a name in the module tree."""
 
@@ -36,6 +39,7 @@ class Expansions:
         self._kinds = program.facts[Kinds]
         self._homes: dict[tuple[str, int, bool], Expansion] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], Expansion] = {}
+        self.ways: dict[tuple[int, int, bool, bool], _Way] = {}  # with positions of arguments for what is received
         self._obstacles: dict[int, str | None] = {}
 
     @classmethod
@@ -66,9 +70,13 @@ class Expansions:
             self._known[key] = builder.expansion()
         return self._known[key]
 
+    def kind(self, module: nn.Module) -> int:
+        """Return the number of a module's kind."""
+        return self._kinds.of(module)
+
     def obstacle(self, module: nn.Module) -> str | None:
         """Return why a module must stay one call, or None."""
-        kind = self._kinds.of(module)
+        kind = self.kind(module)
         if kind not in self._obstacles:
             self._obstacles[kind] = obstacle_to_opening(module)
         return self._obstacles[kind]
@@ -134,9 +142,37 @@ class _Builder:
         if obstacle is not None:
             self.closed[prefix + node.name] = obstacle
             return None
+        # Of operations no more is known than which argument each is: these calls of modules of a kind are opened alike.
+        is_plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
+        alike = (self.expansions.kind(module), len(args), self.may_restart, self.flipped) if is_plain else None
+        known = None if alike is None else self.expansions.ways.get(alike)
+        if known is not None:
+            inner, positions, passed_on = known
+            inputs = [args[position] for position in positions]
+        else:
+            before = len(self.operations)
+            way = self.way(node, module, args, kwargs, prefix, call)
+            if way is None:
+                return None
+            inner, inputs, passed_on = way
+            if alike is not None and len(self.operations) == before:  # nothing is checked on the way
+                self.expansions.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
+        path = str(node.target)
+        if passed_on:
+            self.assumed.setdefault(call, []).extend(child_guard(guard, path) for guard in passed_on)
+        result = self.insert(inner, inputs, prefix=f"{prefix}{node.name}/", path=path, call=call)
+        if isinstance(result, Operation) and result.example is None:
+            result.example = node.meta.get("val")  # leaves are traced without example values
+        return (result,)
+
+    def way(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, call: str) -> _Way | None:
+        """Return how a module is opened for a call, having appended what checks that it may be; or say why not."""
         capture = capture_of(module)
         if capture is None:
-            return self.open_leaf(node, module, args, kwargs, prefix, call)
+            graph = leaf_graph(module)
+            names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
+            plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
+            return (self.inside(module, graph), args, ()) if graph is not None and plain else None
         given = _given(capture, args, kwargs)
         if given is None:
             return None
@@ -144,54 +180,35 @@ class _Builder:
         if variant is None:
             self.conditional[prefix + node.name] = "its graph differs by kind of call"
             return None
-        bound = _bound(variant, given)
-        if bound is None or not has_plain_output(variant.graph):
+        inputs = _received(variant, given)
+        if inputs is None or not has_plain_output(variant.graph):
             return None
         refusal = self.check(node, module, variant, given, prefix, call)
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
-        taken = [child_guard(guard, str(node.target)) for guard in variant.guards if is_passed_on(guard)]
-        if taken:
-            self.assumed.setdefault(call, []).extend(taken)
-        return self.enter(node, module, variant.graph, bound, prefix, call)
+        return self.inside(module, variant.graph), inputs, [guard for guard in variant.guards if is_passed_on(guard)]
 
-    def open_leaf(
-        self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, call: str
-    ) -> tuple[Any] | None:
-        graph = leaf_graph(module)
-        names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
-        plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
-        if graph is None or not plain:
-            return None
-        return self.enter(node, module, graph, dict(zip(names, args, strict=True)), prefix, call)
+    def inside(self, module: nn.Module, graph: fx.Graph) -> Expansion:
+        return self.expansions.of(module, graph, self.may_restart, self.flipped)
 
-    def enter(
-        self, node: fx.Node, module: nn.Module, graph: fx.Graph, bound: Mapping[str, Any], prefix: str, call: str
-    ) -> tuple[Any]:
-        inner = self.expansions.of(module, graph, self.may_restart, self.flipped)
-        result = self.insert(inner, bound, prefix=f"{prefix}{node.name}/", path=str(node.target), call=call)
-        if isinstance(result, Operation) and result.example is None:
-            result.example = node.meta.get("val")  # leaves are traced without example values
-        return (result,)
-
-    def insert(self, inner: Expansion, inputs: Mapping[str, Operation], *, prefix: str, path: str, call: str) -> Any:
+    def insert(self, inner: Expansion, inputs: Sequence[Operation], *, prefix: str, path: str, call: str) -> Any:
         """Append what a called module computes; return what it outputs.
 
         Args:
             inner: the expansion of the module.
-            inputs: what its placeholders receive.
+            inputs: what its placeholders receive, in their order.
             prefix, path: what goes before the names of operations and of modules and tensors.
             call: the home's node.
         """
-        values: dict[Operation, Any] = {}
+        values: list[Operation] = []
         read: list[Operation] = []
 
         def value(leaf: Any) -> Any:
             if not isinstance(leaf, Operation):
                 return leaf
-            read.append(values[leaf])
-            return values[leaf]
+            read.append(values[leaf.index])
+            return read[-1]
 
         self.closed |= {prefix + name: why for name, why in inner.closed.items()}
         self.conditional |= {prefix + name: when for name, when in inner.conditional.items()}
@@ -201,21 +218,26 @@ class _Builder:
         assumed = [child_guard(guard, path) for guards in inner.assumed.values() for guard in guards]
         if assumed:
             self.assumed.setdefault(call, []).extend(assumed)
-        for o in inner.operations:
+        received = iter(inputs)
+        for o, operands in zip(inner.operations, inner.operands, strict=True):
             if o.kind == "placeholder":
-                values[o] = inputs[o.name]
+                values.append(next(received))
                 continue
-            read.clear()
-            args = map_structure(o.args, value)
+            kwargs = o.kwargs
+            if operands is not None:
+                args = sources = tuple([values[index] for index in operands])
+            else:
+                read.clear()
+                args, kwargs = map_structure(o.args, value), map_structure(kwargs, value)
+                sources = tuple(read)
             if o.kind == "output":
                 return args[0]
-            kwargs = map_structure(o.kwargs, value) if o.kwargs else dict[str, Any]()
             target = f"{path}.{o.target}" if o.kind in _NAMED else o.target
             copy = Operation(
                 prefix + o.name, o.kind, target, args, kwargs, o.operator, o.node, call, len(self.operations),
-                tuple(read), example=o.example, mutates=o.mutates, pattern=o.pattern or o,
+                sources, example=o.example, mutates=o.mutates, pattern=o.pattern or o,
             )  # fmt: skip
-            values[o] = self.add(copy)
+            values.append(self.add(copy))
         return None
 
     def check(
@@ -253,7 +275,8 @@ class _Builder:
 
     def add(self, operation: Operation) -> Operation:
         for operand in operation.inputs:
-            operation.level = max(operation.level, operand.level + 1)
+            if operand.level >= operation.level:
+                operation.level = operand.level + 1
             if not operand.users or operand.users[-1] is not operation:
                 operand.users.append(operation)
         self.operations.append(operation)
@@ -273,11 +296,11 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return None
 
 
-def _bound(variant: Variant, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _received(variant: Variant, given: Mapping[str, Any]) -> list[Operation] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    names = [node.name for node in variant.graph.find_nodes(op="placeholder", sort=False)]
-    bound = {name: given.get(variant.arguments.get(name, name)) for name in names}
-    return bound if all(isinstance(value, Operation) for value in bound.values()) else None
+    names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
+    received = [given.get(variant.arguments.get(name, name)) for name in names]
+    return received if all(isinstance(value, Operation) for value in received) else None
 
 
 def _substitute(argument: Any, values: Mapping[fx.Node, Any]) -> Any:

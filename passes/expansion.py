@@ -7,6 +7,7 @@ each record knows the node it came from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,6 +111,16 @@ class Expansion:
             if found:
                 numbers[operation] = min(found)
         return {operation: names[number] for operation, number in numbers.items()}
+
+    @cached_property
+    def operands(self) -> Sequence[Sequence[int] | None]:
+        """Return the indices of what each operation reads, if its arguments are that and nothing else; else None."""
+        return [
+            [operand.index for operand in o.inputs]
+            if len(o.args) == len(o.inputs) and all(map(operator.is_, o.args, o.inputs))
+            else None
+            for o in self.operations
+        ]
 
     def by_name(self) -> dict[str, Operation]:
         return {operation.name: operation for operation in self.operations}
