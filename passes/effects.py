@@ -50,16 +50,16 @@ _EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
 _RENORMALISING = frozenset("embedding embedding_bag".split())
 
 
-class _KnownModules:
-    """What was found out about captured modules, kept until the program changes: nested ones are asked many times."""
+class _KnownKinds:
+    """What was found out about kinds of modules, kept until the program changes."""
 
     def __init__(self) -> None:
-        self.effects: dict[nn.Module, bool] = {}
-        self.writes: dict[nn.Module, bool] = {}
-        self.shares: dict[nn.Module, bool] = {}
+        self.effects: dict[int, bool] = {}
+        self.writes: dict[int, bool] = {}
+        self.shares: dict[int, bool] = {}
 
     @classmethod
-    def compute(cls, program: Program) -> _KnownModules:
+    def compute(cls, program: Program) -> _KnownKinds:
         return cls()
 
 
@@ -110,25 +110,30 @@ def _name(home: str, node: fx.Node) -> str:
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    if has_hooks(module):
-        return True
+    known, kind = program.facts[_KnownKinds].effects, program.facts[Kinds].of(module)
+    if kind not in known:
+        nodes = _nodes_inside(module)
+        known[kind] = has_hooks(module) or (
+            _leaf_has_effects(module) if nodes is None else any(has_effects(node, program, name) for node in nodes)
+        )
+    return known[kind]
+
+
+def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
+    """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
     capture = capture_of(module)
     if capture is None or not capture.variants:
-        return _leaf_has_effects(module)
-    known = program.facts[_KnownModules].effects
-    if module not in known:
-        nodes = (node for variant in capture.variants for node in variant.graph.nodes)
-        known[module] = any(
-            has_effects(node, program, name) for node in nodes if node.op not in ("placeholder", "output")
-        )
-    return known[module]
+        return None
+    nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+    return [node for node in nodes if node.op not in ("placeholder", "output")]
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:
-    if getattr(module, "inplace", False):
+    settings = vars(module)  # `getattr` takes long to find nothing
+    if settings.get("inplace", False):
         return True
     # Modes change after a rewrite: what only draws or counts in training does so whenever the user says train().
-    return user_class(type(module)) not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
+    return user_class(type(module)) not in _PURE_MODULES or settings.get("max_norm") is not None
 
 
 def _is_pure_function(function: Any) -> bool:
@@ -164,35 +169,20 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
     return mutates(node) or (has_effects(node, program, home) and not is_random(node))
 
 
-class _Writing:
-    """Which kinds of modules write, each looked at once until the program changes."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, bool] = {}
-
-    @classmethod
-    def compute(cls, program: Program) -> _Writing:
-        return cls()
-
-
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.facts[_Writing].known, program.facts[Kinds].of(module)
+    known, kind = program.facts[_KnownKinds].writes, program.facts[Kinds].of(module)
     if kind not in known:
-        known[kind] = _kind_writes(module, program, name)
+        nodes = _nodes_inside(module)
+        known[kind] = has_hooks(module) or (
+            _leaf_writes(module) if nodes is None else any(writes(node, program, name) for node in nodes)
+        )
     return known[kind]
 
 
-def _kind_writes(module: nn.Module, program: Program, name: str) -> bool:
-    capture = capture_of(module)
-    if capture is None or not capture.variants:
-        kind, inplace = user_class(type(module)), has_hooks(module) or getattr(module, "inplace", False)
-        is_idle = kind in _DRAWING or (kind in _COUNTING and not module.training)
-        return inplace or (not is_idle and _leaf_has_effects(module))
-    known = program.facts[_KnownModules].writes
-    if module not in known:
-        nodes = (node for variant in capture.variants for node in variant.graph.nodes)
-        known[module] = has_hooks(module) or any(writes(node, program, name) for node in nodes)
-    return known[module]
+def _leaf_writes(module: nn.Module) -> bool:
+    kind = user_class(type(module))
+    is_idle = kind in _DRAWING or (kind in _COUNTING and not module.training)
+    return vars(module).get("inplace", False) if is_idle else _leaf_has_effects(module)
 
 
 def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
@@ -236,15 +226,17 @@ def _holds_tensors(described: Any) -> bool:
 
 def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module may return what lies in the memory of an argument."""
+    known, kind = program.facts[_KnownKinds].shares, program.facts[Kinds].of(module)
+    if kind not in known:
+        known[kind] = has_hooks(module) or _kind_shares(module, program, name)
+    return known[kind]
+
+
+def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
         kind = user_class(type(module))
         is_fresh = kind in (*_PURE_MODULES, *_COUNTING) and kind not in _PASSING_ON
-        return not is_fresh or has_hooks(module) or getattr(module, "inplace", False)
-    known = program.facts[_KnownModules].shares
-    if module not in known:
-        graphs = [variant.graph for variant in capture.variants]
-        known[module] = has_hooks(module) or any(
-            node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name)
-        )
-    return known[module]
+        return not is_fresh or vars(module).get("inplace", False)
+    graphs = [variant.graph for variant in capture.variants]
+    return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..compat import has_hooks, own_buffers, own_children, own_parameters
 from ..tracing.observe import INTERNAL
@@ -14,7 +14,9 @@ from ..tracing.observe import INTERNAL
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["PLAIN", "Kinds"]
+__all__ = ["PLAIN", "Kinds", "found_in_graphs"]
+
+T = TypeVar("T")
 
 PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 """Types of values that are told by their text."""
@@ -49,6 +51,22 @@ class Kinds:
         children = [(name, None if child is None else self.of(child)) for name, child in named] if named else ()
         tensors = *_names(own_parameters(module)), None, *_names(own_buffers(module))
         return type(module), module.training, has_hooks(module), tuple(own), tensors, tuple(children)
+
+
+def found_in_graphs(
+    program: Program, look: Callable[[fx.Graph, Program, str], T]
+) -> Iterator[tuple[str, int, fx.Graph, T]]:
+    """Yield the home and the number of each graph, the graph, and what `look(graph, program, home)` finds in it.
+
+    Modules of a kind have the same graphs: what is found in those of the first is handed out for all of them.
+    """
+    kinds, known = program.facts[Kinds], dict[tuple[int, int], T]()
+    for home, capture in program.captures.items():
+        kind = kinds.of(program.module(home))
+        for number, variant in enumerate(capture.variants):
+            if (kind, number) not in known:
+                known[kind, number] = look(variant.graph, program, home)
+            yield home, number, variant.graph, known[kind, number]
 
 
 def _value(value: Any) -> Hashable:

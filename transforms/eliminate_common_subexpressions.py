@@ -11,6 +11,7 @@ from torch import fx
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, writes
 from ..passes.expansion import map_structure
+from ..passes.kinds import found_in_graphs
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -33,19 +34,17 @@ class EliminateCommonSubexpressions(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for home, capture in program.captures.items():
-            for variant, captured in enumerate(capture.variants):
-                repeated = repetitions(captured.graph, program, home)
-                if not repeated:
-                    continue
-                writer = next((node for node in captured.graph.nodes if writes(node, program, home)), None)
-                if writer is not None:
-                    yield Refusal(
-                        f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)"
-                    )
-                    continue
-                nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
-                yield Site(program, home, nodes, variant, detail=f"{len(repeated)} computed before")
+        for home, variant, graph, repeated in found_in_graphs(program, repetitions):
+            if not repeated:
+                continue
+            writer = next((node for node in graph.nodes if writes(node, program, home)), None)
+            if writer is not None:
+                yield Refusal(
+                    f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)"
+                )
+                continue
+            nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
+            yield Site(program, home, nodes, variant, detail=f"{len(repeated)} computed before")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         graph = edit.graph

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Site
 from ..passes.effects import has_effects
+from ..passes.kinds import found_in_graphs
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
@@ -32,12 +33,10 @@ class EliminateDeadCode(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site]:
-        for home, capture in program.captures.items():
-            for variant, captured in enumerate(capture.variants):
-                dead = dead_nodes(captured.graph, program, home)
-                if dead:
-                    nodes = {f"dead_{number}": node.name for number, node in enumerate(dead)}
-                    yield Site(program, home, nodes, variant, detail=f"{len(dead)} nodes nobody reads")
+        for home, variant, _, dead in found_in_graphs(program, dead_nodes):
+            if dead:
+                nodes = {f"dead_{number}": node.name for number, node in enumerate(dead)}
+                yield Site(program, home, nodes, variant, detail=f"{len(dead)} nodes nobody reads")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         graph = edit.graph

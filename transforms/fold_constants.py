@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, written_values
+from ..passes.kinds import found_in_graphs
 from ..tracing.names import is_meta
 from ..tracing.regions import ContextRegion
 
@@ -44,22 +45,21 @@ class FoldConstants(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         on_meta = is_meta(program.model)
-        for home, capture in program.captures.items():
-            for variant, captured in enumerate(capture.variants):
-                constants = Constants(captured.graph, program, home)
-                handed = handed_out(captured.graph, program, home)
-                for node in constants.written:
-                    yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
-                sizes: dict[fx.Node, int] = {}
-                for node in constants.ends():
-                    size = evaluate(node).numel()
-                    reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(home))
-                    if reason is None:
-                        sizes[node] = size
-                    else:
-                        yield Refusal(reason, _qualified(home, node))
-                if sizes:
-                    yield _site(sizes, program, home, variant)
+        for home, variant, graph, constants in found_in_graphs(program, Constants):
+            for node in constants.written:
+                yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
+            ends = constants.ends()
+            handed = handed_out(graph, program, home) if ends else ()
+            sizes: dict[fx.Node, int] = {}
+            for node in ends:
+                size = evaluate(node).numel()
+                reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(home))
+                if reason is None:
+                    sizes[node] = size
+                else:
+                    yield Refusal(reason, _qualified(home, node))
+            if sizes:
+                yield _site(sizes, program, home, variant)
 
     def _obstacle(self, is_handed_out: bool, size: int, home: nn.Module) -> str | None:
         if isinstance(home, ContextRegion) and home.context.kind == "autocast":
