@@ -202,15 +202,18 @@ def _close(views: _Views, opened: Iterable[str], edit: Edit, store: FusedMembers
     seals, opened = _parents(views), dict.fromkeys(map(owner.path, opened))
     if owner.regions:  # they would go on with the store that they borrowed
         seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
+    alike: dict[frozenset[str], frozenset[str]] = {}  # members have the same settings: they share one set of names
     undo: list[Callable[[], None]] = []
     try:
         for path in dict.fromkeys((*views, *seals, *opened)):
-            module, sealed = _module(owner.module, path), seals.get(path, set[str]())
-            if path in opened:
-                sealed.update(_settings(module), ("forward",))
-            undo.append(attach_member(module, views.get(path, {}), sealed))
+            module, sealed = _module(owner.module, path), seals.get(path, _NOTHING)
+            names = frozenset((*sealed, *_settings(module), "forward") if path in opened else sealed)
+            undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
+
+
+_NOTHING: frozenset[str] = frozenset()
 
 
 def _module(home: nn.Module, path: str) -> nn.Module:
@@ -220,12 +223,12 @@ def _module(home: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _settings(module: nn.Module) -> set[str]:
+def _settings(module: nn.Module) -> Iterable[str]:
     """Return the attributes of a module that its graph was read from: its children, and settings such as a slope."""
     capture = capture_of(module)
     if capture is not None:
-        return {*own_children(module), *capture.reads}
-    return {name for name in vars(module).keys() - INTERNAL if not name.startswith("_")}
+        return *own_children(module), *capture.reads
+    return [name for name in vars(module) if not name.startswith("_") and name not in INTERNAL]
 
 
 def _parents(paths: Iterable[str]) -> dict[str, set[str]]:

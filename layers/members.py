@@ -7,7 +7,8 @@ for `model.heads[3][0].weight` reads and writes the slice of the stacked paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,24 +69,29 @@ def attach_member(
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
-    registers = _registers(module)
-    before = [dict(register) for register in registers]
-    undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: sealed_names(module) | frozenset(sealed)})
+    taken = [(register, dict(register)) for register in _registers(module) if not slices.keys().isdisjoint(register)]
+    undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     # The names stay, without a value: that keeps their order, and stops what looks for them there.
-    for register in registers:
+    for register, _ in taken:
         register.update({name: None for name in register if name in slices})
+    return partial(_give_back, module, undo, slices, taken, listed)
 
-    def restore() -> None:
-        undo()
-        for register, old in zip(registers, before, strict=True):
-            now = {name: tensor for name, tensor in register.items() if name not in slices}
-            register.clear()
-            register.update(old | now)
-        if listed is not None:
-            module.__dict__["_flat_weights"] = listed
 
-    return restore
+def _give_back(
+    module: nn.Module,
+    undo: Callable[[], None],
+    slices: Collection[str],
+    taken: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    listed: Any,
+) -> None:
+    undo()
+    for register, old in taken:
+        now = {name: tensor for name, tensor in register.items() if name not in slices}
+        register.clear()
+        register.update(old | now)
+    if listed is not None:
+        module.__dict__["_flat_weights"] = listed
 
 
 def separate(home: nn.Module, stores: Iterable[str]) -> None:
@@ -126,7 +132,12 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     Returns:
         A function that takes the seal off again.
     """
-    return _change(parent, {SEALED: sealed_names(parent) | frozenset(names)})
+    return _change(parent, {SEALED: _with_sealed(parent, names)})
+
+
+def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    known = sealed_names(module)
+    return known.union(names) if known else frozenset(names)
 
 
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
@@ -146,30 +157,38 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
 
 def _change(module: nn.Module, entries: Mapping[str, Any]) -> Callable[[], None]:
     """Set or delete entries of `__dict__` and give the module the class that goes with them; return how to go back."""
-    before = {key: module.__dict__.get(key) for key in entries}
+    attributes = module.__dict__
+    before = {key: attributes.get(key) for key in entries}
     capture, old_class = capture_of(module), own_class(module)
     owner = capture and capture.owner
     _set(module, entries)
     _put_class(module, _class_for(module, old_class), capture, owner)
-    installed = capture_of(module)
+    return partial(_change_back, module, before, old_class, capture, owner, capture_of(module))
 
-    def undo() -> None:
-        _set(module, before)
-        current = capture_of(module)
-        if current is installed:
-            _put_class(module, old_class, capture, owner)
-        else:
-            _put_class(module, old_class, current, current and current.owner)
 
-    return undo
+def _change_back(
+    module: nn.Module,
+    before: Mapping[str, Any],
+    old_class: type[nn.Module],
+    capture: Capture | None,
+    owner: weakref.ref[nn.Module] | None,
+    installed: Capture | None,
+) -> None:
+    _set(module, before)
+    current = capture_of(module)
+    if current is installed:
+        _put_class(module, old_class, capture, owner)
+    else:
+        _put_class(module, old_class, current, current and current.owner)
 
 
 def _set(module: nn.Module, entries: Mapping[str, Any]) -> None:
+    attributes = module.__dict__
     for key, value in entries.items():
         if value:
-            module.__dict__[key] = value
+            attributes[key] = value
         else:
-            module.__dict__.pop(key, None)
+            attributes.pop(key, None)
 
 
 def _class_for(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:

@@ -223,15 +223,15 @@ def _order_obstacle(place: Place) -> str | None:
 
 def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase | None, str | None]:
     """Return the phase that the rewrite is limited to, and why training is not covered."""
-    module, ensemble = program.module(home), places[0].ensemble
-    for operand in ensemble.parameters:
+    module, parameters = program.module(home), list(places[0].ensemble.parameters)
+    for operand in parameters:
         trainable = [tensor_of(module, name).requires_grad for name in operand.names]
         if len(set(trainable)) > 1:
             odd = operand.names[trainable.index(not trainable[0])]
             return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
-    if not any(tensor_of(module, name).requires_grad for operand in ensemble.parameters for name in operand.names):
+    if not any(tensor_of(module, name).requires_grad for operand in parameters for name in operand.names):
         return None, None
-    members = [[operand.names[i] for operand in ensemble.parameters] for i in range(ensemble.size)]
+    members = list(zip(*(operand.names for operand in parameters), strict=True))
     other = used_by(program, home, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
