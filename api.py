@@ -158,7 +158,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         hold(fresh)
         program = capture_program(fresh, example_inputs)
         rest_askers(fresh)
-        release(fresh, current().max_graphs)
+        release(program.names, current().max_graphs)
     return program
 
 

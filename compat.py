@@ -156,8 +156,10 @@ def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that the user registered."""
-    own: Any = module
-    return bool(own._forward_hooks or own._forward_pre_hooks or own._backward_hooks or own._backward_pre_hooks)
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:

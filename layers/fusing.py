@@ -21,7 +21,7 @@ from ..passes.packs import Ensemble, Parameters, Shared
 from ..passes.places import Place, places_of, present_cases, rewritten_variants
 from ..passes.rebuild import Unit, Writer, rebuild
 from ..passes.state_map import Stack
-from ..tracing.captured import capture_of
+from ..tracing.capture import capture_of, required_capture
 from ..tracing.observe import INTERNAL
 from .lowering import Lowering, covered_operations, lower
 from .members import FusedMembers, attach_member
@@ -72,7 +72,7 @@ def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
     rows = list(zip(*(each.places for each in located), strict=True))
     graphs = [_lowered(row, located, [names for _, _, names in stacks], edit) for row in rows]
     site = located[0].site
-    edit.set_variants(*rewritten_variants(rows, graphs, site.program.captures[site.home].variants))
+    edit.set_variants(*rewritten_variants(rows, graphs, required_capture(site.program.module(site.home)).variants))
     for each, (store, stored, _) in zip(located, stacks, strict=True):
         opened = [path for place in each.places for path in place.opened(edit.home)]
         _close(_views(stored, store), opened, edit, store)

@@ -103,7 +103,7 @@ def _optimized(model: nn.Module, request: Request) -> nn.Module:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.landed, record)
     forbid_asking_forwards(fast)
-    release(fast, request.settings.max_graphs)
+    release(program.names, request.settings.max_graphs)
     let_repeat(manager.landed, request, repeated)
     _limit_to_evaluation(fast, manager.landed, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.

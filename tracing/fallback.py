@@ -115,17 +115,16 @@ def fallback_of(module: nn.Module) -> Fallback | None:
     return module.__dict__.get(_KEY)
 
 
-def release(model: nn.Module, graphs: int) -> None:
+def release(names: ModelNames, graphs: int) -> None:
     """Hand a model over to its user: from now on its modules capture what they have no graph for.
 
     Args:
-        model: captured, and rewritten as far as it will be.
+        names: of the model, captured, and rewritten as far as it will be.
         graphs: how many graphs a module may have.
     """
-    names = ModelNames(model)
-    for module in all_modules(model):
-        if capture_of(module) is not None:
-            module.__dict__[_KEY] = Fallback(names.name(module), graphs)
+    for name, module in names.modules.items():
+        if capture_of(module) is not None and names.name(module) == name:
+            module.__dict__[_KEY] = Fallback(name, graphs)
 
 
 def hold(model: nn.Module) -> None:

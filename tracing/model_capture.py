@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..compat import all_modules, has_lazy_parameters, modules_by_name
+from ..compat import has_lazy_parameters
 from ..errors import InputError
 from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
@@ -50,8 +50,8 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
     Raises:
         InputError: if the model refuses the inputs, or has lazy parameters that were never initialised.
     """
-    _check_initialised(model)
     names = ModelNames(model)
+    _check_initialised(names)
     with in_phase(model, training):
         state = ModelState(model)
         recording = record(model, inputs, state=state, exact=False) if inputs else None
@@ -108,10 +108,9 @@ def _undone_on_error(names: ModelNames, found: Captures) -> Generator[None]:
         raise
 
 
-def _check_initialised(model: nn.Module) -> None:
-    for module in all_modules(model):
+def _check_initialised(names: ModelNames) -> None:
+    for name, module in names.modules.items():
         if has_lazy_parameters(module):
-            name = next(name for name, other in modules_by_name(model).items() if other is module)
             raise InputError(
                 f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
                 "run the model once on real inputs first"

@@ -16,7 +16,6 @@ from ..compat import all_modules, own_buffers, own_parameters
 from ..errors import InputError
 from .generators import RandomState
 from .held_tensors import change_count, plain_tensors
-from .names import is_meta
 from .observe import FOUND, INTERNAL
 from .parameter_data import ParameterData, storage_of
 from .regions import context_regions
@@ -141,24 +140,36 @@ def _same(container: Any, copy: Any) -> bool:
 
 
 class _Contents:
-    """Hold what is in many containers, to see in one go that none of them has changed."""
+    """Hold what is in many containers, to see in one go that none of them has changed.
 
-    def __init__(self, containers: list[Any]) -> None:
+    Args:
+        containers: of any kinds.
+        named: whether all are dictionaries with texts for keys, which `==` may compare.
+    """
+
+    def __init__(self, containers: list[Any], *, named: bool = False) -> None:
         self._containers = containers
         self._lengths = list(map(len, containers))
         # Most are empty: once the lengths agree, there is nothing in them to compare.
         self._filled = [held for held, length in zip(containers, self._lengths, strict=True) if length]
         self._dictionaries = cast("list[dict[Any, Any]]", [held for held in self._filled if isinstance(held, dict)])
-        self._items = list(self._now())
+        self._named = named
+        self._keys = self._keys_now()
+        self._values = list(self._values_now())
 
-    def _now(self) -> Iterator[Any]:
-        values = chain.from_iterable(map(dict[Any, Any].values, self._dictionaries))
-        return chain(chain.from_iterable(self._filled), values)
+    def _keys_now(self) -> list[Any]:
+        return list(chain.from_iterable(self._filled))
+
+    def _values_now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict[Any, Any].values, self._dictionaries))
 
     def are_same(self) -> bool:
         """Tell whether every container holds the same objects, in the same order."""
-        lengths = list(map(len, self._containers))
-        return lengths == self._lengths and all(map(operator.is_, self._now(), self._items))
+        if list(map(len, self._containers)) != self._lengths:
+            return False
+        keys = self._keys_now()
+        same = keys == self._keys if self._named else all(map(operator.is_, keys, self._keys))
+        return same and all(map(operator.is_, self._values_now(), self._values))
 
 
 class ModelState:
@@ -177,7 +188,7 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._modules = modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
-        self._namespaces = _Contents([state.namespace for state in self._attributes])
+        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
         self._containers = _Contents([held for state in self._attributes for held in state.containers])
         self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
         held = [b for module in modules for b in own_buffers(module).values() if b is not None]
@@ -189,13 +200,13 @@ class ModelState:
         plain = [tensor for tensor in plain if not tensor.is_inference()]
         self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain]
         self.data = ParameterData((*self._parameters.values(), *plain))
-        self.is_meta = is_meta(model)
+        self.is_meta = bool(self._parameters) and all(p.is_meta for p in self._parameters.values())
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._generators = RandomState()
 
     def accept_graphs(self) -> None:
         """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
-        self._namespaces = _Contents([state.namespace for state in self._attributes])
+        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
 
     def assigning(self) -> dict[nn.Module, frozenset[str]]:
         """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""

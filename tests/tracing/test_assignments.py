@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import ArchiveError
 from fxopt.tracing.fallback import misses_in, release
+from fxopt.tracing.names import ModelNames
 from fxopt.tracing.program import capture_program
 
 X, X2 = torch.arange(1.0, 13.0).reshape(3, 4), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -260,7 +261,7 @@ def test_the_same_is_left_behind_after_every_call(kind):
 def test_once_handed_over_too(kind):
     model = kind()
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(fast, 4)
+    release(ModelNames(fast), 4)
     assert_alike(fast, model)
     assert_alike(fast, model)
 
@@ -419,7 +420,7 @@ def test_parameters_are_not_assigned():
 def test_a_counter_that_decides_nothing_is_a_new_case_each_time():
     model = nn.Sequential(Counter())
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(fast, 4)
+    release(ModelNames(fast), 4)
     for _ in range(10):
         assert torch.equal(fast(X), model(X))
     assert fast[0].calls == model[0].calls
