@@ -16,7 +16,6 @@ __all__ = [
     "form_of",
     "gives_new_value",
     "may_share_memory",
-    "operands_of",
     "packable",
     "same_shape",
     "same_type",
@@ -137,11 +136,6 @@ def _form(operation: Operation) -> Form:
 
     arguments = map_structure(_bound(operation), slot)
     return Form(arguments, repr(arguments), tuple(order))
-
-
-def operands_of(operation: Operation) -> list[Operation]:
-    """Return what fills the slots of an operation's normal form."""
-    return [operation.inputs[place] for place in form_of(operation).order]
 
 
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,7 +21,7 @@ from ..compat import own_tensor, submodule
 from .batchable_modules import module_signature, state_names
 from .expand import expand
 from .expansion import Expansion, Operation
-from .forms import form_of, operands_of, packable
+from .forms import form_of, packable
 from .operators import POINTWISE, function_path
 from .packs import (
     Ensemble,
@@ -108,7 +108,7 @@ class _Search:
         self.sizes: dict[object, Operation] = {}
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
         self.values: dict[str, object] = {}
-        self.places: dict[str, str] = {"": ""}
+        self.places: dict[str, tuple[str, bool]] = {}
         self.modules: dict[str, nn.Module | None] = {"": home}
 
     def color(self, operation: Operation) -> None:
@@ -136,7 +136,8 @@ class _Search:
 
     def form_of(self, operation: Operation) -> tuple[tuple[Any, ...], str, list[Operation]]:
         """Return an operation's arguments with slots for the operands, the text of these, and the operands."""
-        form, operands = form_of(operation), operands_of(operation)
+        form = form_of(operation)
+        operands = [operation.inputs[place] for place in form.order]
         if operation.kind != "call_module":
             return form.arguments, form.text, operands
         path = str(operation.target)
@@ -178,21 +179,21 @@ class _Search:
         return "own", operand.level, repr(operand.example)
 
     def describe_attribute(self, name: str) -> object:
-        place = self.place(name) if self.by_place else ""
         value = self.value(name)
-        if _is_flag(name, value):
-            return "flag", place
-        if not isinstance(value, torch.Tensor):
-            return "constant", name
-        return "attribute", place, value.shape, value.dtype, value.device
+        path, _, last = name.rpartition(".")
+        place = self.place(path, last) if self.by_place else ""
+        if isinstance(value, torch.Tensor):
+            return "attribute", place, value.shape, value.dtype, value.device
+        return ("flag", place) if _is_flag(name, value) else ("constant", name)
 
-    def place(self, name: str) -> str:
+    def place(self, path: str, last: str) -> str:
         """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
-        if name not in self.places:
-            path, _, last = name.rpartition(".")
+        if path not in self.places:
+            outer, _, name = path.rpartition(".")
             in_dictionary = isinstance(self.module(path), (nn.ModuleDict, nn.ParameterDict))
-            self.places[name] = f"{self.place(path)}.{'*' if in_dictionary else _without_numbers(last)}"
-        return self.places[name]
+            self.places[path] = (self.place(outer, name) if path else "", in_dictionary)
+        around, in_dictionary = self.places[path]
+        return f"{around}.{'*' if in_dictionary else _without_numbers(last)}"
 
     def pack(self, members: Sequence[Operation]) -> None:
         for group in self.align(members):

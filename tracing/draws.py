@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from ..compat import all_modules
+from ..compat import all_modules, own_children
 from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
 from .rollback import keep
@@ -86,6 +86,8 @@ def function_draws_from_host(function: Any) -> bool:
 
 def tree_draws_from_host(module: nn.Module) -> bool:
     """Tell whether a module or one inside it may draw from Python's generator or numpy's."""
+    if not own_children(module):
+        return _class_draws_from_host(type(module))
     return any(map(_class_draws_from_host, {type(inner) for inner in all_modules(module)}))
 
 

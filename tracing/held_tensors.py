@@ -14,6 +14,7 @@ __all__ = ["ChangeCounts", "change_count", "plain_tensors"]
 
 _DEPTH = 3
 """Containers within containers are looked into down to this depth."""
+_HOLDERS = frozenset((Tensor, list, tuple, dict))
 
 
 def change_count(tensor: Tensor) -> int | None:
@@ -25,7 +26,7 @@ def plain_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in a module's attributes, and in containers there, that are not registered as its buffers."""
     attributes: dict[str, Any] = module.__dict__
     for name, value in attributes.items():
-        if name not in INTERNAL:
+        if type(value) in _HOLDERS and name not in INTERNAL:
             yield from _within(value, _DEPTH)
 
 
@@ -33,7 +34,7 @@ def _within(value: Any, depth: int) -> Iterator[Tensor]:
     kind = cast("type[object]", type(value))
     if kind is Tensor:
         yield value
-    elif depth and kind in (list, tuple, dict):
+    elif depth and kind in _HOLDERS:
         for item in cast("dict[Any, Any]", value).values() if kind is dict else cast("list[Any]", value):
             yield from _within(item, depth - 1)
 
