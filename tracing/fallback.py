@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import nn
@@ -72,7 +73,7 @@ class Repeating(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass
 class Fallback:
     """Count what happened to one module since the model was handed over.
 
@@ -89,12 +90,29 @@ class Fallback:
 
     name: str
     graphs: int
-    misses: Counter[str] = field(default_factory=Counter[str])
-    captured: Counter[str] = field(default_factory=Counter[str])
-    failures: dict[str, str] = field(default_factory=dict[str, str])
     repeating: Repeating | None = None
-    slices: SharedSlices = field(default_factory=SharedSlices)
-    rewritten: Counter[str] = field(default_factory=Counter[str])
+
+    # Most modules never need any of these.
+
+    @cached_property
+    def misses(self) -> Counter[str]:
+        return Counter()
+
+    @cached_property
+    def captured(self) -> Counter[str]:
+        return Counter()
+
+    @cached_property
+    def rewritten(self) -> Counter[str]:
+        return Counter()
+
+    @cached_property
+    def failures(self) -> dict[str, str]:
+        return {}
+
+    @cached_property
+    def slices(self) -> SharedSlices:
+        return SharedSlices()
 
     def may_capture(self, reason: str, present: int) -> bool:
         """Say whether a call that failed for `reason` may make a graph, the module having `present` of them.

@@ -59,9 +59,10 @@ def is_meta(model: nn.Module) -> bool:
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
     first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, tensor in tensors_by_name(model).items():
-        if isinstance(tensor, nn.Parameter):
-            first.setdefault(id(tensor), (name, tensor))
+    for path, module in ModelNames(model).modules.items():
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and id(parameter) not in first:
+                first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
     return dict(first.values())
 
 

@@ -224,12 +224,14 @@ def _order_obstacle(place: Place) -> str | None:
 def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase | None, str | None]:
     """Return the phase that the rewrite is limited to, and why training is not covered."""
     module, parameters = program.module(home), list(places[0].ensemble.parameters)
+    trains = False
     for operand in parameters:
         trainable = [tensor_of(module, name).requires_grad for name in operand.names]
         if len(set(trainable)) > 1:
             odd = operand.names[trainable.index(not trainable[0])]
             return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
-    if not any(tensor_of(module, name).requires_grad for operand in parameters for name in operand.names):
+        trains = trains or trainable[0]
+    if not trains:
         return None, None
     members = list(zip(*(operand.names for operand in parameters), strict=True))
     other = used_by(program, home, [name for names in members for name in names])
