@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from .compat import all_modules
 from .deploy import archive, reproducer, standalone
 from .deploy.flat_model import program_of
 from .deploy.opening import open_file
@@ -168,7 +169,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model was not optimized.
     """
-    return Report(_record(model), misses_in(model))
+    return Report(_record(model), misses_in(all_modules(model)))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:

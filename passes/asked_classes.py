@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -48,9 +49,9 @@ def without_asked(program: Program, item: Site | Refusal) -> Site | Refusal:
     return item if reason is None else Refusal(reason, at=item.home or "(root)")
 
 
-def forbid_asking_forwards(model: nn.Module) -> None:
-    """Let modules that ask for the class of a rewritten one raise GuardError where no graph fits a call."""
-    for module, place in asking_around_changes(model).items():
+def forbid_asking_forwards(modules: Collection[nn.Module]) -> None:
+    """Let modules of a model that ask for the class of a rewritten one raise GuardError where no graph fits a call."""
+    for module, place in asking_around_changes(modules).items():
         capture = capture_of(module)
         if capture is not None and capture.variants and not capture.lost:
             own(module).lost = f"it asks for the class of a rewritten module by `type` ({place})"

@@ -185,6 +185,16 @@ class Outline:
                 self._sketches.clear()
         return self._module
 
+    def has(self, path: str) -> bool:
+        """Say whether there is a module of that name."""
+        found: Any = self._module
+        for name in path.split(".") if path else ():
+            children: dict[str, Any] = found.__dict__.get("_modules", {})
+            found = children.get(name)
+            if found is None:
+                return False
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
         self.module()
         return self.__dict__

@@ -296,7 +296,7 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return None
 
 
-def _received(variant: Variant, given: Mapping[str, Any]) -> list[Operation] | None:
+def _received(variant: Variant, given: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
     names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
     received = [given.get(variant.arguments.get(name, name)) for name in names]

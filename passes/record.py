@@ -9,7 +9,6 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
-from ..tracing.names import parameters_by_name
 from .copying import Outline
 
 if TYPE_CHECKING:
@@ -65,16 +64,20 @@ class Record:
         """Return the original structure, its tensors on the meta device."""
         return self.outline.module()
 
-    def remember(self, model: nn.Module) -> None:
+    def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
 
         They are held weakly. A model that was itself an optimized one passes on what it remembers.
+
+        Args:
+            model: what was optimized.
+            parameters: its own, each under its first name.
         """
         earlier = record_of(model)
         if earlier is not None:
             self._originals.update(earlier._originals)
         else:
-            self._originals.update((name, ref(parameter)) for name, parameter in parameters_by_name(model).items())
+            self._originals.update((name, ref(parameter)) for name, parameter in parameters.items())
 
     def original_names(self) -> dict[int, str]:
         """Return id -> original name for the original's parameters that are still alive in this process."""

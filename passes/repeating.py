@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..compat import all_modules, modules_by_name, own_children, submodule
+from ..compat import modules_by_name, own_children, submodule
 from ..errors import Unsuitable
 from ..settings import Settings
 from ..tracing.ambient import outside_autocast
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .state_map import StateStep
     from .whole_model import Landed
 
-__all__ = ["Repetition", "let_repeat", "repeatings_in"]
+__all__ = ["Repetition", "let_repeat"]
 
 _IN_EVALUATION = Guard("self.training is False", "the members are fused for evaluation only")
 
@@ -244,19 +244,13 @@ def _renamed(
 # -- handing over --------------------------------------------------------------------------------------------------
 
 
-def repeatings_in(model: nn.Module) -> dict[nn.Module, Repeating]:
-    """Return what is repeated on the further graphs of each module, so far."""
-    found = ((module, fallback_of(module)) for module in all_modules(model))
-    return {module: f.repeating for module, f in found if f is not None and f.repeating is not None}
-
-
 def let_repeat(landed: Sequence[Landed], request: Request, earlier: Mapping[nn.Module, Repeating]) -> None:
     """Let the rewritten modules of a model that was handed over have their rewrites repeated on further graphs.
 
     Args:
         landed: the rewrites that stand.
         request: what the model was optimized with.
-        earlier: what `repeatings_in` gave before.
+        earlier: what was repeated on those of each module before.
     """
     repetitions = {module: known for module, known in earlier.items() if isinstance(known, Repetition)}
     first = Repetition(verify=request.verify, measure=request.measure, seed=request.seed)

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from ..compat import all_modules
 from ..errors import InputError, PassError, UsageError
 from ..settings import Settings
 from ..tracing.ambient import outside_inference_mode
@@ -17,7 +16,7 @@ from ..tracing.captured import EVAL_ONLY, capture_of, rest_again
 from ..tracing.fallback import hold, release
 from ..tracing.generators import RandomState
 from ..tracing.inputs import Inputs
-from ..tracing.names import all_parameters, all_tensors, tensors_by_name
+from ..tracing.names import ModelNames, all_tensors
 from ..tracing.program import Program, capture_program
 from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards
@@ -27,7 +26,7 @@ from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import RECORD_KEY, Record, record_of
-from .repeating import let_repeat, repeatings_in
+from .repeating import let_repeat
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
@@ -69,40 +68,40 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         InputError: if the model cannot be copied or refuses its example inputs.
         PassError: if a pass fails.
     """
-    check_model(model)
+    names = check_model(model)
     generators = RandomState()
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
     try:
         with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
-            return _optimized(model, request)
+            return _optimized(model, names, request)
     finally:
         generators.restore()
 
 
-def _optimized(model: nn.Module, request: Request) -> nn.Module:
+def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
     with collection_paused():
+        parameters = names.parameters()
         fast = copied(model)
-        repeated = repeatings_in(fast)
-        hold(fast)
-        earlier = record_of(fast) or _first_record(model, fast)
+        repeated = hold(fast)
+        earlier = record_of(fast) or _first_record(model, fast, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
-    with _in_mode(fast, training):
+    with _in_mode(program):
         manager = _manager(program, request)
         if request.plan is None:
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
-    rest(fast)
+    rest(program.names.distinct)
     record = _record(program, manager, request, earlier)
-    record.remember(model)
+    record.remember(model, parameters)
     if manager.landed or record_of(fast) is not None:
         crown(fast, record)
     else:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.landed, record)
-    forbid_asking_forwards(fast)
+    forbid_asking_forwards(program.names.distinct)
     release(program.names, request.settings.max_graphs)
     let_repeat(manager.landed, request, repeated)
     _limit_to_evaluation(fast, manager.landed, record)
@@ -141,8 +140,8 @@ def _rewritten_by(rewrite: Landed, fast: nn.Module) -> Iterable[nn.Module]:
             yield module
 
 
-def check_model(model: object) -> None:
-    """Refuse what cannot be optimized at all.
+def check_model(model: object) -> ModelNames:
+    """Return the names in a model, and refuse what cannot be optimized at all.
 
     Raises:
         UsageError: if `model` is not a module.
@@ -150,9 +149,11 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(model)}.values())):
-        name = next(name for name, tensor in tensors_by_name(model).items() if nn.parameter.is_lazy(tensor))
+    names = ModelNames(model)
+    if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
+        name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    return names
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -170,16 +171,17 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Generator[None]:
-    """Put the model into a mode for a while; flags that already agree at the root, mixed ones too, stay as they are."""
-    flags = {module: module.training for module in all_modules(model)}
-    if model.training != training:
+def _in_mode(program: Program) -> Generator[None]:
+    """Put the model into the program's mode for a while; if the root is in it, mixed flags inside stay as they are."""
+    model = program.model
+    flags = {module: module.training for module in program.names.distinct}
+    if model.training != program.training:
         for module in flags:
-            module.training = training
+            module.training = program.training
     try:
         yield
     finally:
-        for module in all_modules(model):
+        for module in program.names.distinct:
             flag = flags.get(module, model.training)
             if module.training != flag:
                 vars(module)["training"] = flag  # a folded norm would refuse, though `run_session` sets it back
@@ -192,12 +194,11 @@ def _manager(program: Program, request: Request) -> Manager:
     )  # fmt: skip
 
 
-def _first_record(model: nn.Module, fast: nn.Module) -> Record:
-    """Return the record of a model that nothing has been done to, of which `fast` is a copy."""
+def _first_record(model: nn.Module, fast: nn.Module, count: int) -> Record:
+    """Return the record of a model that nothing has been done to; `fast` is a copy of it, `count` its parameters."""
     first: dict[int, str] = {}
     state: dict[str, Any] = fast.state_dict(keep_vars=True)
     tied = [(name, first.setdefault(id(value), name)) for name, value in state.items()]
-    count = len(all_parameters(fast))
     return Record(
         plan=Plan((), "eval", ()),
         state_map=StateMap().ordered(state, [(name, same) for name, same in tied if name != same]),
@@ -220,7 +221,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         graphs_after={**earlier.graphs_after, **after},
         coverage=str(program.coverage()),
         parameters_before=earlier.parameters_before,
-        parameters_after=len(all_parameters(program.model)),
+        parameters_after=len(program.names.parameters()),
         timings=manager.timings,
         checked=manager.checked(),
         messages=(),

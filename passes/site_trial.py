@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..compat import all_modules
 from ..errors import Unsuitable
 from ..tracing.program import Program
 from ..tracing.resting import rest
@@ -254,7 +255,7 @@ class SiteTrial:
         if not self.timed:
             return None
         runnable = twin(self.home)
-        rest(runnable)
+        rest(all_modules(runnable))
         return runnable
 
     def timings(self, attempts: Mapping[str | None, Attempt], calls: Sequence[Any] | None = None) -> measure.Timings:

@@ -60,7 +60,7 @@ class WholeModel:
 
     def __init__(self, manager: Manager, baseline: nn.Module) -> None:
         self.manager, self.baseline = manager, baseline
-        rest(baseline)
+        rest(all_modules(baseline))
 
     def never_slower(self) -> dict[str, float] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
@@ -68,7 +68,7 @@ class WholeModel:
         if len(landed) == 1 and not landed[0].site.home and "speedup" in landed[0].decision.figures:
             return _as_timings(landed[0].decision.figures)  # the site was the whole model
         while doubtful := self._doubtful():
-            rest(self.manager.program.model)
+            rest(self.manager.program.names.distinct)
             timings = self._timings()
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:

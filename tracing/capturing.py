@@ -56,12 +56,14 @@ class Captures:
         opaque: qualified name -> why there is none.
         leaves: names of the modules that are never looked into.
         uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
+        names: of the model's modules, if these are still all once the captures are installed.
     """
 
     captured: dict[str, Capture]
     opaque: dict[str, Opaque]
     leaves: list[str]
     uncertain: bool = False
+    names: ModelNames | None = None
 
 
 def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:

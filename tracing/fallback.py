@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -145,18 +145,25 @@ def release(names: ModelNames, graphs: int) -> None:
             module.__dict__[_KEY] = Fallback(name, graphs)
 
 
-def hold(model: nn.Module) -> None:
+def hold(model: nn.Module) -> dict[nn.Module, Repeating]:
     """Take a model back from its user, to work on it: its modules capture nothing by themselves any more.
 
     Graphs of modules at rest go where they are not what these would run from any more.
+
+    Returns:
+        What was repeated on the further graphs of each module, so far.
     """
+    repeated: dict[nn.Module, Repeating] = {}
     for module in all_modules(model):
-        module.__dict__.pop(_KEY, None)
+        fallback: Fallback | None = module.__dict__.pop(_KEY, None)
+        if fallback is not None and fallback.repeating is not None:
+            repeated[module] = fallback.repeating
         if capture_of(module) is None:
             uninstall(module)
+    return repeated
 
 
-def misses_in(model: nn.Module) -> list[Miss]:
-    """Return what happened in all of a model's modules, in their order."""
-    found: list[Any] = [fallback_of(module) for module in all_modules(model)]
+def misses_in(modules: Iterable[nn.Module]) -> list[Miss]:
+    """Return what happened in modules, in their order."""
+    found = map(fallback_of, modules)
     return [miss for fallback in found if fallback is not None for miss in fallback.report()]

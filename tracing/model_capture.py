@@ -75,6 +75,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
 def _install(names: ModelNames, found: Captures) -> None:
     for name, capture in found.captured.items():
         install(names.modules[name], capture)
+    found.names = None if any(capture.regions for capture in found.captured.values()) else names
 
 
 def _install_checked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from ..compat import all_modules, own_buffers, own_children, own_parameters
 __all__ = [
     "ModelNames",
     "all_inside",
-    "all_parameters",
     "all_tensors",
     "is_meta",
     "parameters_by_name",
@@ -29,10 +28,10 @@ def all_inside(modules: Iterable[nn.Module]) -> dict[nn.Module, None]:
     return found
 
 
-def all_tensors(model: nn.Module) -> list[Tensor]:
-    """Return every parameter and buffer of `model` once, in any order."""
+def all_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return every parameter and buffer of some modules once, in any order."""
     found: dict[int, Tensor] = {}  # by identity, which a tensor's own hash takes a Python call for
-    for module in all_modules(model):
+    for module in modules:
         for registry in (own_parameters(module), own_buffers(module)):
             for tensor in registry.values():
                 if tensor is not None:
@@ -40,30 +39,15 @@ def all_tensors(model: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def all_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return every parameter of `model` once, in any order."""
-    return [tensor for tensor in all_tensors(model) if isinstance(tensor, nn.Parameter)]
-
-
 def is_meta(model: nn.Module) -> bool:
     """Say whether a model is on the meta device: it has parameters, and all of them are there."""
-    has_any = False
-    for module in all_modules(model):
-        for parameter in own_parameters(module).values():
-            if parameter is not None and not parameter.is_meta:
-                return False
-            has_any = has_any or parameter is not None
-    return has_any
+    first = next(model.parameters(), None)  # of most models the first one tells
+    return first is not None and first.is_meta and all(parameter.is_meta for parameter in model.parameters())
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
-    first: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, module in ModelNames(model).modules.items():
-        for name, parameter in own_parameters(module).items():
-            if parameter is not None and id(parameter) not in first:
-                first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
-    return dict(first.values())
+    return ModelNames(model).parameters()
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -94,12 +78,30 @@ class ModelNames:
                 named = [(prefix + key, child) for key, child in children.items() if child is not None]
                 pending.extend(reversed(named))
 
+    def all_of_each(self) -> Iterable[tuple[nn.Module, Sequence[str]]]:
+        """Return every module once, with all its names."""
+        return self._names.items()
+
     def __contains__(self, module: object) -> bool:
         return module in self._names
 
     def name(self, module: nn.Module) -> str:
         """Return the first name of a module in the model."""
         return self._names[module][0]
+
+    @property
+    def distinct(self) -> list[nn.Module]:
+        """Return every module once."""
+        return list(self._names)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return every parameter once, under its first name."""
+        first: dict[int, tuple[str, nn.Parameter]] = {}
+        for path, module in self.modules.items():
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None and id(parameter) not in first:
+                    first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
+        return dict(first.values())
 
     def registered(self) -> dict[str, Tensor]:
         """Return every parameter and buffer; one that has several names is there under each."""

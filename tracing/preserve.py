@@ -180,13 +180,14 @@ class ModelState:
     for those whose `data` is reached for while it is watched.
 
     Attributes:
+        modules: of the model, each once.
         tensors: all parameters and buffers, and the plain tensors in attributes.
         data: what those parameters hold, and plain tensors whose `data` is reached for.
         is_meta: whether all of the parameters are on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = modules = all_modules(model)
+        self.modules = modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
         self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
         self._containers = _Contents([held for state in self._attributes for held in state.containers])
@@ -215,7 +216,7 @@ class ModelState:
         return self._assigned()
 
     def _assigned(self) -> dict[nn.Module, frozenset[str]]:
-        pairs = zip(self._modules, self._attributes, strict=True)
+        pairs = zip(self.modules, self._attributes, strict=True)
         return {module: names for module, state in pairs if (names := state.assigned())}
 
     def restore(self, assigned: dict[nn.Module, frozenset[str]] | None = None) -> None:

@@ -84,6 +84,7 @@ class Program:
         leaves: Collection[str] = (),
         *,
         training: bool | None = None,
+        names: ModelNames | None = None,
     ) -> None:
         self.model = model
         self.inputs = inputs
@@ -92,7 +93,7 @@ class Program:
         self.facts = Facts(self)
         self.version = 0
         self._leaves = tuple(leaves)
-        self._names: tuple[int, ModelNames] | None = None
+        self._names = None if names is None else (self.version, names)
         self._nodes: dict[tuple[str, int], tuple[fx.Graph, dict[str, fx.Node]]] = {}
         self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
 
@@ -112,10 +113,8 @@ class Program:
     @property
     def captures(self) -> dict[str, Capture]:
         """Return qualified name -> capture of every module that runs from a graph; "" is the root."""
-        names = self.names
-        found = ((name, capture_of(module)) for name, module in names.modules.items())
-        present = {name: capture for name, capture in found if capture is not None and capture.variants}
-        return {name: capture for name, capture in present.items() if names.name(names.modules[name]) == name}
+        found = ((names[0], capture_of(module)) for module, names in self.names.all_of_each())
+        return {name: capture for name, capture in found if capture is not None and capture.variants}
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
@@ -200,7 +199,7 @@ class Program:
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""
         captured = [name for name in self.captures if not isinstance(self.module(name), Region)]
-        return Coverage(captured, self._leaves, tuple(self.opaque.values()), misses_in(self.model))
+        return Coverage(captured, self._leaves, tuple(self.opaque.values()), misses_in(self.names.distinct))
 
     def recording(self, modules: Collection[nn.Module] | None = None) -> Recording:
         """Run the model on its example inputs, in the program's phase, and return how its modules are called.
@@ -246,4 +245,4 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     inputs = inputs_for(model, example_inputs)
     phase = model.training if training is None else training
     found = capture_model(model, inputs, phase)
-    return Program(model, inputs, found.opaque, found.leaves, training=phase)
+    return Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)

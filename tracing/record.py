@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -214,17 +214,16 @@ class _Recorder:
     def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs, and put back what that changes."""
         with captures_fixed(), restoring(state, self.recording.assigning):
-            self.run(model, inputs, state.tensors, grad=grad)
+            self.run(model, inputs, state, grad=grad)
             self.note_changed(model, state.data.changed())
             state.check_parameters(model)
 
-    def run(self, model: nn.Module, inputs: Sequence[Inputs], held: Iterable[Tensor], *, grad: bool) -> None:
-        """Run the model on all inputs; `held` are the tensors that belong to it."""
-        modules = all_modules(model)
-        counts = ChangeCounts(modules)
+    def run(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
+        """Run the model on all inputs; `state` is that of the model."""
+        counts = ChangeCounts(state.modules)
         if self.spare:
-            self._own = set(map(memory_of, held))
-        for module in modules:
+            self._own = set(map(memory_of, state.tensors))
+        for module in state.modules:
             if has_pre_hooks(module):
                 module.__dict__["forward"] = self._receiving(module.forward)
         with calls_intercepted(self._call), torch.set_grad_enabled(grad):

@@ -17,16 +17,16 @@ from .regions import Region, context_regions
 __all__ = ["askers_without_answer", "asking_around_changes", "rest", "rest_askers", "rested_inside_askers"]
 
 
-def rest(model: nn.Module) -> None:
-    """Let every module whose graphs are as they were captured run its own forward; the graphs are kept.
+def rest(modules: Collection[nn.Module]) -> None:
+    """Let each module of a model whose graphs are as they were captured run its own forward; the graphs are kept.
 
     So whatever no pass has changed is as fast as before, runs the user's code, and is of the user's very class. Its
     graphs count for as long as the attributes that are part of them are what they were. What asks for the exact class
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
-    able = [module for module in all_modules(model) if _may_rest(module)]
+    able = [module for module in modules if _may_rest(module)]
     asking = _askers(able)
-    around = _around(model, _changed(model)) if asking else set[nn.Module]()
+    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
     _rest_all(module for module in able if module not in asking or module not in around)
 
 
@@ -52,9 +52,9 @@ def _rest_all(modules: Iterable[nn.Module]) -> None:
         install(module, resting[id(capture)])
 
 
-def _changed(model: nn.Module) -> set[nn.Module]:
-    """Return the modules in `model` that are of a class of their own, also when what can rest does."""
-    return {m for m in all_modules(model) if not isinstance(m, Region) and _has_own_class(m)}
+def _changed(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules of a model that are of a class of their own, also when what can rest does."""
+    return {m for m in modules if not isinstance(m, Region) and _has_own_class(m)}
 
 
 def _has_own_class(module: nn.Module) -> bool:
@@ -64,10 +64,10 @@ def _has_own_class(module: nn.Module) -> bool:
     return capture is not None and not capture.resting and not _may_rest(module)
 
 
-def _around(model: nn.Module, changed: Collection[nn.Module]) -> set[nn.Module]:
-    """Return the modules that are changed, or have such inside."""
+def _around(modules: Iterable[nn.Module], changed: Collection[nn.Module]) -> set[nn.Module]:
+    """Return the modules of a model that are changed, or have such inside."""
     holders: dict[nn.Module, list[nn.Module]] = {}
-    for module in all_modules(model):
+    for module in modules:
         for child in own_children(module).values():
             if child is not None:
                 holders.setdefault(child, []).append(module)
@@ -106,10 +106,10 @@ def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.
     return {**_askers(modules, forwards=False), **_askers(opaque)}
 
 
-def asking_around_changes(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules that ask for classes and are changed, or hold what is, each with the line where it asks."""
-    asking = _askers(all_modules(model))
-    around = _around(model, _changed(model)) if asking else set[nn.Module]()
+def asking_around_changes(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return the modules of a model that ask for classes and are changed, or hold what is, each with where it asks."""
+    asking = _askers(modules)
+    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
     return {module: place for module, place in asking.items() if module in around}
 
 

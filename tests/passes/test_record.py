@@ -17,7 +17,7 @@ def a_record(**more: Any) -> Record:
 
 def remembering(model: nn.Module) -> Record:
     record = a_record()
-    record.remember(model)
+    record.remember(model, dict(model.named_parameters()))
     return record
 
 

@@ -241,7 +241,7 @@ def test_where_most_calls_miss_the_graph_is_dropped():
     for _ in range(40):
         assert torch.equal(fast(-X), model(-X))
     assert torch.equal(fast(X), model(X))
-    (miss,) = misses_in(fast)
+    (miss,) = misses_in(fast.modules())
     assert miss.calls == 16
     assert "dropped" in miss.failure
 
@@ -253,7 +253,7 @@ def test_where_few_calls_miss_the_graph_stays():
     for number in range(100):
         x = X if number % 3 else -X
         assert torch.equal(fast(x), model(x))
-    (miss,) = misses_in(fast)
+    (miss,) = misses_in(fast.modules())
     assert (miss.calls, miss.captured, miss.failure) == (34, 0, "")
 
 

@@ -75,8 +75,8 @@ def test_the_call_that_misses_is_eager_and_the_next_runs_a_graph(pair):
         assert_as_eager(fast, plain, torch.randn(12, 6))
         assert_as_eager(fast, plain, X)
     assert graphs(fast) == 3
-    assert [miss.calls for miss in misses_in(fast)] == [1, 1]
-    assert [miss.captured for miss in misses_in(fast)] == [1, 1]
+    assert [miss.calls for miss in misses_in(fast.modules())] == [1, 1]
+    assert [miss.captured for miss in misses_in(fast.modules())] == [1, 1]
 
 
 def test_an_integer_that_changed_once_is_a_value_from_then_on(pair):
@@ -84,7 +84,7 @@ def test_an_integer_that_changed_once_is_a_value_from_then_on(pair):
     for times in (1, 2, 3, 40, 2):
         assert_as_eager(fast, plain, X, times=times)
     assert graphs(fast) == 2
-    assert sum(miss.calls for miss in misses_in(fast)) == 1
+    assert sum(miss.calls for miss in misses_in(fast.modules())) == 1
 
 
 def test_hooks_run_once_a_call(pair):
@@ -133,7 +133,7 @@ def test_no_more_graphs_than_the_limit(monkeypatch):
         assert_as_eager(fast, plain, torch.randn(12, 6))
         assert_as_eager(fast, plain, torch.randn(12, 6), True)
     assert graphs(fast) == 2
-    assert sum(miss.fallbacks for miss in misses_in(fast)) == 4
+    assert sum(miss.fallbacks for miss in misses_in(fast.modules())) == 4
 
 
 def test_none_where_the_limit_is_zero(monkeypatch):
@@ -141,7 +141,7 @@ def test_none_where_the_limit_is_zero(monkeypatch):
     fast = captured(Branches(), X)
     fast(X, True)
     assert graphs(fast) == 1
-    assert misses_in(fast)[0].fallbacks == 1
+    assert misses_in(fast.modules())[0].fallbacks == 1
 
 
 class DecidesByData(nn.Module):
@@ -167,7 +167,7 @@ def test_what_cannot_be_captured_is_tried_once(monkeypatch):
     assert attempts > 0
     fast(X, True)
     assert len(tried) == attempts
-    (miss,) = misses_in(fast)
+    (miss,) = misses_in(fast.modules())
     assert (miss.calls, miss.captured) == (5, 0)
     assert "it decides by the data in a tensor" in miss.failure
 
@@ -188,7 +188,7 @@ def test_a_graph_that_differs_from_the_answer_is_not_installed():
     fast = captured(Wrong(), X)
     assert torch.equal(fast(X, True), X)
     assert graphs(fast) == 1
-    assert "gave another result than its forward" in misses_in(fast)[0].failure
+    assert "gave another result than its forward" in misses_in(fast.modules())[0].failure
 
 
 class Inner(nn.Module):
@@ -219,8 +219,8 @@ def test_children_that_miss_inside_a_miss_are_captured_too():
     for _ in range(2):
         assert_as_eager(fast, plain, X, True)
     assert [graphs(module) for module in (fast, *fast.blocks)] == [2, 2, 2, 2]
-    assert [miss.module for miss in misses_in(fast)] == ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert all(miss.calls == 1 for miss in misses_in(fast))
+    assert [miss.module for miss in misses_in(fast.modules())] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert all(miss.calls == 1 for miss in misses_in(fast.modules()))
 
 
 def test_a_sequential_that_grew():
@@ -241,7 +241,7 @@ def test_setting_an_attribute_drops_the_graph_and_the_next_call_makes_another(pa
         for _ in range(2):
             assert_as_eager(fast, plain, X)
         assert graphs(fast) == 1
-    (miss,) = misses_in(fast)
+    (miss,) = misses_in(fast.modules())
     assert (miss.guard, miss.calls, miss.captured) == ("attribute 'scale' was set after capture", 2, 2)
 
 
@@ -270,7 +270,7 @@ def test_an_attribute_set_before_each_call_stops_making_graphs():
     for scale in range(20):
         plain.scale = fast.scale = float(scale)
         assert_as_eager(fast, plain, X)
-    assert sum(miss.captured for miss in misses_in(fast)) == 8
+    assert sum(miss.captured for miss in misses_in(fast.modules())) == 8
 
 
 class Config:
@@ -335,8 +335,8 @@ def test_what_a_configuration_holds_may_change(change):
         change(model)
     for _ in range(2):
         assert_as_eager(fast, plain, X)
-    assert len(misses_in(fast)) == 1
-    assert misses_in(fast)[0].captured == 1
+    assert len(misses_in(fast.modules())) == 1
+    assert misses_in(fast.modules())[0].captured == 1
     assert type(fast.config) is Config
 
 
@@ -537,7 +537,7 @@ def test_a_loop_over_time_is_right_at_every_length(training):
         for batch in (2, 4):
             assert_as_eager(fast, plain, torch.randn(batch, length, 3))
     assert graphs(fast) == 8
-    assert sum(miss.fallbacks for miss in misses_in(fast)) > 0
+    assert sum(miss.fallbacks for miss in misses_in(fast.modules())) > 0
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -548,7 +548,7 @@ def test_recurrent_layers_have_one_graph_for_all_lengths(kind, training):
     for length in (5, 3, 9, 1, 12):
         assert_as_eager(fast, plain, torch.randn(3, length, 3))
     assert graphs(fast) == 1
-    assert misses_in(fast) == []
+    assert misses_in(fast.modules()) == []
 
 
 @pytest.mark.parametrize("training", [True, False])

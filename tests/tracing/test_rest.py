@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.compat import all_modules
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.resting import rest
 
@@ -101,7 +102,7 @@ def test_a_resting_model_is_saved_with_its_graphs(fast: nn.Module, tmp_path):
 
 def test_equal_modules_go_on_sharing_their_graphs():
     model = fxopt.capture(nn.Sequential(*(Plain() for _ in range(2))), (X,)).model
-    rest(model)
+    rest(all_modules(model))
     assert capture_of(model[0]) is capture_of(model[1])
     assert capture_of(model[0]).resting
     woken = fxopt.capture(model, (X,)).model

@@ -260,7 +260,7 @@ def test_a_child_replaced_after_capture_is_called():
     captured = fxopt.capture(model, X).model
     model.heads[1] = captured.heads[1] = nn.Linear(6, 6)
     torch.testing.assert_close(captured(*X), model(*X), rtol=0, atol=0)
-    assert any("heads.1 was replaced" in miss.guard for miss in misses_in(captured))
+    assert any("heads.1 was replaced" in miss.guard for miss in misses_in(captured.modules()))
 
 
 def test_equal_blocks_have_regions_of_their_own(agree):
