@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import has_hooks, native_functions
-from ..tracing.captured import capture_of
+from ..tracing.captured import Capture, capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
 from ..tracing.meta import TensorMeta
@@ -57,6 +57,7 @@ class _KnownKinds:
         self.effects: dict[int, bool] = {}
         self.writes: dict[int, bool] = {}
         self.shares: dict[int, bool] = {}
+        self.leaves_graph: dict[tuple[int, int], bool] = {}
 
     @classmethod
     def compute(cls, program: Program) -> _KnownKinds:
@@ -72,7 +73,9 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
             return False
         case "call_module":
             callee = program.callee(home, node)
-            return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee)
+            return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(
+                node, callee, program
+            )
         case "call_method":
             known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
             return mutates(node) or is_random(node) or not known
@@ -92,11 +95,24 @@ def _renormalises(node: fx.Node) -> bool:
     return name in _RENORMALISING and (node.kwargs.get("max_norm") is not None or len(node.args) > 3)
 
 
-def _may_leave_its_graph(node: fx.Node, module: nn.Module) -> bool:
+def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
     """Say whether a captured module may run its own forward, of which less is known than of its graph."""
     capture = capture_of(module)
     if capture is None:
         return False
+    # Of values no more is known than which argument each is: it is the same for all modules of a kind.
+    values = [value for value in node.args if type(value) is fx.Node]
+    alike = not node.kwargs and len(set(values)) == len(node.args)
+    key = program.facts[Kinds].of(module), len(values)
+    known = program.facts[_KnownKinds].leaves_graph
+    if not alike:
+        return _is_unlike_its_graph(node, module, capture)
+    if key not in known:
+        known[key] = _is_unlike_its_graph(node, module, capture)
+    return known[key]
+
+
+def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
     try:
         given = capture.parameters.bind(node.args, dict(node.kwargs))
     except TypeError:
@@ -214,7 +230,7 @@ def _may_share(node: fx.Node, program: Program, home: str) -> bool:
         is_fresh = canonical_name(node) in _FRESH and not mutates(node)
         return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
     callee = program.callee(home, node)
-    return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee)
+    return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee, program)
 
 
 def _holds_tensors(described: Any) -> bool:

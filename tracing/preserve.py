@@ -33,6 +33,7 @@ _REGISTRIES = (
     "_parameters", "_buffers", "_modules",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_registries_of = operator.itemgetter(*_REGISTRIES)
 _RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 """With `max_norm` these rescale their weight whenever they are called."""
 _INSTALLED = ("_fxopt_capture", FOUND)
@@ -54,21 +55,20 @@ class AttributeState:
     What `install` keeps on a module (`_fxopt_capture`, and regions among its children) is left alone.
     """
 
-    __slots__ = ("_attributes", "_copy", "_kept")
+    __slots__ = ("_attributes", "_copies", "_copy", "_others", "_registries")
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = attributes = module.__dict__
         self._copy = attributes.copy()
-        self._kept: list[tuple[str, Any, Any]] = []
-        for name in _REGISTRIES:
-            registry = attributes[name]
-            self._kept.append((name, registry, registry.copy() if registry else _NOTHING))
+        self._registries: tuple[dict[str, Any], ...] = _registries_of(attributes)
+        self._copies = [registry.copy() if registry else _NOTHING for registry in self._registries]
+        self._others: list[tuple[str, Any, Any]] = []
         for name, value in attributes.items():
             if name not in INTERNAL and isinstance(value, _CONTAINERS):
                 self._keep(name, value, _DEPTH)
 
     def _keep(self, name: str, container: Any, depth: int) -> None:
-        self._kept.append((name, container, container.copy()))
+        self._others.append((name, container, container.copy()))
         if depth > 1 and not isinstance(container, set):
             items = cast("Iterable[Any]", container.values() if isinstance(container, dict) else container)
             for item in list(items):
@@ -83,7 +83,12 @@ class AttributeState:
     @property
     def containers(self) -> list[Any]:
         """Return the registries and containers themselves."""
-        return [container for _, container, _ in self._kept]
+        return [*self._registries, *(container for _, container, _ in self._others)]
+
+    @property
+    def _kept(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, container and copy of each."""
+        return chain(zip(_REGISTRIES, self._registries, self._copies, strict=True), self._others)
 
     def changed(self) -> str | None:
         """Return the name of an attribute that is no longer what it was, or None."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
 
-from ..compat import own_children
+from ..compat import submodule
 from ..errors import CaptureError, InputError
 from .captured import Capture, capture_of
 from .capturing import Opaque
@@ -131,9 +131,10 @@ class Program:
         Raises:
             CaptureError: if there is none; the message has the nearest names.
         """
-        module: nn.Module | None = self.model
-        for part in name.split(".") if name else ():
-            module = None if module is None else own_children(module).get(part)
+        if self._names is not None and self._names[0] == self.version:
+            module = self._names[1].modules.get(name)
+        else:
+            module = submodule(self.model, name)
         if module is None:
             raise CaptureError(f"the model has no module {name!r}{_nearest(name, self.names.modules)}")
         return module

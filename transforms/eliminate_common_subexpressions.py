@@ -74,18 +74,16 @@ def repetitions(graph: fx.Graph, program: Program, home: str) -> dict[fx.Node, f
 
 
 def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:
-    arguments = map_structure((node.args, dict(sorted(node.kwargs.items()))), lambda leaf: _Leaf.of(leaf, same))
+    arguments = map_structure((node.args, dict(sorted(node.kwargs.items()))), lambda leaf: _Leaf(leaf, same))
     return node.op, node.target, repr(arguments)
 
 
-@dataclass(frozen=True)
 class _Leaf:
     """A leaf of an argument whose text is equal exactly where leaves are equal: 1, 1.0 and True are not."""
 
-    text: str
+    def __init__(self, leaf: Any, same: dict[fx.Node, fx.Node]) -> None:
+        is_node = isinstance(leaf, fx.Node)
+        self._text = f"%{same.get(leaf, leaf).name}" if is_node else f"{type(leaf).__name__}:{leaf!r}"
 
-    @classmethod
-    def of(cls, leaf: Any, same: dict[fx.Node, fx.Node]) -> _Leaf:
-        if isinstance(leaf, fx.Node):
-            return cls(f"%{same.get(leaf, leaf).name}")
-        return cls(f"{type(leaf).__name__}:{leaf!r}")
+    def __repr__(self) -> str:
+        return repr(self._text)
