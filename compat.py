@@ -37,6 +37,7 @@ __all__ = [
     "has_hooks",
     "has_lazy_parameters",
     "has_pre_hooks",
+    "has_state_hooks",
     "hooks_of",
     "in_place_format",
     "is_plainly_eager",
@@ -174,6 +175,12 @@ def has_pre_hooks(module: nn.Module) -> bool:
 
 HOOK_REGISTRIES = frozenset(name for name in vars(nn.Module()) if "hook" in name and not name.startswith("_is"))
 """The attributes in which a module keeps its hooks of all kinds."""
+
+
+def has_state_hooks(module: nn.Module) -> bool:
+    """Say whether the module has hooks that may change what its state dict holds."""
+    own: dict[str, Any] = module.__dict__
+    return bool(own["_state_dict_hooks"] or own["_state_dict_pre_hooks"])
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

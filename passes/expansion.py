@@ -54,7 +54,7 @@ class Operation:
     index: int
     inputs: Sequence[Operation] = ()
     level: int = 0
-    users: list[Operation] = field(default_factory=list["Operation"])
+    users: list[Operation] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
     example: Any = None
     mutates: bool = False
     pattern: Operation | None = None

@@ -84,7 +84,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         parameters = names.parameters()
         fast = copied(model)
         repeated = hold(fast)
-        earlier = record_of(fast) or _first_record(model, fast, len(parameters))
+        earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
     with _in_mode(program):
@@ -194,10 +194,11 @@ def _manager(program: Program, request: Request) -> Manager:
     )  # fmt: skip
 
 
-def _first_record(model: nn.Module, fast: nn.Module, count: int) -> Record:
-    """Return the record of a model that nothing has been done to; `fast` is a copy of it, `count` its parameters."""
+def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:
+    """Return the record of a model, of so many parameters, that nothing has been done to; `fast` is a copy of it."""
     first: dict[int, str] = {}
-    state: dict[str, Any] = fast.state_dict(keep_vars=True)
+    known: dict[str, Any] | None = names.state()
+    state: dict[str, Any] = fast.state_dict(keep_vars=True) if known is None else known
     tied = [(name, first.setdefault(id(value), name)) for name, value in state.items()]
     return Record(
         plan=Plan((), "eval", ()),

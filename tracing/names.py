@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import all_modules, own_buffers, own_children, own_parameters
+from ..compat import all_modules, has_state_hooks, own_buffers, own_children, own_parameters, transient_buffers
 
 __all__ = [
     "ModelNames",
@@ -103,6 +104,23 @@ class ModelNames:
                     first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
         return dict(first.values())
 
+    def state(self) -> dict[str, Tensor] | None:
+        """Return what the model's state dict holds, itself; None where a module has its own way of making one."""
+        if not all(map(_is_saved_plainly, self._names)):
+            return None
+        found: dict[str, Tensor] = {}
+        for path, module in self.modules.items():
+            prefix = f"{path}." if path else ""
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None:
+                    found[prefix + name] = parameter
+            buffers = own_buffers(module)
+            transient = transient_buffers(module) if buffers else ()
+            for name, buffer in buffers.items():
+                if buffer is not None and name not in transient:
+                    found[prefix + name] = buffer
+        return found
+
     def registered(self) -> dict[str, Tensor]:
         """Return every parameter and buffer; one that has several names is there under each."""
         found: dict[str, Tensor] = {}
@@ -136,6 +154,20 @@ class ModelNames:
                 for key, tensor in _own_tensors(module).items():
                     found.setdefault(id(tensor), f"{inside}.{key}" if inside else key)
         return found
+
+
+def _is_saved_plainly(module: nn.Module) -> bool:
+    own = module.__dict__
+    replaced = "state_dict" in own or "_save_to_state_dict" in own or "get_extra_state" in own
+    return _has_plain_state(type(module)) and not replaced and not has_state_hooks(module)
+
+
+@lru_cache(maxsize=4096)
+def _has_plain_state(cls: type[nn.Module]) -> bool:
+    return all(getattr(cls, name) is getattr(nn.Module, name) for name in _SAVING)
+
+
+_SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -52,10 +52,10 @@ class Call:
     output: Any
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     ambient: Ambient | None = None
-    children: list[tuple[nn.Module, Call]] = field(default_factory=list[tuple[nn.Module, "Call"]])
-    after: list[Any] = field(default_factory=list[Any])
+    children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
+    after: list[Any] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
     spare: bool = False
-    attributes: dict[tuple[nn.Module, str], Any] = field(default_factory=dict[tuple[nn.Module, str], Any])
+    attributes: dict[tuple[nn.Module, str], Any] = field(default_factory=lambda: {})  # noqa: PIE807
 
     def example(self, value: Any) -> Any:
         """Return one of the recorded values to trace with: the forward may change it."""

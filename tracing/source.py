@@ -7,6 +7,7 @@ import keyword
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -318,7 +319,12 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _container(node: fx.Node) -> str:
-    return module_expression(str(node.target).split(".")[:-1]) + "._modules"
+    return _children_of(str(node.target).rpartition(".")[0])
+
+
+@lru_cache(maxsize=4096)
+def _children_of(path: str) -> str:
+    return module_expression(path.split(".") if path else ()) + "._modules"
 
 
 def _attribute(target: str) -> str:
