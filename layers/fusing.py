@@ -270,8 +270,8 @@ def common_name(ensemble: Ensemble, owner: Owner) -> str:
 
 
 def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    ordered = sorted(tuple(path) for path in paths)
-    first, last = ordered[0], ordered[-1]
+    every = [tuple(path) for path in paths]
+    first, last = min(every), max(every)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias, Union, cast
 
 import torch
@@ -37,7 +38,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type
 def meta_of(value: object) -> Meta:
     """Describe `value`; the description holds no tensor."""
     if isinstance(value, Tensor):
-        return TensorMeta(tuple(value.shape), value.dtype, value.device)
+        return _of_tensor(value.shape, value.dtype, value.device)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
@@ -49,3 +50,8 @@ def meta_of(value: object) -> Meta:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: meta_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return type(value)
+
+
+@lru_cache(maxsize=4096)
+def _of_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> TensorMeta:
+    return TensorMeta(tuple(shape), dtype, device)
