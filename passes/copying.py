@@ -22,6 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 _ATOMS: frozenset[type] = frozenset(
     (bool, int, float, str, bytes, type(None), type, types.FunctionType, torch.dtype, torch.device)
 )
+_type_of: Callable[[object], Any] = type
 _DICTIONARIES: frozenset[type] = frozenset((dict, OrderedDict))
 _CONTAINERS: frozenset[type] = _DICTIONARIES | {set, list}
 
@@ -51,52 +52,54 @@ class _Copier:
         known = self._memo.get(id(module))
         if known is not None:
             return known
-        if not _copies_plainly(type(module)):
+        cls = type(module)
+        if not _copies_plainly(cls):
             return copy.deepcopy(module, self._memo)
-        new = self._blank(type(module))
+        new: Any = _Folded() if self._folded is not None else object.__new__(cls)
+        if self._folded is not None:
+            self._folded.append((new, cls))
         self._memo[id(module)] = new
-        attributes = new.__dict__
-        given: dict[str, object] = module.__dict__
+        attributes: dict[str, Any] = new.__dict__
+        given: dict[str, Any] = module.__dict__
         for name, value in given.items():
-            kind = type(value)
+            kind = _type_of(value)
             if kind in _ATOMS:
                 attributes[name] = value
-            elif kind not in _CONTAINERS or value:
+            elif kind not in _CONTAINERS:
                 attributes[name] = self._value(value)
+            elif value:
+                attributes[name] = self._filled(value)
             elif name not in self._left_out:  # most entries are empty containers
                 attributes[name] = kind()
         return new
 
-    def _blank(self, cls: type[M]) -> M:
-        if self._folded is None:
-            return object.__new__(cls)
-        new: Any = _Folded()
-        self._folded.append((new, cls))
-        return new
-
     def _value(self, value: Any) -> Any:
-        kind = cast("type[Any]", type(value))
+        kind = _type_of(value)
         if kind in _ATOMS:
             return value
-        if kind in _CONTAINERS and not value:
-            return kind()
         if kind is nn.Parameter:
             known = self._memo.get(id(value))
             return value.__deepcopy__(self._memo) if known is None else known
         if isinstance(value, nn.Module):
             return self.module(value)
-        if kind in _DICTIONARIES and id(value) not in self._memo:
-            new: dict[Any, Any] = kind()
-            self._memo[id(value)] = new
-            for key, item in value.items():
-                new[key if type(key) in _ATOMS else copy.deepcopy(key, self._memo)] = self._value(item)
-            return new
+        if kind in _CONTAINERS:
+            return self._filled(value) if value else kind()
         if kind is Tensor and id(value) not in self._memo:
             if not value.is_leaf:  # a forward left it behind, with the graph that it came from
                 self._memo[id(value)] = value.detach().clone()
             elif _is_plain(value, self._memo):
                 return _copied_tensor(value, self._memo)
         return copy.deepcopy(value, self._memo)
+
+    def _filled(self, container: Any) -> Any:
+        """Copy a container that is not empty."""
+        kind = _type_of(container)
+        if kind not in _DICTIONARIES or id(container) in self._memo:
+            return copy.deepcopy(container, self._memo)
+        self._memo[id(container)] = new = kind()
+        for key, item in container.items():
+            new[key if type(key) in _ATOMS else copy.deepcopy(key, self._memo)] = self._value(item)
+        return new
 
 
 def _is_plain(tensor: Tensor, memo: dict[int, Any]) -> bool:
