@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from .reached_code import is_foreign
+from .reached_code import is_foreign, is_of_user
 
-__all__ = ["MISSING", "Place", "class_attribute", "held", "is_readable"]
+__all__ = [
+    "MISSING",
+    "Place",
+    "attributes_of",
+    "class_attribute",
+    "held",
+    "holds_attributes",
+    "is_readable",
+    "own_method",
+]
 
 MISSING: Any = object()
 """Stands for what there is not; it has no spelling in a condition."""
@@ -64,13 +74,42 @@ class Place(NamedTuple):
 
     def _is_plain(self, on_class: Any) -> bool:
         """Tell whether setting the attribute only puts it among the object's own."""
-        sets = cast("type[Any]", type(self.owner)).__setattr__
+        sets = own_method(cast("type[Any]", type(self.owner)), "__setattr__")
         is_plain = hasattr(self.owner, "__dict__") and sets in (
             object.__setattr__,
             ModuleType.__setattr__,
             *_BARE_SETTERS,
         )
         return is_plain and not hasattr(cast("type[Any]", type(on_class)), "__set__")
+
+
+def own_method(cls: type, name: str) -> Any:
+    """Return a method of a class: the one that was there before what tells of its calls while a forward is traced."""
+    method = getattr(cls, name)
+    return getattr(method, "fxopt_original", method)
+
+
+def holds_attributes(cls: type) -> bool:
+    """Say whether objects of a class are the user's, and plain ones."""
+    return cls in _BARE or is_of_user(cls)
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Return what an object has itself as attributes, in its dictionary and in its slots, as a new dictionary."""
+    cls = cast("type[Any]", type(owner))
+    found = {name: value for name, slot in _slots(cls) if (value := _in_slot(slot, owner)) is not MISSING}
+    return {**found, **object.__getattribute__(owner, "__dict__")} if _has_dictionary(cls) else found
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(cls: type) -> list[tuple[str, MemberDescriptorType]]:
+    members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+    return [(name, value) for name, value in members.items() if isinstance(value, MemberDescriptorType)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_dictionary(cls: type) -> bool:
+    return cls.__dictoffset__ != 0
 
 
 def class_attribute(cls: type, name: str) -> Any:
@@ -85,7 +124,7 @@ def held(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
         return class_attribute(owner, name)
     cls = cast("type[Any]", type(owner))
-    if cls.__getattribute__ is not object.__getattribute__ and cls not in _BARE:
+    if own_method(cls, "__getattribute__") is not object.__getattribute__ and cls not in _BARE:
         return MISSING
     on_class = class_attribute(cls, name)
     if isinstance(on_class, MemberDescriptorType):

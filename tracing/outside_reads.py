@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import CellType, FunctionType
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from .guards import Guard
 from .nested import spelled
 from .outside import own_cells
 from .outside_names import OutsideNames, names_in
+from .outside_objects import OutsideObjects
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import TooManyFunctions, reached_functions
 from .source import attribute_expression
@@ -33,6 +35,7 @@ class OutsideReads:
         self._conditions: dict[str, str] = {}
         self._contents: list[tuple[Any, Any]] = []
         self._stored: dict[tuple[int, str], tuple[Place, Any, str]] = {}
+        self._objects = OutsideObjects(self._note, self._conditions.setdefault, self._note_set)
         self._unseen = ""
         """What it may set without that being noticed, or why that is not known."""
         try:
@@ -42,7 +45,13 @@ class OutsideReads:
             self._unseen = f"what it reads that is not the module's is not known: {error}"
         self._cells = {name: (cell, _content(cell)) for name, cell in own_cells(type(module).forward).items()}
         for name, (_, value) in self._cells.items():
-            self._note(f"fxopt_cells(self)[{name!r}].cell_contents", value, name.partition(":")[2])
+            expression, told = f"fxopt_cells(self)[{name!r}].cell_contents", name.partition(":")[2]
+            self._note(expression, value, told)
+            self._objects.add(value, expression, told)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Note, while the forward runs, what it reads of objects and sets on them under any name."""
+        return self._objects.watching()
 
     def _note_function(self, function: FunctionType) -> None:
         names, space = names_in(function.__code__), function.__globals__
@@ -59,9 +68,11 @@ class OutsideReads:
             return False
         name, *attributes = chain
         value, expression = space.get(name, MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
-        for attribute in attributes:
+        for number, attribute in enumerate(attributes, 1):
+            self._objects.add(value, expression, ".".join(chain[:number]))
             value = held(value, attribute) if is_readable(value) else MISSING
             expression = attribute_expression(expression, attribute)
+        self._objects.add(value, expression, ".".join(chain))
         return self._note(expression, value, ".".join(chain))
 
     def _note_attributes(self, names: Iterable[str]) -> None:
@@ -90,6 +101,9 @@ class OutsideReads:
             is_guarded = len(attributes) == 1 and self._note(expression, value, told)
             self._note_store(type(self._module), attributes, told, is_guarded)
 
+    def _note_set(self, owner: Any, name: str, told: str, is_guarded: bool) -> None:
+        self._note_store(owner, (name,), told, is_guarded)
+
     def _note_store(self, owner: Any, attributes: tuple[str, ...], told: str, is_guarded: bool) -> None:
         if owner is MISSING:  # no such global: that code does not run
             return
@@ -115,6 +129,7 @@ class OutsideReads:
             if place.content() is not value:
                 changed.append(told)
                 place.put(value)
+        changed += self._objects.put_back()
         for name, (cell, value) in self._cells.items():
             if _content(cell) is not value:
                 changed.append(name.partition(":")[2])

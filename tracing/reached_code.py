@@ -10,14 +10,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat import has_hooks, hooks_of
 from .dynamic import user_class
 from .names import all_inside
 from .observe import INTERNAL
 
-__all__ = ["TooManyFunctions", "codes_in", "is_foreign", "reached_functions", "values_named", "variables_in"]
+__all__ = [
+    "TooManyFunctions",
+    "codes_in",
+    "is_foreign",
+    "is_of_user",
+    "reached_functions",
+    "values_named",
+    "variables_in",
+]
 
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "fxopt"}
 """Packages whose code is not looked into: it asks no module of a user's for its class, and what it reads is no user's.
@@ -26,6 +34,7 @@ What these packages hold, and objects of their classes, is for the same reason n
 """
 _PLAIN = frozenset((bool, int, float, str, tuple, list, dict, type(None)))
 _FUNCTIONS: Any = (FunctionType, MethodType, functools.partial)
+_NO_OBJECTS = (nn.Module, Tensor, type, ModuleType, BaseException)
 _MOST = 2000
 """Functions that are looked into; there are a few hundred behind the forward of a large model."""
 
@@ -112,6 +121,12 @@ def _is_foreign(value: Any) -> bool:
 def is_foreign(module: str) -> bool:
     """Say whether a module of Python, by its name, is one whose code is not looked into."""
     return module.partition(".")[0] in _FOREIGN
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_user(cls: type[Any]) -> bool:
+    """Say whether the values of a class are plain objects of a class of the user's, or of a package looked into."""
+    return not is_foreign(cls.__module__) and not issubclass(cls, _NO_OBJECTS)
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

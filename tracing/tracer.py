@@ -123,7 +123,7 @@ class ModuleTracer:
         state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with self._observed() as seen, self.session.tracing(self):
+            with outside.watching(), self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 import types
@@ -173,15 +174,15 @@ def test_what_cannot_be_captured_is_tried_once(monkeypatch):
 
 
 class Wrong(nn.Module):
-    """Reads a global that is no plain value: the graph of the second case is wrong as soon as it is checked."""
+    """Asks what nobody sees, and what answers otherwise each time: the graph of the second case is wrong at once."""
 
     def forward(self, x, flag=False):
         if flag:
-            return x * (len(CALLS.append(object()) or CALLS) - 1)
+            return x * next(CALLS)
         return x
 
 
-CALLS: list[object] = [object()]
+CALLS = itertools.count(1)
 
 
 def test_a_graph_that_differs_from_the_answer_is_not_installed():
