@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..compat import all_modules, copies_of_storages, own_buffers, own_parameters, storage_id, transient_buffers
 from ..tracing.captured import Captured, capture_of
+from ..tracing.names import all_tensors
 
 __all__ = ["Outline", "copied_module", "twin"]
 
@@ -25,6 +26,7 @@ _ATOMS: frozenset[type] = frozenset(
 _type_of: Callable[[object], Any] = type
 _DICTIONARIES: frozenset[type] = frozenset((dict, OrderedDict))
 _CONTAINERS: frozenset[type] = _DICTIONARIES | {set, list}
+_IMMUTABLE: frozenset[type] = frozenset((tuple, torch.Size))
 
 
 def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
@@ -35,17 +37,25 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     return _Copier({} if memo is None else memo).module(module)
 
 
+class _Unplain(Exception):
+    """Something has, or may have, its own way of being copied."""
+
+
 class _Copier:
     """Copy modules, and what they hold.
 
     Args:
         memo: id -> copy, as of `copy.deepcopy`.
         folded: takes the copies of modules with their classes, where they are to be folded up; see `Outline`.
+        plain: raise `_Unplain` rather than hand what `memo` holds to any code that is not torch's.
     """
 
-    def __init__(self, memo: dict[int, Any], folded: list[tuple[Any, type]] | None = None) -> None:
+    def __init__(
+        self, memo: dict[int, Any], folded: list[tuple[Any, type]] | None = None, *, plain: bool = False
+    ) -> None:
         self._memo = memo
         self._folded = folded
+        self._plain = plain
         self._left_out: Collection[str] = () if folded is None else _REGISTRIES
 
     def module(self, module: M) -> M:
@@ -54,7 +64,7 @@ class _Copier:
             return known
         cls = type(module)
         if not _copies_plainly(cls):
-            return copy.deepcopy(module, self._memo)
+            return self._deeply(module)
         new: Any = _Folded() if self._folded is not None else object.__new__(cls)
         if self._folded is not None:
             self._folded.append((new, cls))
@@ -77,29 +87,54 @@ class _Copier:
         kind = _type_of(value)
         if kind in _ATOMS:
             return value
+        if kind in _CONTAINERS and not value:
+            return kind()
+        known = self._memo.get(id(value))
+        return self._new(value, kind) if known is None else known
+
+    def _new(self, value: Any, kind: Any) -> Any:
+        """Copy what was not copied yet."""
         if kind is nn.Parameter:
-            known = self._memo.get(id(value))
-            return value.__deepcopy__(self._memo) if known is None else known
+            return value.__deepcopy__(self._memo)
         if isinstance(value, nn.Module):
             return self.module(value)
         if kind in _CONTAINERS:
-            return self._filled(value) if value else kind()
-        if kind is Tensor and id(value) not in self._memo:
-            if not value.is_leaf:  # a forward left it behind, with the graph that it came from
-                self._memo[id(value)] = value.detach().clone()
-            elif _is_plain(value, self._memo):
-                return _copied_tensor(value, self._memo)
-        return copy.deepcopy(value, self._memo)
+            return self._filled(value)
+        if kind is Tensor:
+            return self._tensor(value)
+        if kind in _IMMUTABLE and all(type(item) in _ATOMS for item in value):
+            return value
+        return self._deeply(value)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf:  # a forward left it behind, with the graph that it came from
+            self._memo[id(tensor)] = new = tensor.detach().clone()
+            return new
+        return _copied_tensor(tensor, self._memo) if _is_plain(tensor, self._memo) else self._deeply(tensor)
 
     def _filled(self, container: Any) -> Any:
         """Copy a container that is not empty."""
+        known = self._memo.get(id(container))
+        if known is not None:
+            return known
         kind = _type_of(container)
-        if kind not in _DICTIONARIES or id(container) in self._memo:
-            return copy.deepcopy(container, self._memo)
-        self._memo[id(container)] = new = kind()
-        for key, item in container.items():
-            new[key if type(key) in _ATOMS else copy.deepcopy(key, self._memo)] = self._value(item)
+        new: Any = kind()
+        if kind is set and not all(type(item) in _ATOMS for item in container):
+            return self._deeply(container)
+        self._memo[id(container)] = new
+        if kind is list:
+            new.extend(map(self._value, container))
+        elif kind is set:
+            new.update(container)
+        else:
+            for key, item in container.items():
+                new[key if type(key) in _ATOMS else self._deeply(key)] = self._value(item)
         return new
+
+    def _deeply(self, value: Any) -> Any:
+        if self._plain:
+            raise _Unplain
+        return copy.deepcopy(value, self._memo)
 
 
 def _is_plain(tensor: Tensor, memo: dict[int, Any]) -> bool:
@@ -139,7 +174,7 @@ def twin(module: M) -> M:
 
     Later rewrites of `module` do not reach the copy; writes into its parameters do.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
     for submodule in module.modules():
         capture = capture_of(submodule)
         if capture is not None:
@@ -159,20 +194,24 @@ class Outline:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        saved: list[Tensor] = []
         modules = all_modules(module)
-        # A module that copies itself would be handed copies of its children that are no modules yet.
-        plain = all(map(_copies_plainly, {type(submodule) for submodule in modules}))
-        outlined = _sketch if plain else _outline
-        memo: dict[int, Any] = {}
         for submodule in modules:
             parameters, buffers = own_parameters(submodule), own_buffers(submodule)
-            kept = {n: buffers[n] for n in buffers.keys() - transient_buffers(submodule)} if buffers else buffers
-            for tensor in (*parameters.values(), *kept.values()) if parameters or kept else ():
-                if tensor is not None and id(tensor) not in memo:
-                    memo[id(tensor)] = outlined(tensor)
-        self._sketches = [*memo.values()] if plain else []
+            transient = transient_buffers(submodule) if buffers else ()
+            saved += [tensor for tensor in parameters.values() if tensor is not None]
+            saved += [tensor for name, tensor in buffers.items() if tensor is not None and name not in transient]
+        # What copies itself would be handed sketches for tensors, and for modules what is none yet.
+        sketches = {id(tensor): _sketch(tensor) for tensor in saved}
         self._folded: list[tuple[Any, type]] = []
-        self._module = _Copier(memo, self._folded if plain else None).module(module)
+        self._sketches: list[Any] = [*sketches.values()]
+        try:
+            self._module = _Copier(sketches, self._folded, plain=True).module(module)
+        except _Unplain:
+            outlines = {id(tensor): _outline(tensor) for tensor in saved}
+            self._sketches, self._folded = [], []
+            folded = self._folded if all(map(_copies_plainly, map(type, modules))) else None
+            self._module = _Copier(outlines, folded).module(module)
 
     def module(self) -> nn.Module:
         """Return the module; it is to be copied before it is changed."""
@@ -203,7 +242,7 @@ class Outline:
         return self.__dict__
 
 
-_UNFOLDING = threading.Lock()
+_UNFOLDING = threading.RLock()
 _REGISTRIES: Mapping[str, Callable[[], Any]] = {
     name: cast("Any", type(value)) for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 }

@@ -100,13 +100,11 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     capture = capture_of(module)
     if capture is None:
         return False
-    # Of values no more is known than which argument each is: it is the same for all modules of a kind.
     values = [value for value in node.args if type(value) is fx.Node]
-    alike = not node.kwargs and len(set(values)) == len(node.args)
-    key = program.facts[Kinds].of(module), len(values)
-    known = program.facts[_KnownKinds].leaves_graph
-    if not alike:
+    if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
+    # Nothing is known of values but which argument each is: for modules of a kind it is the same.
+    known, key = program.facts[_KnownKinds].leaves_graph, (program.facts[Kinds].of(module), len(values))
     if key not in known:
         known[key] = _is_unlike_its_graph(node, module, capture)
     return known[key]
@@ -145,11 +143,10 @@ def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:
-    settings = vars(module)  # `getattr` takes long to find nothing
-    if settings.get("inplace", False):
+    if getattr(module, "inplace", False):
         return True
     # Modes change after a rewrite: what only draws or counts in training does so whenever the user says train().
-    return user_class(type(module)) not in _PURE_MODULES or settings.get("max_norm") is not None
+    return user_class(type(module)) not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
 
 
 def _is_pure_function(function: Any) -> bool:
@@ -198,7 +195,7 @@ def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
 def _leaf_writes(module: nn.Module) -> bool:
     kind = user_class(type(module))
     is_idle = kind in _DRAWING or (kind in _COUNTING and not module.training)
-    return vars(module).get("inplace", False) if is_idle else _leaf_has_effects(module)
+    return getattr(module, "inplace", False) if is_idle else _leaf_has_effects(module)
 
 
 def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
@@ -253,6 +250,6 @@ def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     if capture is None or not capture.variants:
         kind = user_class(type(module))
         is_fresh = kind in (*_PURE_MODULES, *_COUNTING) and kind not in _PASSING_ON
-        return not is_fresh or vars(module).get("inplace", False)
+        return not is_fresh or getattr(module, "inplace", False)
     graphs = [variant.graph for variant in capture.variants]
     return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

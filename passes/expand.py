@@ -39,7 +39,7 @@ class Expansions:
         self._kinds = program.facts[Kinds]
         self._homes: dict[tuple[str, int, bool], Expansion] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], Expansion] = {}
-        self.ways: dict[tuple[int, int, bool, bool], _Way] = {}  # with positions of arguments for what is received
+        self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
         self._obstacles: dict[int, str | None] = {}
 
     @classmethod
@@ -142,21 +142,10 @@ class _Builder:
         if obstacle is not None:
             self.closed[prefix + node.name] = obstacle
             return None
-        # Of operations no more is known than which argument each is: these calls of modules of a kind are opened alike.
-        is_plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
-        alike = (self.expansions.kind(module), len(args), self.may_restart, self.flipped) if is_plain else None
-        known = None if alike is None else self.expansions.ways.get(alike)
-        if known is not None:
-            inner, positions, passed_on = known
-            inputs = [args[position] for position in positions]
-        else:
-            before = len(self.operations)
-            way = self.way(node, module, args, kwargs, prefix, call)
-            if way is None:
-                return None
-            inner, inputs, passed_on = way
-            if alike is not None and len(self.operations) == before:  # nothing is checked on the way
-                self.expansions.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
+        found = self.known_way(module, args, kwargs) or self.way(node, module, args, kwargs, prefix, call)
+        if found is None:
+            return None
+        inner, inputs, passed_on = found
         path = str(node.target)
         if passed_on:
             self.assumed.setdefault(call, []).extend(child_guard(guard, path) for guard in passed_on)
@@ -165,14 +154,32 @@ class _Builder:
             result.example = node.meta.get("val")  # leaves are traced without example values
         return (result,)
 
+    def alike(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, bool, bool] | None:
+        """Return what calls that are opened alike have in common; None where constants are passed, or a value twice.
+
+        Nothing is known of values but which argument each is: for modules of a kind it is the same.
+        """
+        plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
+        return (self.expansions.kind(module), len(args), self.may_restart, self.flipped) if plain else None
+
+    def known_way(self, module: nn.Module, args: Any, kwargs: Any) -> _Way | None:
+        """Return how a call is opened, if one like it was before."""
+        known = self.expansions.ways.get(self.alike(module, args, kwargs))
+        if known is None:
+            return None
+        inner, positions, passed_on = known
+        return inner, [args[position] for position in positions], passed_on
+
     def way(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, call: str) -> _Way | None:
-        """Return how a module is opened for a call, having appended what checks that it may be; or say why not."""
+        """Append what checks that a module may be opened for a call, and return how it is; None, and why, if not."""
         capture = capture_of(module)
         if capture is None:
             graph = leaf_graph(module)
             names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
             plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
-            return (self.inside(module, graph), args, ()) if graph is not None and plain else None
+            if graph is None or not plain:
+                return None
+            return self.noted((self.inside(module, graph), args, ()), module, args, kwargs)
         given = _given(capture, args, kwargs)
         if given is None:
             return None
@@ -183,11 +190,22 @@ class _Builder:
         inputs = _received(variant, given)
         if inputs is None or not has_plain_output(variant.graph):
             return None
+        before = len(self.operations)
         refusal = self.check(node, module, variant, given, prefix, call)
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
-        return self.inside(module, variant.graph), inputs, [guard for guard in variant.guards if is_passed_on(guard)]
+        way = self.inside(module, variant.graph), inputs, [guard for guard in variant.guards if is_passed_on(guard)]
+        checked = len(self.operations) > before  # this call by itself
+        return way if checked else self.noted(way, module, args, kwargs)
+
+    def noted(self, way: _Way, module: nn.Module, args: Any, kwargs: Any) -> _Way:
+        """Keep how a call was opened for others like it."""
+        alike = self.alike(module, args, kwargs)
+        if alike is not None:
+            inner, inputs, passed_on = way
+            self.expansions.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
+        return way
 
     def inside(self, module: nn.Module, graph: fx.Graph) -> Expansion:
         return self.expansions.of(module, graph, self.may_restart, self.flipped)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ..compat import all_modules
+from ..tracing.names import all_tensors
 from ..tracing.regions import Region
 
 if TYPE_CHECKING:
@@ -84,4 +86,4 @@ class TensorReads:
 
 def is_on_meta(module: nn.Module) -> bool:
     """Say whether a module has tensors without data: then it can be neither compared nor timed."""
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return any(tensor.is_meta for tensor in all_tensors(all_modules(module)))

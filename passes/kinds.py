@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..compat import has_hooks, own_buffers, own_children, own_parameters
+from ..tracing.captured import capture_of
+from ..tracing.guards import GUARD_NAMES
 from ..tracing.observe import INTERNAL
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ class Kinds:
 
     Modules of one kind have one class, the same graphs, plain attributes of equal values (any other are the same
     objects), the same mode, tensors of the same names, hooks or none, and under the same names children of one kind.
+    What their graphs ask of their tensors (`self.weight.requires_grad`) has the same answers.
     """
 
     def __init__(self) -> None:
@@ -50,7 +56,8 @@ class Kinds:
         named = own_children(module).items()
         children = [(name, None if child is None else self.of(child)) for name, child in named] if named else ()
         tensors = *_names(own_parameters(module)), None, *_names(own_buffers(module))
-        return type(module), module.training, has_hooks(module), tuple(own), tensors, tuple(children)
+        answers = _answers(module)
+        return type(module), module.training, has_hooks(module), tuple(own), tensors, tuple(children), tuple(answers)
 
 
 def found_in_graphs(
@@ -67,6 +74,25 @@ def found_in_graphs(
             if (kind, number) not in known:
                 known[kind, number] = look(variant.graph, program, home)
             yield home, number, variant.graph, known[kind, number]
+
+
+def _answers(module: nn.Module) -> list[bool]:
+    """Return which of the conditions on the module itself hold, in all its graphs."""
+    capture = capture_of(module)
+    variants = () if capture is None else capture.variants
+    asked = (guard for variant in variants for guard in variant.guards if _asks_module(guard.expression))
+    return [guard.holds({"self": module}) for guard in asked]
+
+
+@lru_cache(maxsize=1024)
+def _asks_module(expression: str) -> bool:
+    """Say whether a condition is on the module alone, and not settled by how many children it has."""
+    found = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)]
+    names = {node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)}
+    return "self" in names and names <= {"self", *GUARD_NAMES} and not _COUNTS_CHILDREN.fullmatch(expression)
+
+
+_COUNTS_CHILDREN = re.compile(r"len\(self(\._modules(\['[^']*'\])?)+\) == \d+")
 
 
 def _value(value: Any) -> Hashable:

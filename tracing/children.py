@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import all_modules
 from .changes import Change, Watch
 from .leaves import is_leaf, is_library
+from .names import all_tensors
 from .objects import objects_in
 from .proxy import UNKNOWN, ValueProxy
 from .record import Call, Computed
@@ -42,7 +44,7 @@ class Children:
         """Record a call; a module that is no child, and holds no tensors, is traced through."""
         path = self._tracer.names.relative(self._tracer.home, module)
         if path is None:
-            if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            if all_tensors(all_modules(module)):
                 self._tracer.fail(f"it calls a {type(module).__name__} that is not registered as its child")
             return original(module, *args, **kwargs)
         if not path:

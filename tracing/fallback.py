@@ -80,38 +80,38 @@ class Fallback:
     Attributes:
         name: the module's qualified name.
         graphs: how many graphs it may have; a call that none fits makes one more up to there.
-        misses: guards that failed -> number of calls.
-        captured: guards that failed -> number of graphs made for such calls.
-        failures: guards that failed -> why capturing such a call failed; it is not tried again.
         repeating: rewrites further graphs as the first ones were; None where no pass left what can be repeated.
-        slices: of stacked tensors, for calls in which the members run one by one.
-        rewritten: guards that failed -> number of graphs made for such calls that were rewritten.
     """
 
     name: str
     graphs: int
     repeating: Repeating | None = None
 
-    # Most modules never need any of these.
+    # Most modules never need any of these: they are made on first use.
 
     @cached_property
     def misses(self) -> Counter[str]:
+        """Count calls by the guards that failed."""
         return Counter()
 
     @cached_property
     def captured(self) -> Counter[str]:
+        """Count the graphs made for such calls, by the guards that failed."""
         return Counter()
 
     @cached_property
     def rewritten(self) -> Counter[str]:
+        """Count those of these graphs that were rewritten, by the guards that failed."""
         return Counter()
 
     @cached_property
     def failures(self) -> dict[str, str]:
+        """Hold why capturing such a call failed, by the guards that failed; it is not tried again."""
         return {}
 
     @cached_property
     def slices(self) -> SharedSlices:
+        """Hold slices of stacked tensors, for calls in which the members run one by one."""
         return SharedSlices()
 
     def may_capture(self, reason: str, present: int) -> bool:

@@ -38,7 +38,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type
 def meta_of(value: object) -> Meta:
     """Describe `value`; the description holds no tensor."""
     if isinstance(value, Tensor):
-        return _of_tensor(value.shape, value.dtype, value.device)
+        return _tensor_meta(value.shape, value.dtype, value.device)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
@@ -53,5 +53,5 @@ def meta_of(value: object) -> Meta:
 
 
 @lru_cache(maxsize=4096)
-def _of_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> TensorMeta:
+def _tensor_meta(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> TensorMeta:
     return TensorMeta(tuple(shape), dtype, device)

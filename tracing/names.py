@@ -15,7 +15,6 @@ __all__ = [
     "all_inside",
     "all_tensors",
     "is_meta",
-    "parameters_by_name",
     "tensors_by_name",
 ]
 
@@ -42,13 +41,13 @@ def all_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def is_meta(model: nn.Module) -> bool:
     """Say whether a model is on the meta device: it has parameters, and all of them are there."""
-    first = next(model.parameters(), None)  # of most models the first one tells
-    return first is not None and first.is_meta and all(parameter.is_meta for parameter in model.parameters())
-
-
-def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter of `model` once, under its first name: what `named_parameters` gives, in less time."""
-    return ModelNames(model).parameters()
+    has_any = False
+    for module in all_modules(model):
+        for parameter in own_parameters(module).values():
+            if parameter is not None and not parameter.is_meta:
+                return False
+            has_any = has_any or parameter is not None
+    return has_any
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +95,7 @@ class ModelNames:
         return list(self._names)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return every parameter once, under its first name."""
+        """Return every parameter once, under its first name: what `named_parameters` gives, in less time."""
         first: dict[int, tuple[str, nn.Parameter]] = {}
         for path, module in self.modules.items():
             for name, parameter in own_parameters(module).items():
@@ -104,32 +103,24 @@ class ModelNames:
                     first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
         return dict(first.values())
 
-    def state(self) -> dict[str, Tensor] | None:
-        """Return what the model's state dict holds, itself; None where a module has its own way of making one."""
-        if not all(map(_is_saved_plainly, self._names)):
-            return None
-        found: dict[str, Tensor] = {}
-        for path, module in self.modules.items():
-            prefix = f"{path}." if path else ""
-            for name, parameter in own_parameters(module).items():
-                if parameter is not None:
-                    found[prefix + name] = parameter
-            buffers = own_buffers(module)
-            transient = transient_buffers(module) if buffers else ()
-            for name, buffer in buffers.items():
-                if buffer is not None and name not in transient:
-                    found[prefix + name] = buffer
-        return found
+    def registered(self, *, transient: bool = True) -> dict[str, Tensor]:
+        """Return every parameter and buffer; one that has several names is there under each.
 
-    def registered(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer; one that has several names is there under each."""
+        Args:
+            transient: with the buffers that a state dict leaves out.
+        """
         found: dict[str, Tensor] = {}
         for path, module in self.modules.items():
             prefix = f"{path}." if path else ""
+            left_out = transient_buffers(module) if not transient and own_buffers(module) else ()
             for name, tensor in _registered(module).items():
-                if tensor is not None:
+                if tensor is not None and name not in left_out:
                     found[prefix + name] = tensor
         return found
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Return what the model's state dict holds, itself; None where a module has its own way of making one."""
+        return self.registered(transient=False) if all(map(_is_saved_plainly, self._names)) else None
 
     def relative(self, home: str, module: nn.Module) -> str | None:
         """Return the name of `module` as seen from the module called `home`, or None if it is not inside."""

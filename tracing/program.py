@@ -131,10 +131,7 @@ class Program:
         Raises:
             CaptureError: if there is none; the message has the nearest names.
         """
-        if self._names is not None and self._names[0] == self.version:
-            module = self._names[1].modules.get(name)
-        else:
-            module = submodule(self.model, name)
+        module = submodule(self.model, name)
         if module is None:
             raise CaptureError(f"the model has no module {name!r}{_nearest(name, self.names.modules)}")
         return module

@@ -142,3 +142,60 @@ def test_optimize_lets_go_of_what_it_replaced() -> None:
         assert not known
     finally:
         gc.enable()
+
+
+class Average:
+    """A running average of a parameter, which looks at it while it is copied."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.count = tensor, tensor.numel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Average:
+        return Average(copy.deepcopy(self.tensor, memo))
+
+
+class Piped:
+    """Something that copies itself by pickle."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piped:
+        return pickle.loads(pickle.dumps(self))
+
+
+def test_objects_that_copy_themselves_are_handed_tensors() -> None:
+    model = Block()
+    model.average = Average(model.first.weight)  # pyright: ignore[reportAttributeAccessIssue]
+    module: Any = Outline(model).module()
+    assert module.average.tensor is module.first.weight
+    assert module.average.count == 16
+    assert module.first.weight.is_meta
+
+
+def test_parameters_as_keys_stay_apart() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.rates = {layer.weight: 0.1 for layer in model}
+    model.held = [model[0].weight, model[1].weight]
+    module: Any = Outline(model).module()
+    assert list(module.rates) == [module[0].weight, module[1].weight] == module.held
+
+
+def test_strides_flags_and_names_in_outlines() -> None:
+    model: Any = nn.Linear(3, 3)
+    model.weight = nn.Parameter(model.weight.detach().t(), requires_grad=False)
+    model.sizes, model.parts, model.kept = (3, 3), [1, [2]], {"a", "b"}
+    outline = Outline(model)
+    assert outline.has("") and not outline.has("first")
+    module: Any = outline.module()
+    assert (module.weight.stride(), module.weight.requires_grad) == ((1, 3), False)
+    assert (module.sizes, module.parts, module.kept) == ((3, 3), [1, [2]], {"a", "b"})
+    assert module.parts[1] is not model.parts[1]
+
+
+def test_an_outline_in_an_outline_that_copies_itself() -> None:
+    teacher = fxopt.optimize(nn.Linear(2, 2).eval(), [], example_inputs=(torch.ones(1, 2),))
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    model.teacher = Piped(teacher)
+    fast = fxopt.optimize(model.eval(), [], example_inputs=(torch.ones(1, 2),))
+    assert isinstance(fxopt.restore(fast)[0], nn.Linear)

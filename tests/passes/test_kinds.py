@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fxopt
 from fxopt.passes.expand import expand
 from fxopt.passes.kinds import Kinds
-from fxopt.tracing.names import parameters_by_name, tensors_by_name
+from fxopt.tracing.names import ModelNames, tensors_by_name
 from fxopt.tracing.program import capture_program
 
 
@@ -104,4 +106,97 @@ def test_names_are_those_that_torch_gives():
     every = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     assert {name: id(tensor) for name, tensor in tensors_by_name(model).items()} == {n: id(t) for n, t in every.items()}
     once = dict(model.named_parameters())
-    assert {name: id(p) for name, p in parameters_by_name(model).items()} == {n: id(p) for n, p in once.items()}
+    assert {name: id(p) for name, p in ModelNames(model).parameters().items()} == {n: id(p) for n, p in once.items()}
+
+
+# -- what graphs ask of the tensors of a module --------------------------------------------------------------------
+
+
+class AsksFlag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.weight.requires_grad else 2 * (x @ self.weight)
+
+
+class AsksStrides(AsksFlag):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.weight.is_contiguous() else 2 * (x @ self.weight)
+
+
+class AsksChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = AsksFlag()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 1
+
+
+class Stacked(nn.Module):
+    """Six members, of which the fourth is frozen, and its weight lies in memory the other way."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(kind() for _ in range(6))
+        odd = self.members[3].weight
+        assert isinstance(odd, nn.Parameter)
+        odd.data = odd.data.t()
+        odd.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x) for member in self.members])
+
+
+@pytest.mark.parametrize("kind", [AsksFlag, AsksStrides, AsksChild])
+@pytest.mark.parametrize("inputs", [None, (torch.ones(3, 4),)])
+def test_members_whose_tensors_differ_in_what_a_graph_asks(kind: type[nn.Module], inputs: tuple[Tensor, ...] | None):
+    model, x = Stacked(kind).eval(), torch.randn(3, 4)
+    kinds = Kinds.compute(capture_program(copy.deepcopy(model), inputs))
+    program = capture_program(copy.deepcopy(model), inputs)
+    members = [program.module(f"members.{number}") for number in range(6)]
+    assert kinds.of(members[0]) == kinds.of(members[1]) != kinds.of(members[3])
+    fast = fxopt.optimize(model, "fuse_ensembles", example_inputs=inputs, verify=False, measure=False)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.requires_grad:
+            return x * self.weight
+        self.count.add_(1)
+        return x
+
+
+class CallsInVain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        return x + 1
+
+
+def test_dead_calls_are_erased_only_where_they_do_nothing():
+    model, x = nn.Sequential(*(CallsInVain() for _ in range(3))), torch.ones(2, 4)
+    frozen = model[1].inner
+    assert isinstance(frozen, Counts)
+    frozen.weight.requires_grad_(False)
+    fast = fxopt.optimize(model.eval(), "eliminate_dead_code", example_inputs=(x,), verify=False)
+    fast(x)
+    fast(x)
+    assert fast[1].inner.count == 2
+    applied = [d.label for d in fxopt.plan(fast).decisions if d.status == "applied"]
+    assert applied == ["0", "2"]

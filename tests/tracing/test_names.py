@@ -73,3 +73,23 @@ def test_modules_with_their_own_way_are_asked(make: Callable[[], nn.Module]) -> 
     assert ModelNames(model).state() is None
     fast = fxopt.optimize(model.eval(), "inference", example_inputs=(torch.ones(1, 3),), measure=False)
     assert list(fxopt.state_dict(fast)) == list(model.state_dict())
+
+
+class ListsParameters(nn.Sequential):
+    def parameters(self, recurse: bool = True) -> Any:
+        return [{"params": list(super().parameters(recurse)), "lr": 0.1}]
+
+
+def test_a_model_with_its_own_way_of_listing_parameters() -> None:
+    model, x = ListsParameters(nn.Linear(3, 3), nn.Tanh()).eval(), torch.ones(1, 3)
+    fast = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(x,), verify=False)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_program_goes_by_the_model_as_it_is() -> None:
+    program = fxopt.capture(nn.Sequential(nn.Linear(3, 3)), (torch.ones(1, 3),))
+    other = nn.Linear(3, 3, bias=False)
+    program.model.add_module("0", other)
+    program.model.add_module("more", nn.Tanh())
+    assert program.module("0") is other
+    assert isinstance(program.module("more"), nn.Tanh)
