@@ -75,9 +75,16 @@ def _asks_builtins(function: FunctionType) -> bool:
     if not any(space.get(name) is builtins for name in variables_in(code)):
         return False
     tree = _tree(code)
-    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if tree is not None else []
-    owners = (node.value.id for node in read if node.attr == "type" and isinstance(node.value, ast.Name))
-    return tree is None or any(space.get(name) is builtins for name in owners)
+    return tree is None or any(
+        space.get(node.id) is builtins and not _reads_other(_parent(node), node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
+    )
+
+
+def _reads_other(parent: Any, node: ast.AST) -> bool:
+    """Say whether of `builtins` only something else than `type` is read; `getattr(builtins, name)` may read any."""
+    return isinstance(parent, ast.Attribute) and parent.value is node and parent.attr != "type"
 
 
 def _place(function: FunctionType) -> str:

@@ -30,12 +30,14 @@ class OutsideNames(NamedTuple):
         of_class: attributes read of the class of the first argument.
         stored: chains of which the last name is set or deleted; globals are chains of one.
         stored_of_class: attributes set or deleted of the class of the first argument.
+        renamed: chains of which the last is given another name.
     """
 
     chains: frozenset[tuple[str, ...]]
     of_class: frozenset[str]
     stored: frozenset[tuple[str, ...]]
     stored_of_class: frozenset[tuple[str, ...]]
+    renamed: frozenset[tuple[str, ...]]
 
     def reads(self, stored: tuple[str, ...]) -> bool:
         """Say whether the code also reads what it sets, as what makes something on its first call does."""
@@ -46,7 +48,7 @@ class OutsideNames(NamedTuple):
 def names_in(code: CodeType) -> OutsideNames:
     """Return what code, and the functions made in it, read and set."""
     receiver = code.co_varnames[0] if code.co_argcount else ""
-    sets: tuple[set[Any], set[Any], set[Any], set[Any]] = (set(), set(), set(), set())
+    sets: tuple[set[Any], set[Any], set[Any], set[Any], set[Any]] = (set(), set(), set(), set(), set())
     for inner in codes_in(code):
         steps = list(single_steps((step.opname, step.argval) for step in dis.get_instructions(inner)))
         for place in range(len(steps)):
@@ -62,6 +64,7 @@ def _note_step(
     of_class: set[Any],
     stored: set[Any],
     kept: set[Any],
+    renamed: set[Any],
 ) -> None:
     operation, name = steps[place]
     if operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -69,6 +72,7 @@ def _note_step(
     elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
         read, target = _attributes(steps, place + 1)
         chains.add((name, *read))
+        renamed.update([(name, *read)] if _is_named(steps, place + 1 + len(read)) else ())
         stored.update([(name, *target)] if target else ())
         if name == "type" and _is_read(steps, place + 1, receiver) and _is_call(steps, place + 2):
             read, target = _attributes(steps, place + 3)
@@ -111,6 +115,13 @@ def _attributes(steps: list[_Step], place: int) -> tuple[tuple[str, ...], tuple[
 def _is_read(steps: list[_Step], place: int, name: str) -> bool:
     operation, read = steps[place] if place < len(steps) else ("", "")
     return read == name != "" and operation.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE"))
+
+
+def _is_named(steps: list[_Step], place: int) -> bool:
+    """Say whether what was read last is given a name."""
+    if place < len(steps) and steps[place][0] == "COPY":  # `(c := CONFIG).scale`
+        place += 1
+    return place < len(steps) and steps[place][0].startswith(("STORE_FAST", "STORE_DEREF"))
 
 
 def _is_call(steps: list[_Step], place: int) -> bool:

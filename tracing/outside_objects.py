@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from .outside_places import MISSING, Place, attributes_of, class_attribute, held, holds_attributes, own_method
 from .source import attribute_expression
 
-__all__ = ["OutsideObjects"]
+__all__ = ["OutsideObjects", "is_watchable"]
 
 _CONTAINERS = frozenset((list, tuple, dict, set, OrderedDict))
 _LONGEST = 64
@@ -71,7 +71,7 @@ class OutsideObjects:
 
     def add(self, value: Any, expression: str, told: str) -> None:
         """Watch a value if it is an object of the user's, and what is in it if it is a container."""
-        if is_watchable(cast("type[Any]", type(value))) and id(value) not in self._watched:
+        if id(value) not in self._watched and is_watchable(cast("type[Any]", type(value))):
             self._add(value, expression, told, None, _DEEPEST)
 
     def _add(self, value: Any, expression: str, told: str, around: tuple[str, str] | None, depth: int) -> None:

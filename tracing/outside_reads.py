@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
 from torch import nn
@@ -14,8 +14,9 @@ from torch import nn
 from .guards import Guard
 from .nested import spelled
 from .outside import own_cells
+from .outside_classes import OutsideClasses
 from .outside_names import OutsideNames, names_in
-from .outside_objects import OutsideObjects
+from .outside_objects import OutsideObjects, is_watchable
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import TooManyFunctions, reached_functions
 from .source import attribute_expression
@@ -36,10 +37,13 @@ class OutsideReads:
         self._contents: list[tuple[Any, Any]] = []
         self._stored: dict[tuple[int, str], tuple[Place, Any, str]] = {}
         self._objects = OutsideObjects(self._note, self._conditions.setdefault, self._note_set)
+        self._classes = OutsideClasses(self._note)
         self._unseen = ""
         """What it may set without that being noticed, or why that is not known."""
+        functions: list[FunctionType] = []
         try:
             for function in reached_functions([module], hooks=False):
+                functions.append(function)
                 self._note_function(function)
         except TooManyFunctions as error:
             self._unseen = f"what it reads that is not the module's is not known: {error}"
@@ -47,7 +51,8 @@ class OutsideReads:
         for name, (_, value) in self._cells.items():
             expression, told = f"fxopt_cells(self)[{name!r}].cell_contents", name.partition(":")[2]
             self._note(expression, value, told)
-            self._objects.add(value, expression, told)
+            self._watch(value, expression, told)
+        self._classes.note_class_methods(functions, type(module))
 
     def watching(self) -> AbstractContextManager[None]:
         """Note, while the forward runs, what it reads of objects and sets on them under any name."""
@@ -57,23 +62,38 @@ class OutsideReads:
         names, space = names_in(function.__code__), function.__globals__
         home = _home_of(space)
         for chain in names.chains:
-            self._note_chain(space, home, chain)
+            self._note_chain(space, home, chain, function.__code__ if chain in names.renamed else None)
         self._note_attributes(names.of_class)
         if names.stored or names.stored_of_class:
             self._note_stores(names, space, home)
 
-    def _note_chain(self, space: dict[str, Any], home: str | None, chain: tuple[str, ...]) -> bool:
-        """Note that a global, or an attribute read from it, is read; say whether it is guarded."""
+    def _note_chain(
+        self, space: dict[str, Any], home: str | None, chain: tuple[str, ...], renaming: CodeType | None = None
+    ) -> bool:
+        """Note that a global, or an attribute read from it, is read; say whether it is guarded.
+
+        Args:
+            renaming: the code, if it gives this another name.
+        """
         if home is None:
             return False
         name, *attributes = chain
         value, expression = space.get(name, MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
         for number, attribute in enumerate(attributes, 1):
-            self._objects.add(value, expression, ".".join(chain[:number]))
+            self._watch(value, expression, ".".join(chain[:number]))
             value = held(value, attribute) if is_readable(value) else MISSING
             expression = attribute_expression(expression, attribute)
-        self._objects.add(value, expression, ".".join(chain))
+        self._watch(value, expression, ".".join(chain))
+        if renaming is not None:
+            self._classes.note_renamed(value, expression, ".".join(chain), renaming)
         return self._note(expression, value, ".".join(chain))
+
+    def _watch(self, value: Any, expression: str, told: str) -> None:
+        if isinstance(value, type):
+            self._classes.add(value, expression)
+        elif is_watchable(cast("type[Any]", type(value))):
+            self._classes.add(cast("type[Any]", type(value)), f"type({expression})")
+            self._objects.add(value, expression, told)
 
     def _note_attributes(self, names: Iterable[str]) -> None:
         """Note that attributes of the module's class are read, those of its own or of a base."""
@@ -130,6 +150,7 @@ class OutsideReads:
                 changed.append(told)
                 place.put(value)
         changed += self._objects.put_back()
+        changed += self._classes.put_back()
         for name, (cell, value) in self._cells.items():
             if _content(cell) is not value:
                 changed.append(name.partition(":")[2])

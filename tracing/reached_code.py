@@ -34,6 +34,14 @@ What these packages hold, and objects of their classes, is for the same reason n
 """
 _PLAIN = frozenset((bool, int, float, str, tuple, list, dict, type(None)))
 _FUNCTIONS: Any = (FunctionType, MethodType, functools.partial)
+_METHODS: Any = (FunctionType, property, staticmethod, classmethod)
+_SPECIAL = frozenset(
+    "__call__ __getitem__ __setitem__ __missing__ __contains__ __iter__ __next__ __len__ __bool__ __enter__ __exit__ "
+    "__getattr__ __getattribute__".split()
+)
+"""Methods that code runs without naming them."""
+_CONTAINERS = frozenset((list, tuple, dict, set))
+_LONGEST = 64
 _NO_OBJECTS = (nn.Module, Tensor, type, ModuleType, BaseException)
 _MOST = 2000
 """Functions that are looked into; there are a few hundred behind the forward of a large model."""
@@ -49,7 +57,8 @@ def reached_functions(
     """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
 
     These are their forwards, their hooks, the functions that these name as globals or close over, and the methods of
-    that name of the modules inside and of the objects that these hold. What is called in other ways is not found.
+    that name of the modules inside, of the objects that these hold, and of objects and classes of the user's that are
+    named. What is called in other ways is not found.
 
     Args:
         modules: may be called.
@@ -70,8 +79,10 @@ def reached_functions(
                 seen.add(id(function))
                 yield function
                 methods = methods or _Methods(modules)
-                pending.extend(values_named(function))
+                values = list(values_named(function))
+                pending.extend(values)
                 pending.extend(methods.named_by(function))
+                pending.extend(methods.of_named(values))
 
 
 def _entries(modules: Sequence[nn.Module], forwards: bool, hooks: bool) -> Iterator[Any]:
@@ -125,7 +136,7 @@ def is_foreign(module: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_of_user(cls: type[Any]) -> bool:
-    """Say whether the values of a class are plain objects of a class of the user's, or of a package looked into."""
+    """Say whether a class is the user's, or of a package that is looked into, and its values are plain objects."""
     return not is_foreign(cls.__module__) and not issubclass(cls, _NO_OBJECTS)
 
 
@@ -135,6 +146,14 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from codes_in(inner)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a container of a few items, or an object, holds."""
+    kind = cast("type[Any]", type(value))
+    if kind not in _CONTAINERS:
+        return list(object.__getattribute__(value, "__dict__").values()) if kind.__dictoffset__ else []
+    return list(value.values() if kind is dict else value) if len(value) <= _LONGEST else []
 
 
 class _Names(NamedTuple):
@@ -173,10 +192,15 @@ def values_named(function: FunctionType) -> Iterator[Any]:
 
 
 class _Methods:
-    """The methods of the modules in some, of the objects that these hold, and the functions among those, by name."""
+    """The methods of the modules in some, of the objects that these hold, and the functions among those, by name.
+
+    Those of objects and classes outside come with the functions that name them.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found: dict[str, dict[int, Any]] = {}
+        self._asked: set[str] = set()
+        self._outside: set[int] = set()
         classes: dict[type[Any], None] = {}
         for module in all_inside(modules):
             classes[type(module)] = None
@@ -196,13 +220,40 @@ class _Methods:
 
     def _add_methods(self, cls: type[Any]) -> None:
         for name, value in list(vars(cls).items()):
-            is_method = isinstance(value, (FunctionType, property, staticmethod, classmethod))
-            if is_method and name != "forward" and not name.startswith("__"):
+            if isinstance(value, _METHODS) and name != "forward" and not name.startswith("__"):
                 self._found.setdefault(name, {})[id(value)] = value  # pyright: ignore[reportUnknownArgumentType]
 
     def named_by(self, function: FunctionType) -> Iterator[Any]:
-        for name in _names_in(function.__code__).attributes:
+        """Yield the methods found so far that a function names."""
+        names = _names_in(function.__code__).attributes
+        self._asked |= names
+        for name in names:
             yield from self._found.get(name, {}).values()
+
+    def of_named(self, values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+        """Yield the methods of objects and classes of the user's that the functions seen so far name."""
+        for value in values:
+            is_class = isinstance(value, type)
+            kind = cast("type[Any]", value if is_class else type(value))
+            if not (kind in _CONTAINERS or is_of_user(kind)) or id(value) in self._outside:
+                continue
+            self._outside.add(id(value))
+            if kind not in _CONTAINERS:
+                yield from self._of_class(kind, is_class)
+            if depth and not is_class:
+                yield from self.of_named(_parts(value), depth - 1)
+
+    def _of_class(self, cls: type[Any], bound: bool) -> Iterator[Any]:
+        """Yield the methods of a class that are named, and remember the others; or only those bound to no object."""
+        for base in cls.__mro__:
+            if base is object or _is_foreign(base):
+                continue
+            for name, value in list(vars(base).items()):
+                if isinstance(value, (staticmethod, classmethod) if bound else _METHODS):
+                    if name in _SPECIAL or (name in self._asked and not name.startswith("__")):
+                        yield value
+                    if not name.startswith("__"):
+                        self._found.setdefault(name, {})[id(value)] = value
 
 
 def _call_of(value: Any) -> FunctionType | None:

@@ -92,6 +92,8 @@ ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x, ask=type: ask(self.block) is Block,
     lambda self, x: getattr(self.block, "__class__") is Block,  # noqa: B009
     lambda self, x: builtins.type(self.block) is Block,
+    lambda self, x: getattr(builtins, "type")(self.block) is Block,  # noqa: B009
+    lambda self, x: vars(builtins)["type"](self.block) is Block,
 ]
 QUIET: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: self.block(x),
