@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-from .outside_places import MISSING, Place, held, is_readable
+from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import codes_in, is_of_user
 
 __all__ = ["OutsideClasses"]
@@ -78,5 +78,5 @@ class OutsideClasses:
 
 
 def _is_class_method(cls: type[Any], name: str, function: FunctionType) -> bool:
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    found = class_attribute(cls, name)
     return isinstance(found, classmethod) and cast("Any", found).__func__ is function

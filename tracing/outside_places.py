@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
@@ -114,7 +113,11 @@ def _has_dictionary(cls: type) -> bool:
 
 def class_attribute(cls: type, name: str) -> Any:
     """Return what a class, or a base of it, has as an attribute; an object without a spelling where it has none."""
-    return inspect.getattr_static(cls, name, MISSING)
+    for base in cls.__mro__:
+        held = vars(base)
+        if name in held:
+            return held[name]
+    return MISSING
 
 
 def held(owner: Any, name: str) -> Any:
