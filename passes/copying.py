@@ -87,19 +87,19 @@ class _Copier:
         kind = _type_of(value)
         if kind in _ATOMS:
             return value
-        if kind in _CONTAINERS and not value:
-            return kind()
         known = self._memo.get(id(value))
-        return self._new(value, kind) if known is None else known
-
-    def _new(self, value: Any, kind: Any) -> Any:
-        """Copy what was not copied yet."""
+        if known is not None:
+            return known
         if kind is nn.Parameter:
             return value.__deepcopy__(self._memo)
+        if kind in _CONTAINERS:
+            return self._filled(value) if value else kind()
+        return self._new(value, kind)
+
+    def _new(self, value: Any, kind: Any) -> Any:
+        """Copy what was not copied yet, and is neither parameter nor container."""
         if isinstance(value, nn.Module):
             return self.module(value)
-        if kind in _CONTAINERS:
-            return self._filled(value)
         if kind is Tensor:
             return self._tensor(value)
         if kind in _IMMUTABLE and all(type(item) in _ATOMS for item in value):

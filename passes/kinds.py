@@ -56,7 +56,7 @@ class Kinds:
         named = own_children(module).items()
         children = [(name, None if child is None else self.of(child)) for name, child in named] if named else ()
         tensors = *_names(own_parameters(module)), None, *_names(own_buffers(module))
-        answers = _answers(module)
+        answers = _answers(module) if "_fxopt_capture" in attributes else ()
         return type(module), module.training, has_hooks(module), tuple(own), tensors, tuple(children), tuple(answers)
 
 
