@@ -18,7 +18,7 @@ from .outside_classes import OutsideClasses
 from .outside_names import OutsideNames, names_in
 from .outside_objects import OutsideObjects, is_watchable
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
-from .reached_code import TooManyFunctions, reached_functions
+from .reached_code import TooManyFunctions, is_foreign, reached_functions
 from .source import attribute_expression
 
 __all__ = ["OutsideReads", "condition_on"]
@@ -53,6 +53,9 @@ class OutsideReads:
             self._note(expression, value, told)
             self._watch(value, expression, told)
         self._classes.note_class_methods(functions, type(module))
+        for name, value in _held_by_class(type(module)).items():
+            if name not in vars(module):
+                self._objects.add(value, f"type(self).{name}", f"{name} of its class")
 
     def watching(self) -> AbstractContextManager[None]:
         """Note, while the forward runs, what it reads of objects and sets on them under any name."""
@@ -173,6 +176,13 @@ class OutsideReads:
         """
         self._note_attributes(name for name in read if name not in vars(self._module))
         yield from (Guard(condition, reason) for condition, reason in self._conditions.items())
+
+
+def _held_by_class(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the objects and containers that a class of the user's, or one it derives from, has for attributes."""
+    bases = [base for base in reversed(cls.__mro__) if not is_foreign(base.__module__)]
+    found = {name: value for base in bases for name, value in vars(base).items() if not name.startswith("__")}
+    return {name: value for name, value in found.items() if is_watchable(cast("type[Any]", type(value)))}
 
 
 def _home_of(space: dict[str, Any]) -> str | None:

@@ -407,3 +407,30 @@ def test_a_trace_that_raises_gives_classes_back() -> None:
     with pytest.raises(KeyError, match="none"), reads.watching():
         module(X)
     assert dict(vars(Settings)) == before
+
+
+class OfClass(nn.Module):
+    """A module that reads from an object which its class holds, by another name."""
+
+    settings = Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = self.settings
+        return x * settings.scale
+
+
+class CountsOnClass(OfClass):
+    def forward(self, x: Tensor) -> Tensor:
+        settings = self.settings
+        settings.calls += 1
+        return x * settings.scale
+
+
+def test_objects_that_a_class_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (OfClass, CountsOnClass):
+        monkeypatch.setattr(kind, "settings", Settings())
+        program = fxopt.capture(kind(), (X,))
+        assert bool(program.opaque) is (kind is CountsOnClass)
+        kind.settings.scale, kind.settings.calls = 3.0, 0
+        torch.testing.assert_close(program.model(X), X * 3.0)
+        assert kind.settings.calls == (kind is CountsOnClass)
