@@ -50,6 +50,8 @@ __all__ = [
     "native_functions",
     "native_torch_functions",
     "operator_format",
+    "operator_name",
+    "overloads_of",
     "own_buffers",
     "own_children",
     "own_parameters",
@@ -256,6 +258,20 @@ def operator_format(function: Any) -> str | None:
     if getattr(function, "__module__", None) != "_operator":
         return None
     return magic_methods.get(function.__name__)
+
+
+def operator_name(function: Any) -> str | None:
+    """Return the name of one of `torch.ops` ("aten::add"), which all of its overloads share; None for anything else."""
+    if not is_registered_operator(function):
+        return None
+    return getattr(function, "overloadpacket", function)._qualified_op_name
+
+
+def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
+    """Return each overload of one of `torch.ops` with its schema; an overload is its own only one."""
+    single = isinstance(operator, torch._ops.OpOverload)  # pyright: ignore[reportPrivateUsage]
+    found = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    return [(overload, overload._schema) for overload in found]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -179,7 +179,7 @@ def test_every_variant_is_searched() -> None:
 
 @pytest.mark.parametrize(
     ("module_type", "name"),
-    [(nn.Linear, "linear"), (nn.LeakyReLU, "leaky_relu"), (nn.GELU, "gelu"), (nn.Conv2d, None), (nn.Module, None)],
+    [(nn.Linear, "linear"), (nn.LeakyReLU, "leaky_relu"), (nn.GELU, "gelu"), (nn.Conv2d, "conv2d"), (nn.Module, None)],
 )
 def test_operators_of_modules(module_type: type[nn.Module], name: str | None) -> None:
     assert operator_of_module(module_type) == name
