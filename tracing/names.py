@@ -11,12 +11,16 @@ from ..compat import all_modules, has_state_hooks, own_buffers, own_children, ow
 from .class_cache import cached_by_class
 
 __all__ = [
+    "INTERNAL",
     "ModelNames",
     "all_inside",
     "all_tensors",
     "is_meta",
     "tensors_by_name",
 ]
+
+INTERNAL = frozenset(nn.Module().__dict__)
+"""The attributes that torch gives every module."""
 
 
 def all_inside(modules: Iterable[nn.Module]) -> dict[nn.Module, None]:
