@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..compat import all_modules, has_state_hooks, own_buffers, own_children, own_parameters, transient_buffers
+from .class_cache import cached_by_class
 
 __all__ = [
     "INTERNAL",
@@ -157,7 +157,7 @@ def _is_saved_plainly(module: nn.Module) -> bool:
     return _has_plain_state(type(module)) and not replaced and not has_state_hooks(module)
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def _has_plain_state(cls: type[nn.Module]) -> bool:
     return all(getattr(cls, name) is getattr(nn.Module, name) for name in _SAVING)
 
