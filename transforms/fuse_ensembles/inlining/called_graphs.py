@@ -22,6 +22,8 @@ __all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph", "variant_of_ca
 
 _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 """What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
+_MOST_LEAF_GRAPHS = 256
+"""With more, all are forgotten: a model has a few kinds of leaves."""
 
 
 def leaf_graph(module: nn.Module) -> fx.Graph | None:
@@ -33,9 +35,12 @@ def leaf_graph(module: nn.Module) -> fx.Graph | None:
     key = leaf_key(module)
     if key is None:
         return _leaf_graph(module)
-    if key not in _LEAF_GRAPHS:
-        _LEAF_GRAPHS[key] = _leaf_graph(module)
-    return _LEAF_GRAPHS[key]
+    if key in _LEAF_GRAPHS:
+        return _LEAF_GRAPHS[key]
+    if len(_LEAF_GRAPHS) >= _MOST_LEAF_GRAPHS:
+        _LEAF_GRAPHS.clear()
+    graph = _LEAF_GRAPHS[key] = _leaf_graph(module)
+    return graph
 
 
 def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool) -> Variant | None:
