@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from ..passes.expansion import Operation, map_structure
 from ..passes.forms import gives_new_value, same_shape
 from ..passes.joins import Join, find_joins
@@ -196,7 +196,7 @@ def _write_layer(pack: Pack, values: Sequence[fx.Node], lowering: Lowering, writ
 
 def _template(pack: Pack) -> Template:
     if pack.module is None:
-        raise Unsuitable("the members' module is gone")
+        raise MatchFailure("the members' module is gone")
     return Template(pack.module, pack.arguments, pack.state)
 
 
@@ -221,7 +221,7 @@ def _write_linear(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
 def _many(switch: Switch, lowering: Lowering, writer: Writer) -> fx.Node:
     """Return the node that says whether the input has more rows than the switch's limit; it is written once."""
     if lowering.sized is None:
-        raise Unsuitable("a graph of its module has no input whose rows could be counted")
+        raise MatchFailure("a graph of its module has no input whose rows could be counted")
     key = ("many", lowering.sized)
     if key not in writer.values:
         writer.values[key] = writer.graph.call_function(has_more_rows, (writer.values[lowering.sized], switch.limit))
@@ -360,7 +360,7 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
         )
         values[pack] = _write_member(pack, slots, args, kwargs, graph)
     if any(pack.result == "common" for pack in exits):
-        raise Unsuitable("somebody else reads a number that the members compute")
+        raise MatchFailure("somebody else reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
     structured = any(pack.operator == "module" for pack in exits)
@@ -384,4 +384,4 @@ def _write_member(
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)
-    raise Unsuitable(f"'{pack.operator}' has no batching rule")
+    raise MatchFailure(f"'{pack.operator}' has no batching rule")

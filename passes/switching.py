@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..tracing.inputs import Inputs
 from ..tracing.selection import select
 from .measure import Timings
-from .reference import RecordedCall
 
 __all__ = ["Switch", "best_switch", "calls_by_rows", "pays", "rows_of"]
 
@@ -43,9 +43,9 @@ def rows_of(x: Tensor) -> int:
     return math.prod(x.shape[:-1])
 
 
-def calls_by_rows(home: nn.Module, calls: Sequence[RecordedCall], argument: str) -> dict[int, list[RecordedCall]]:
+def calls_by_rows(home: nn.Module, calls: Sequence[Inputs], argument: str) -> dict[int, list[Inputs]]:
     """Return the calls by the number of rows of one argument, in rising order; at most four sizes, evenly spread."""
-    groups: dict[int, list[RecordedCall]] = {}
+    groups: dict[int, list[Inputs]] = {}
     for call in calls:
         value = _argument(home, call, argument)
         if isinstance(value, Tensor):
@@ -56,7 +56,7 @@ def calls_by_rows(home: nn.Module, calls: Sequence[RecordedCall], argument: str)
     return {size: groups[size] for size in kept}
 
 
-def _argument(home: nn.Module, call: RecordedCall, name: str) -> Any:
+def _argument(home: nn.Module, call: Inputs, name: str) -> Any:
     """Return what a call passes for a placeholder, or None where it has no graph."""
     selected = select(home, call.args, call.kwargs)
     if selected is None:

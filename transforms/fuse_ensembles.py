@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from ..layers.fusing import common_name, fuse, tensor_of
 from ..layers.members import separate
+from ..passes.analyses import TensorOwners, is_on_meta
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.expand import expand
 from ..passes.expansion import Expansion, Operation, is_chain
-from ..passes.facts import TensorOwners, is_on_meta
 from ..passes.forms import may_share_memory
 from ..passes.gradient_reach import GradientReach, used_by
 from ..passes.isomorphism import find_ensembles
@@ -106,7 +106,7 @@ class FuseEnsembles(Pass):
         at = _qualified(home, common_name(ensemble, owner))
         try:
             places = places_of(ensemble, case, program, home)
-        except Unsuitable as unlike:
+        except MatchFailure as unlike:
             return Refusal(str(unlike), at)
         reason = next((o for place in places if (o := _obstacle(place, program, home, owner)) is not None), None)
         if reason is not None:
@@ -176,7 +176,7 @@ def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | 
     borrowed = _obstacle_in_region(place, program, home, owner)
     if borrowed is not None:
         return borrowed
-    owners = program.facts[TensorOwners]
+    owners = program.analyses[TensorOwners]
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
@@ -238,7 +238,7 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
     trained = [place.expansion for place in places if place.is_for(training=True, now=module.training)]
-    reach = program.facts[GradientReach]
+    reach = program.analyses[GradientReach]
     if any(len(set(reach.reached(expansion, members))) > 1 for expansion in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None
