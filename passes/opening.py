@@ -35,6 +35,8 @@ __all__ = [
 
 _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 """What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
+_MOST_LEAF_GRAPHS = 256
+"""With more, all are forgotten: a model has a few kinds of leaves."""
 
 
 def obstacle_to_opening(module: nn.Module) -> str | None:
@@ -64,9 +66,12 @@ def leaf_graph(module: nn.Module) -> fx.Graph | None:
     key = leaf_key(module)
     if key is None:
         return _leaf_graph(module)
-    if key not in _LEAF_GRAPHS:
-        _LEAF_GRAPHS[key] = _leaf_graph(module)
-    return _LEAF_GRAPHS[key]
+    if key in _LEAF_GRAPHS:
+        return _LEAF_GRAPHS[key]
+    if len(_LEAF_GRAPHS) >= _MOST_LEAF_GRAPHS:
+        _LEAF_GRAPHS.clear()
+    graph = _LEAF_GRAPHS[key] = _leaf_graph(module)
+    return graph
 
 
 def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool) -> Variant | None:
