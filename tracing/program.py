@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
 
@@ -14,15 +14,13 @@ from .captured import Capture, capture_of
 from .capturing import Opaque
 from .coverage import Coverage
 from .fallback import misses_in
+from .flat import FlatView
 from .inputs import Inputs
 from .model_capture import capture_model, inputs_for
 from .names import ModelNames
 from .preserve import in_phase
 from .record import Recording, record
 from .regions import Region
-
-if TYPE_CHECKING:
-    from .flat import FlatView
 
 __all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
 
@@ -190,9 +188,7 @@ class Program:
 
     def flat(self) -> FlatView:
         """Return a read-only view of the whole dataflow, across module boundaries."""
-        from .flat import FlatView
-
-        return FlatView(self)
+        return FlatView(self.model)
 
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""
