@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from .base import Site
 from .edit import Edit
 from .site_trial import Attempt, Failed, Race, SiteTrial, Written, label
@@ -98,7 +98,7 @@ class JointTrial(SiteTrial):
             site = together(left)
             try:
                 return site, self.apply(self.pass_, site)
-            except Unsuitable as refusal:
+            except MatchFailure as refusal:
                 reasons[str(refusal)] = None
                 remaining = [part for part in left if not _is_like(part, refusal.site)]
                 left = remaining if len(remaining) < len(left) else []  # a refusal may name none of them

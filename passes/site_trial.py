@@ -10,16 +10,16 @@ from typing import Any
 from torch import nn
 
 from ..compat import all_modules
-from ..errors import Unsuitable
+from ..errors import MatchFailure
+from ..tracing.inputs import Inputs
 from ..tracing.program import Program
 from ..tracing.resting import rest
 from . import measure, verify
+from .analyses import is_on_meta
 from .base import Goal, Numerics, Pass, Site
 from .copying import twin
 from .edit import Edit
-from .facts import is_on_meta
 from .modes import modes_to_check
-from .verify import RecordedCall
 
 __all__ = ["Attempt", "Failed", "Race", "SiteTrial", "Written", "timing_figures"]
 
@@ -82,7 +82,7 @@ class SiteTrial:
         pass_: Pass,
         site: Site,
         apply: Apply,
-        calls: Sequence[RecordedCall],
+        calls: Sequence[Inputs],
         *,
         check: bool,
         time: bool,
@@ -150,14 +150,14 @@ class SiteTrial:
         site = dataclasses.replace(self.site, choice=choice)
         try:
             return site, self.apply(self.pass_, site)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             return Failed(str(refusal), unsuitable=True)
 
     def written(self, site: Site) -> Written | Failed:
         """Write a site with the choice it has, and verify that; what is wrong is undone."""
         try:
             edit = self.apply(self.pass_, site)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             return Failed(str(refusal), unsuitable=True)
         try:
             verdict = self.verdict(edit)

@@ -22,13 +22,13 @@ from .preserve import in_phase
 from .record import Recording, record
 from .regions import Region
 
-__all__ = ["Fact", "Facts", "Opaque", "Program", "capture_program"]
+__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class Fact(Protocol[_T_co]):
+class Analysis(Protocol[_T_co]):
     """A class whose `compute` works something out about a program."""
 
     @classmethod
@@ -45,17 +45,17 @@ class Pattern(Protocol[_T_co]):
         ...
 
 
-class Facts:
-    """Work out facts on demand, and keep them until the program changes."""
+class Analyses:
+    """Work out analyses on demand, and keep them until the program changes."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[Any, Any] = {}
 
-    def __getitem__(self, fact: type[Fact[_T]]) -> _T:
-        if fact not in self._known:
-            self._known[fact] = fact.compute(self._program)
-        return cast("_T", self._known[fact])
+    def __getitem__(self, analysis: type[Analysis[_T]]) -> _T:
+        if analysis not in self._known:
+            self._known[analysis] = analysis.compute(self._program)
+        return cast("_T", self._known[analysis])
 
     def forget(self) -> None:
         """Let go of everything that was worked out."""
@@ -70,7 +70,7 @@ class Program:
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
         opaque: name -> why that module runs its own forward.
-        facts: `program.facts[FactType]`, kept until the next change.
+        analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """
 
@@ -88,7 +88,7 @@ class Program:
         self.inputs = inputs
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training
-        self.facts = Facts(self)
+        self.analyses = Analyses(self)
         self.version = 0
         self._leaves = tuple(leaves)
         self._names = None if names is None else (self.version, names)
@@ -96,9 +96,9 @@ class Program:
         self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
 
     def touch(self) -> None:
-        """Note that a module or graph has changed: facts, names and recordings are worked out anew."""
+        """Note that a module or graph has changed: analyses, names and recordings are worked out anew."""
         self.version += 1
-        self.facts.forget()
+        self.analyses.forget()
         self._recordings.clear()
 
     @property

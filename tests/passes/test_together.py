@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.errors import PassError, Unsuitable
+from fxopt.errors import MatchFailure, PassError
 from fxopt.passes import measure, site_trial
 from fxopt.passes.base import Goal, Numerics, Pass, Refusal, Site
 from fxopt.passes.edit import Edit
@@ -71,7 +71,7 @@ class Subtractions(Pass):
         node = edit.graph_node("sub")
         left, number = node.args
         if number in self.unsuitable:
-            raise Unsuitable("not this one")
+            raise MatchFailure("not this one")
         if number in self.broken:
             raise ValueError("broken")
         if number in self.wrong:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from ...errors import Unsuitable
+from ...errors import MatchFailure
 from ...layers.members import separate
+from ...passes.analyses import TensorOwners, is_on_meta
 from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ...passes.facts import TensorOwners, is_on_meta
 from ...passes.owners import Owner, owner_of
 from ...tracing.regions import Region
 from .inlining import Case, Expansion, Operation, expand, is_chain
@@ -107,7 +107,7 @@ class FuseEnsembles(Pass):
         at = _qualified(home, common_name(ensemble, owner))
         try:
             places = places_of(ensemble, case, program, home)
-        except Unsuitable as unlike:
+        except MatchFailure as unlike:
             return Refusal(str(unlike), at)
         reason = next((o for place in places if (o := _obstacle(place, program, home, owner)) is not None), None)
         if reason is not None:
@@ -177,7 +177,7 @@ def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | 
     borrowed = _obstacle_in_region(place, program, home, owner)
     if borrowed is not None:
         return borrowed
-    owners = program.facts[TensorOwners]
+    owners = program.analyses[TensorOwners]
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
@@ -239,7 +239,7 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
     trained = [place.expansion for place in places if place.is_for(training=True, now=module.training)]
-    reach = program.facts[GradientReach]
+    reach = program.analyses[GradientReach]
     if any(len(set(reach.reached(expansion, members))) > 1 for expansion in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ...compat import own_children, own_tensor, submodule
-from ...errors import Unsuitable
+from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member
 from ...passes.owners import Owner
 from ...passes.state_map import Stack
@@ -34,7 +34,7 @@ def fuse(sites: Sequence[Site], edit: Edit) -> None:
     """Rewrite sites of one home; ensembles that are computed in the same graphs are written at once.
 
     Raises:
-        Unsuitable: if one of them cannot be written; `edit.site` is that one.
+        MatchFailure: if one of them cannot be written; `edit.site` is that one.
     """
     left = list(sites)
     while left:
@@ -114,11 +114,11 @@ def _lowering(place: Place, site: Site, names: Mapping[tuple[str, ...], str], ed
 def _located(site: Site, edit: Edit) -> _Located:
     """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
     case = next(case for case in present_cases(site.program, site.home) if case.variant == site.variant)
-    found = site.program.facts[_Members].of(site.home, site.variant)
+    found = site.program.analyses[_Members].of(site.home, site.variant)
     ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
     with edit.at(site):
         if ensemble is None:
-            raise Unsuitable("an earlier rewrite took some of its members")
+            raise MatchFailure("an earlier rewrite took some of its members")
         return _Located(site, ensemble, places_of(ensemble, case, site.program, site.home))
 
 

@@ -38,7 +38,7 @@ class Expansions:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._kinds = program.facts[Kinds]
+        self._kinds = program.analyses[Kinds]
         self._homes: dict[tuple[str, int, bool], Expansion] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], Expansion] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
@@ -89,7 +89,7 @@ def expand(program: Program, home: str, variant: int = 0, *, flipped: bool = Fal
 
     Children whose graphs differ by mode are taken to be in the mode that they are in or, if `flipped`, in the other.
     """
-    return program.facts[Expansions].of_home(home, variant, flipped)
+    return program.analyses[Expansions].of_home(home, variant, flipped)
 
 
 class _Builder:

@@ -42,7 +42,7 @@ class Case:
 
 def cases_of(program: Program, home: str) -> list[Case]:
     """Return every graph of a home in each mode that it runs in, those that run in the present mode first."""
-    cases = program.facts[_Cases].by_home
+    cases = program.analyses[_Cases].by_home
     if home not in cases:
         cases[home] = _cases_of(program.module(home))
     return cases[home]

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ....errors import Unsuitable
+from ....errors import MatchFailure
 from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
@@ -43,7 +43,7 @@ def filled(pack: Pack, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     if not pack.function and pack.operator not in POINTWISE:
-        raise Unsuitable(f"'{pack.operator}' cannot be computed for several members at once")
+        raise MatchFailure(f"'{pack.operator}' cannot be computed for several members at once")
     leaves = pytree.tree_leaves(pack.arguments)
     stacked = tuple(isinstance(leaf, Slot) and is_stacked(pack.operands[leaf.index]) for leaf in leaves)
     if not any(stacked):
@@ -125,7 +125,7 @@ def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
 def _recurrent(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     inputs = len(pack.operands) - len(pack.state)
     if inputs != 1:
-        raise Unsuitable("the members' recurrent layers are given states to begin with")
+        raise MatchFailure("the members' recurrent layers are given states to begin with")
     state = dict(zip(pack.state, values[inputs:], strict=True))
     training = state.pop("training")
     options = {name: pack.options[name] for name in _RECURRENT}

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from ....errors import Unsuitable
+from ....errors import MatchFailure
 from ....tracing.structure import map_structure
 from ..inlining import Expansion, Operation
 from ..search import writes_to_fresh_value
@@ -68,7 +68,7 @@ def rebuild(
     Module calls of which nothing is covered are kept as they are; of the others, what is not covered is written out.
 
     Raises:
-        Unsuitable: if the replacements depend on one another in a circle.
+        MatchFailure: if the replacements depend on one another in a circle.
     """
     covered = set(covered)
     opened = {operation.call for operation in covered}
@@ -175,7 +175,7 @@ def _scheduled(units: Sequence[Unit]) -> Iterable[Unit]:
             if not waits[follower]:
                 heapq.heappush(ready, (units[follower].order, follower))
     if done != len(units):
-        raise Unsuitable("the fused operations depend on one another in a circle")
+        raise MatchFailure("the fused operations depend on one another in a circle")
 
 
 def _add_barriers(units: Sequence[Unit], waits: list[set[int]]) -> None:

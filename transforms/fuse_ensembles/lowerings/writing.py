@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ....errors import Unsuitable
+from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers import ensemble as batched
 from ....layers.templates import Slot, Template
@@ -199,7 +199,7 @@ def _write_layer(pack: Pack, values: Sequence[fx.Node], lowering: Lowering, writ
 
 def _template(pack: Pack) -> Template:
     if pack.module is None:
-        raise Unsuitable("the members' module is gone")
+        raise MatchFailure("the members' module is gone")
     return Template(pack.module, pack.arguments, pack.state)
 
 
@@ -345,7 +345,7 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
         )
         values[pack] = _write_member(pack, slots, args, kwargs, graph)
     if any(pack.result == "common" for pack in exits):
-        raise Unsuitable("somebody else reads a number that the members compute")
+        raise MatchFailure("somebody else reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
     structured = any(pack.operator == "module" for pack in exits)
@@ -369,4 +369,4 @@ def _write_member(
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)
-    raise Unsuitable(f"'{pack.operator}' has no batching rule")
+    raise MatchFailure(f"'{pack.operator}' has no batching rule")

@@ -91,10 +91,10 @@ def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
         home: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
         names: of parameters, qualified from `home`.
     """
-    borrowers, owner = program.facts[_Borrowers].regions, owner_of(program.model, home)
+    borrowers, owner = program.analyses[_Borrowers].regions, owner_of(program.model, home)
     if not home and not borrowers:
         return None
-    users = program.facts[_Users]
+    users = program.analyses[_Users]
     paths = dict.fromkeys(path for name in names for path in _paths(owner.qualified(name)))
     borrowing = (region for path in paths for region in borrowers.get(path, ()))
     region = next((region for region in borrowing if region not in owner.names), None)

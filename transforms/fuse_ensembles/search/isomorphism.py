@@ -55,7 +55,7 @@ class Ensembles:
 
 def find_ensembles(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> list[Ensemble]:
     """Return the ensembles of at least two members in what `home` computes, in execution order; see `expand`."""
-    return program.facts[Ensembles].of(home, variant, flipped)
+    return program.analyses[Ensembles].of(home, variant, flipped)
 
 
 def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
-from ....errors import Unsuitable
+from ....errors import MatchFailure
 from ....tracing.captured import Guard, Variant
 from ....tracing.portable import copy_graph
 from ..inlining import Case, Expansion, Operation, asks_for_training, cases_of, expand
@@ -81,7 +81,7 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> li
     """Return where an ensemble that was found in one graph is computed in all graphs of its home and in both modes.
 
     Raises:
-        Unsuitable: if some graph computes with its parameters otherwise.
+        MatchFailure: if some graph computes with its parameters otherwise.
     """
     places = [Place(case, expand(program, home, case.variant, flipped=case.flipped), ensemble)]
     for other in cases_of(program, home):
@@ -92,7 +92,7 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> li
         if same is not None:
             places.append(Place(other, expansion, same))
         elif _reads_any(expansion, [name for operand in ensemble.parameters for name in operand.names]):
-            raise Unsuitable(f"{_described(other, program, home)} computes with its members otherwise")
+            raise MatchFailure(f"{_described(other, program, home)} computes with its members otherwise")
     return places
 
 

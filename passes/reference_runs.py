@@ -15,11 +15,11 @@ from .tape import Tape
 from .tree import flatten
 from .trial import Arguments, Run, Trial
 
-__all__ = ["Oracle", "coarsest_epsilon", "epsilon_of"]
+__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
 
 
 @dataclass
-class Oracle:
+class ReferenceRuns:
     """Give a module's exact and native runs, and find out on the way what they take.
 
     The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same

@@ -1,4 +1,4 @@
-"""Facts: worked out when asked for, kept until the program changes."""
+"""Analyses: worked out when asked for, kept until the program changes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.passes.analyses import CallSites, TensorOwners
 from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
-from fxopt.passes.facts import CallSites, TensorOwners
 from fxopt.tracing.program import Program
 
 
@@ -36,7 +36,7 @@ def captured() -> Program:
 
 def test_calls_are_counted_by_module_whatever_its_name() -> None:
     program = captured()
-    sites = program.facts[CallSites]
+    sites = program.analyses[CallSites]
     assert len(program.captures[""].variants) == 2
     assert sites.count(program.model.once) == 1
     assert sites.count(program.model.twice) == sites.count(program.model.alias) == 2
@@ -49,12 +49,12 @@ def test_calls_inside_of_blocks_count_once_for_each_block() -> None:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(nn.Sequential(layer, nn.ReLU()), nn.Sequential(layer, nn.ReLU()))
     program = fxopt.capture(model, (torch.randn(2, 4),))
-    assert program.facts[CallSites].count(layer) == 0
-    assert program.facts[CallSites].count(program.model[0][0]) == 2
+    assert program.analyses[CallSites].count(layer) == 0
+    assert program.analyses[CallSites].count(program.model[0][0]) == 2
 
 
 def test_tied_tensors_know_all_their_names() -> None:
-    owners = captured().facts[TensorOwners]
+    owners = captured().analyses[TensorOwners]
     assert owners.names("once.weight") == owners.names("tied.weight") == ("once.weight", "tied.weight")
     assert owners.names("alias.bias") == ("twice.bias", "alias.bias")
     assert owners.names("offset") == ("offset", "same_offset")
@@ -62,24 +62,24 @@ def test_tied_tensors_know_all_their_names() -> None:
     assert owners.names("nowhere") == ("nowhere",)
 
 
-def test_facts_are_kept_until_the_program_changes() -> None:
+def test_analyses_are_kept_until_the_program_changes() -> None:
     program = captured()
-    before = program.facts[CallSites]
-    assert program.facts[CallSites] is before
+    before = program.analyses[CallSites]
+    assert program.analyses[CallSites] is before
     edit = Edit(program, Site(program, "", {}), "test_pass")
     edit.call("never", next(iter(edit.graph.nodes)))
     edit.finish()
-    assert program.facts[CallSites] is not before
-    assert (before.count(program.model.never), program.facts[CallSites].count(program.model.never)) == (0, 1)
+    assert program.analyses[CallSites] is not before
+    assert (before.count(program.model.never), program.analyses[CallSites].count(program.model.never)) == (0, 1)
     edit.undo()
-    assert program.facts[CallSites].count(program.model.never) == 0
+    assert program.analyses[CallSites].count(program.model.never) == 0
 
 
-def test_any_class_that_computes_is_a_fact() -> None:
+def test_any_class_that_computes_is_an_analysis() -> None:
     class NodeCount(int):
         @classmethod
         def compute(cls, program: Program) -> NodeCount:
             return cls(sum(len(graph.nodes) for graph in program.graphs.values()))
 
     program = captured()
-    assert program.facts[NodeCount] == sum(len(variant.graph.nodes) for variant in program.captures[""].variants)
+    assert program.analyses[NodeCount] == sum(len(variant.graph.nodes) for variant in program.captures[""].variants)

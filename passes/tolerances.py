@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .compare import Tolerance, deviation, scale_of
-from .oracle import epsilon_of
 from .reference import Reference
+from .reference_runs import epsilon_of
 from .translation import Quantities, is_gradient
 
-__all__ = ["Measured", "Yardstick"]
+__all__ = ["Measured", "Tolerances"]
 
 _EXACT = {
     torch.float64: Tolerance(1e-10, 2e-13),
@@ -67,7 +67,7 @@ class _Seen:
         self.places[label] = max(places, self.places.get(label, 0))
 
 
-class Yardstick:
+class Tolerances:
     """Turn rounding errors that were seen into tolerances.
 
     The first are the original's own, in its own types. Where these do not tell enough (a ReLU, an argmax or a chaotic
