@@ -33,13 +33,13 @@ if TYPE_CHECKING:
         FxoptError,
         GuardError,
         InputError,
+        MatchFailure,
         ModeError,
         OrderError,
         PassError,
         PipelineError,
         PlanError,
         StateError,
-        Unsuitable,
         UsageError,
         VerificationError,
     )
@@ -65,7 +65,7 @@ _HOMES = {
     "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
-        "PipelineError PlanError StateError Unsuitable UsageError VerificationError"
+        "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
     "passes.base": "Goal Numerics Pass Phase Refusal Site",
@@ -101,6 +101,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "Match",
+    "MatchFailure",
     "ModeError",
     "Numerics",
     "OpInfo",
@@ -117,7 +118,6 @@ __all__ = [
     "Report",
     "Site",
     "StateError",
-    "Unsuitable",
     "UsageError",
     "VerificationError",
     "__version__",

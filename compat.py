@@ -31,7 +31,6 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "checkpoints_off",
-    "copies_of_storages",
     "draws_randomly",
     "function_entries",
     "has_hooks",
@@ -120,11 +119,6 @@ def checkpoints_off() -> Generator[None]:
     finally:
         setattr(owner, name, original)
         del reentrant.apply
-
-
-def copies_of_storages(memo: dict[int, Any]) -> dict[int, Any]:
-    """Return what `copy.deepcopy` has noted of the memory of tensors: `storage_id` -> its copy."""
-    return cast("dict[Any, Any]", memo).setdefault("torch", {})
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -226,8 +220,11 @@ def is_torch_wrapper(cls: type) -> bool:
 
 @cache
 def is_view_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
-    return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+    """Say whether a dispatched operator's result always shares its argument's storage.
+
+    `lift_fresh` yields a new tensor, and `to` does where it converts one.
+    """
+    return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
 def load_exported_program(file: BinaryIO) -> Any:

@@ -52,7 +52,7 @@ class OpInfo:
         differentiable: gradients may flow through it.
         shape: what the shape of its result depends on: all operands' shapes, the first operand's, or data.
         reference: takes the same arguments and computes it in float64, where the operator has no kernel for that.
-        extras: what single passes know of it, each a value of the pass's own type.
+        notes: what single passes know of it, each a value of the pass's own type.
     """
 
     name: str
@@ -73,11 +73,11 @@ class OpInfo:
     differentiable: bool = True
     shape: Literal["operands", "first", "data"] = "operands"
     reference: Callable[..., Any] | None = None
-    extras: tuple[object, ...] = ()
+    notes: tuple[object, ...] = ()
 
-    def extra(self, kind: type[T]) -> T | None:
+    def note(self, kind: type[T]) -> T | None:
         """Return what a pass knows of the operator, by the type that the pass keeps it in."""
-        return next((extra for extra in self.extras if isinstance(extra, kind)), None)
+        return next((note for note in self.notes if isinstance(note, kind)), None)
 
     def completed(self) -> OpInfo:
         """Return the same with nothing left out: filled in from the schema of an operator of `torch.ops`."""

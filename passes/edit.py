@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import CaptureError, Unsuitable
+from ..errors import CaptureError, MatchFailure
 from ..tracing.capture import required_capture
 from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
 from ..tracing.preserve import AttributeState
@@ -170,8 +170,12 @@ class Edit:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every user of `old` read `new`, and erase `old` with whatever only it needed."""
+        """Let every user of `old` read `new`, and erase `old` with whatever only it needed.
+
+        Later sites that name `old` are given `new`.
+        """
         new.meta.setdefault("val", old.meta.get("val"))
+        new.meta["replaces"] = (*new.meta.get("replaces", ()), old.name, *old.meta.get("replaces", ()))
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.erase(old)
 
@@ -283,10 +287,10 @@ class Edit:
         """Say what the rewrite does to tensors; names are qualified from the home module.
 
         Raises:
-            Unsuitable: in a region that a pass made, which owns none.
+            MatchFailure: in a region that a pass made, which owns none.
         """
         if isinstance(self.owner.module, Region):
-            raise Unsuitable(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
+            raise MatchFailure(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
         self._steps.append(step)
 
     def state_map(self) -> StateMap:

@@ -19,8 +19,8 @@ from ..operators import (
     operator_of_module,
 )
 from ..tracing.dynamic import user_class
+from ..tracing.leaf_graphs import leaf_graph
 from .effects import overwrites_unseen, writes
-from .opening import leaf_graph
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

@@ -183,11 +183,11 @@ def test_a_custom_operator_that_writes_stays() -> None:
 
 def test_registered_operators_are_known_until_they_are_removed() -> None:
     registration = register_operator(
-        OpInfo("fxopt_tests::halve", modules=(Halve,), elementwise=True, extras=(Uses, "a note"))
+        OpInfo("fxopt_tests::halve", modules=(Halve,), elementwise=True, notes=(Uses, "a note"))
     )
     info = operator_info("fxopt_tests::halve")
     assert info.elementwise and info.pure and not info.random and info.fresh
-    assert info.extra(str) == "a note" and info.extra(int) is None
+    assert info.note(str) == "a note" and info.note(int) is None
     assert operator_of_module(Halve) == "fxopt_tests::halve"
     registration.remove()
     registration.remove()

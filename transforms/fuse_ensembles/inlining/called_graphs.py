@@ -1,0 +1,46 @@
+"""The graph that a called module runs: one that it was captured with, or the only one of a `torch.nn` leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from ....passes.opening import unmet_guards
+from ....tracing.captured import Capture, Variant
+from ....tracing.guards import require
+from ....tracing.leaf_graphs import leaf_graph
+from .batchable_modules import module_operator
+from .mode_guards import asks_for_training, runs_in_mode
+
+__all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "variant_of_call"]
+
+
+def leaf_graph_of(module: nn.Module) -> fx.Graph | None:
+    """Return the graph that a leaf always runs; None where there is none, or where the module stays one operation."""
+    return None if module_operator(module) is not None else leaf_graph(module)
+
+
+def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool) -> Variant | None:
+    """Return the graph that a module runs for a call in its mode or, if `flipped`, in the other one.
+
+    None where it is not settled by what the call passes. Of a single graph the other conditions are left to the caller.
+    """
+    in_mode = [variant for variant in capture.variants if runs_in_mode(module, variant, flipped)]
+    if len(in_mode) == 1:
+        return in_mode[0]
+    for variant in in_mode:
+        if all(asks_for_training(guard) for guard in unmet_guards(module, variant, given)):
+            return variant
+    return None
+
+
+def checks_on_the_way(graph: fx.Graph) -> bool:
+    """Say whether a graph starts over where a value in its middle is not as it was at capture."""
+    return bool(graph.find_nodes(op="call_function", target=require, sort=False))
+
+
+def has_plain_output(graph: fx.Graph) -> bool:
+    """Say whether a graph returns a value or a plain structure of them."""
+    return isinstance(graph.output_node().args[0], (fx.Node, tuple, list, dict))

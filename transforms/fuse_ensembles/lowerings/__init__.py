@@ -1,0 +1,9 @@
+"""Write ensembles as batched operations."""
+
+from __future__ import annotations
+
+from .batching_rules import BatchingRule
+from .rebuilding import Unit, Writer, rebuild
+from .writing import Lowering, covered_operations, lower
+
+__all__ = ["BatchingRule", "Lowering", "Unit", "Writer", "covered_operations", "lower", "rebuild"]
