@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from ..operators import draws, info_of
 from .expressions import DESCRIPTIONS
+from .leaf_functions import is_leaf_function
 from .objects import is_object
 from .structure import tensors_in
-from .whole_functions import is_whole_function
 
 __all__ = ["DataFlow"]
 
@@ -127,14 +127,14 @@ class DataFlow:
     def _counts_results(self, node: fx.Node) -> bool:
         """Tell whether a node asks how many results a module or function returned: that is up to its code."""
         source = node.all_input_nodes[0]
-        has_own_code = source.op == "call_module" or is_whole_function(source.target)
+        has_own_code = source.op == "call_module" or is_leaf_function(source.target)
         return node.target is len and has_own_code and type(self._examples.get(source)) is tuple
 
     def _holds_tensor_itself(self, node: fx.Node) -> bool:
         return isinstance(self._examples.get(node), Tensor)
 
     def _shapes_by_data(self, node: fx.Node) -> bool:
-        if info_of(node).shape == "data" or is_whole_function(node.target):
+        if info_of(node).shape == "data" or is_leaf_function(node.target):
             return True
         name = _name(node)
         if name == "where":

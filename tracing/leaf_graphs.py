@@ -12,7 +12,7 @@ from .interception import tracing_session
 from .names import ModelNames
 from .observe import INTERNAL
 from .plain_types import is_plain_structure
-from .session import Untraceable
+from .recorder import Untraceable
 from .signature import signature_of
 from .tracer import ModuleTracer
 
