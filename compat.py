@@ -266,8 +266,8 @@ def operator_name(function: Any) -> str | None:
 
 def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
     """Return each overload of one of `torch.ops` with its schema; an overload is its own only one."""
-    single = isinstance(operator, torch._ops.OpOverload)  # pyright: ignore[reportPrivateUsage]
-    found = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    single = not hasattr(operator, "overloads")
+    found: list[Any] = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
     return [(overload, overload._schema) for overload in found]
 
 
