@@ -274,8 +274,8 @@ def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fx
             _check_plain(item, f"{name}[{index}]", leaves, error)
     elif not isinstance(value, leaves):
         raise error(
-            f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, in "
-            "tuples, lists and dictionaries"
+            f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, "
+            "in tuples, lists and dictionaries"
         )
 
 
