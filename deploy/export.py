@@ -77,7 +77,7 @@ def export_model(
 
 def _exported(model: nn.Module, call: Inputs, sizes: _FreeSizes) -> torch.export.ExportedProgram:
     example = copy_inputs(call)  # torch marks the tensors that it exports with
-    shapes = torch.export.ShapesCollection()
+    shapes: Any = torch.export.ShapesCollection()
     for tensor, free in zip(_tensors(example), sizes.free, strict=True):
         shapes[tensor] = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
     try:
@@ -265,7 +265,7 @@ def _check_calls(calls: Sequence[Inputs]) -> None:
 
 def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[FxoptError]) -> None:
     """Make sure that a value is made of nothing else than `leaves` in plain containers."""
-    kind: type = type(value)
+    kind = cast("type[object]", type(value))
     if kind in (dict, OrderedDict):
         for key, item in cast("Mapping[Any, Any]", value).items():
             _check_plain(item, f"{name}[{key!r}]", leaves, error)
@@ -282,5 +282,5 @@ def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fx
 def _form(call: Inputs) -> object:
     """Return what calls of one kind have in common."""
     leaves = flatten((call.args, call.kwargs))
-    known = [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves.values()]
-    return structure((call.args, call.kwargs)), known
+    known = [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves.values()]
+    return structure((call.args, call.kwargs)), known  # the structure tells True from 1
