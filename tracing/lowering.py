@@ -7,20 +7,20 @@ import enum
 from types import FunctionType
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from .attributes import Attributes
 from .made_functions import made_function
 from .numpy_values import is_array, is_scalar
+from .plain_types import PLAIN_TYPES
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .structure import is_namedtuple
 
 __all__ = ["PLAIN", "Lowering"]
 
-PLAIN = (str, int, float, complex, bool, bytes, type(None), type(...))
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range)
+PLAIN = frozenset((*PLAIN_TYPES, type(...)))
+_CONSTANTS = (enum.Enum, range)
 
 
 class Lowering:
