@@ -19,8 +19,8 @@ from ..compat import own_children
 from .dynamic import user_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
-from .outside_places import class_attribute
 from .outside_reads import condition_on
+from .reached_code import class_attribute
 from .source import module_expression
 
 if TYPE_CHECKING:

@@ -116,14 +116,14 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.expressions)
-        forward = type(self.module).forward
+        forward, outside = type(self.module).forward, self._outside_reads()
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
         self.assignments.begin(self.state)
-        state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
+        state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with outside.watching(), self._observed() as seen, self.session.tracing(self):
+            with self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
@@ -132,9 +132,8 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
-            changed = outside.put_back()
-        if changed or seen.set_on_class:
-            raise Untraceable(changed or f"it changes what is not the module's: {min(seen.set_on_class)} of its class")
+        if seen.set_on_class:
+            raise Untraceable(f"it sets what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -147,6 +146,13 @@ class ModuleTracer:
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
+
+    def _outside_reads(self) -> OutsideReads:
+        outside = OutsideReads(self.module)
+        if outside.stored is not None:
+            what, place = outside.stored
+            raise Untraceable(f"it sets what is not the module's: {what}", place)
+        return outside
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.
