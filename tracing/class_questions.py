@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from .bytecode import TYPE, Asked, Display, Plain, Use, Value, Variable, uses_in
+from .bytecode import TYPE, Asked, Display, Plain, Use, Value, uses_in
 from .reached_code import MISSING, Reached, reached_functions, value_of
 
 __all__ = ["asks_for_classes"]
@@ -57,6 +57,8 @@ def _questions(code: CodeType, types: frozenset[Value]) -> list[tuple[Use, int]]
 
 def _is_harmless(function: FunctionType, use: Use, place: int) -> bool:
     """Say whether what a step makes of an answer cannot depend on whether a class was made on the fly."""
+    if _is_of_constant(use.taken[place]):
+        return True
     if use.operation in ("LOAD_ATTR", "LOAD_METHOD"):
         return use.argument in _TOLD or not use.argument.startswith("__")
     is_answer = isinstance(use.taken[place], Asked)
@@ -78,9 +80,12 @@ def _is_of_others(function: FunctionType, value: Value) -> bool:
     """Say whether what a class is compared with, or looked up in, has to do with no class of modules."""
     if isinstance(value, Display):
         return all(_is_of_others(function, item) for item in value.items)
-    if isinstance(value, Asked):
-        return value.function == Variable("global", "type") and isinstance(value.argument, Plain)
-    return _is_no_module(value_of(function, value))
+    return _is_of_constant(value) or _is_no_module(value_of(function, value))
+
+
+def _is_of_constant(value: Value) -> bool:
+    """Say whether a value is `type("")` or the like."""
+    return isinstance(value, Asked) and isinstance(value.argument, Plain)
 
 
 def _is_no_module(value: Any) -> bool:

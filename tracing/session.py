@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off
-from .made_functions import call_whole, takes_functions
-from .memos import call_memo, is_memoised
+from .memoised import is_memoised, run_memo
 from .objects import is_whole
 from .observe import Observers
 from .proxy import ValueProxy
@@ -265,9 +264,7 @@ class Session:
             if wrapper is None and isinstance(value, type) and is_whole(value):
                 wrapper = self._stand_ins[id(value)] = stand_in(value, self._make)
             if wrapper is None and is_memoised(value):
-                wrapper = self.stand_in(value, call_memo)
-            if wrapper is None and takes_functions(value):
-                wrapper = self.stand_in(value, call_whole)
+                wrapper = self.stand_in(value, run_memo)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)

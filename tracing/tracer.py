@@ -28,7 +28,7 @@ from .examples import examples_of, is_tensor_method
 from .leaves import container_lengths, walks_children
 from .locate import source_of
 from .lowering import Lowering
-from .memos import asks_memo, patch_memos
+from .memoised import check_hash, patch_memos
 from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
@@ -142,7 +142,6 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         guards += (*self.decisions.guards.values(), *outside.guards(plain))
-        self.attributes.check_arrays(self.nested.arrays)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
@@ -384,11 +383,10 @@ class ModuleTracer:
 
     def hash_of(self, proxy: ValueProxy, frame: FrameType) -> int:
         """Answer `hash(proxy)`, asked by what runs in `frame`: tensors by identity, plain values by what they are."""
+        check_hash(self, frame)
         value = proxy.fxopt_value
         if value is UNKNOWN or isinstance(value, Tensor):
             return id(proxy)
-        if asks_memo(frame):
-            self.fail("it calls a memoised function that is found neither in its file nor in its class")
         return hash(self.decisions.plain(proxy))
 
 
