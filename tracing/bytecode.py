@@ -9,7 +9,20 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["TYPE", "Asked", "Display", "Plain", "Read", "Use", "Value", "Variable", "is_class", "named_in", "root_of", "uses_in"]
+__all__ = [
+    "TYPE",
+    "Asked",
+    "Display",
+    "Plain",
+    "Read",
+    "Use",
+    "Value",
+    "Variable",
+    "is_class",
+    "named_in",
+    "root_of",
+    "uses_in",
+]
 
 
 class Variable(NamedTuple):
@@ -66,7 +79,9 @@ class Use(NamedTuple):
     line: int
 
 
-_NOTHING = frozenset("CACHE PRECALL EXTENDED_ARG NOP RESUME KW_NAMES MAKE_CELL COPY_FREE_VARS NOT_TAKEN TO_BOOL".split())
+_NOTHING = frozenset(
+    "CACHE PRECALL EXTENDED_ARG NOP RESUME KW_NAMES MAKE_CELL COPY_FREE_VARS NOT_TAKEN TO_BOOL".split()
+)
 _ENDS = ("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
 """After these the code goes on only where something jumps to."""
 _TAKES_ONLY = tuple(

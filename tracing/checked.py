@@ -58,7 +58,7 @@ def _is_in_call(text: _Text, frame: FrameType) -> bool:
     return line is not None and end_line is not None and line <= text.line <= end_line
 
 
-def patch_checks(session: Session) -> None:
+def patch_checks(session: Session[Any]) -> None:
     """Send the checks that traced code makes to its tracer."""
     session.wrap(torch, "_check", _check)
     library = sys.modules.get("transformers.utils.import_utils")

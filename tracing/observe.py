@@ -10,30 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .at_rest import FOUND
+from .dynamic import Quiet, subclass
+from .names import INTERNAL
+from .recorder import Untraceable
+
 __all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
 
-INTERNAL = frozenset(nn.Module().__dict__)
-"""The attributes that torch gives every module."""
-FOUND = "_fxopt_found"
-"""In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
 _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class Quiet:
-    """Keep the user's `__init_subclass__` from seeing the classes made here."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Seen:
-    """Hold the names of all attributes read, of the plain values among them, and of those set on the class."""
+    """Hold the names of all attributes read, and of the plain values among them."""
 
     names: set[str]
     plain: set[str]
-    set_on_class: set[str]
 
 
 class Observers:
@@ -55,8 +48,12 @@ class Observers:
 
     @contextmanager
     def observed(self, module: nn.Module) -> Generator[Seen]:
-        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
-        cls, previous, found = type(module), self._seen, Seen(set(), set(), set())
+        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving.
+
+        Raises:
+            Untraceable: if some are set on its class.
+        """
+        cls, previous, found = type(module), self._seen, Seen(set(), set())
         self._seen = found.names
         lent = module.__class__ = self._class(cls)
         try:
@@ -64,18 +61,18 @@ class Observers:
         finally:
             module.__class__ = cls
             found.plain.update(name for name in found.names if _is_plain(module, name))
-            found.set_on_class.update(_taken_off(lent))
             self._seen = previous
+            set_on_class = _taken_off(lent)
+        if set_on_class:
+            raise Untraceable(f"it sets what is not the module's: {min(set_on_class)} of its class")
 
     def _class(self, cls: type) -> Any:
         known = self._classes.get(cls)
         if known is None:
-            known = self._classes[cls] = types.new_class(
-                cls.__name__, (Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls))
-            )
+            known = self._classes[cls] = subclass(cls, (Quiet,), lambda: self._body(cls))
         return known
 
-    def _namespace(self, cls: type) -> dict[str, Any]:
+    def _body(self, cls: type) -> dict[str, Any]:
         read: Any = cls.__getattribute__
 
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
@@ -83,7 +80,7 @@ class Observers:
             value = read(module, name)
             return self._wrappers.get(id(value), value) if type(value) is types.FunctionType else value
 
-        return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        return {"__getattribute__": __getattribute__}
 
 
 def _taken_off(cls: type) -> set[str]:

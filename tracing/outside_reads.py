@@ -16,9 +16,11 @@ from .nested import spelled
 from .outside import LIBRARIES, own_cells
 from .outside_stores import stored_outside, told
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of
+from .recorder import Untraceable
 from .source import attribute_expression
 
 __all__ = ["OutsideReads", "condition_on"]
+
 
 class OutsideReads:
     """Hold what a forward, and the functions that it names, read from outside the modules, as it is now.
@@ -26,17 +28,18 @@ class OutsideReads:
     Args:
         module: about to be traced.
 
-    Attributes:
-        stored: what that code may set out there, and the line, as "file.py:12"; or None.
+    Raises:
+        Untraceable: if that code sets something out there.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
         self._guards: dict[str, Guard] = {}
         self._cells = {id(cell): key for key, cell in own_cells(type(module).forward).items()}
-        self.stored: tuple[str, str] | None = None
         for function, names in reached_functions([module], hooks=False):
-            self.stored = self.stored or stored_outside(function, module)
+            stored = stored_outside(function, module)
+            if stored is not None:
+                raise Untraceable(f"it sets what is not the module's: {stored[0]}", stored[1])
             for value, content in names:
                 if not _is_constant(function, value):
                     self._note(self._expression(function, value), content, told(value))

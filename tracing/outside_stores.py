@@ -1,4 +1,4 @@
-"""Tell from code what it may set outside of the modules: globals, what it closes over, attributes and items of these."""
+"""Tell from code what it may set outside of the modules: globals, what it closes over, parts of these."""
 
 from __future__ import annotations
 

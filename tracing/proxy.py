@@ -6,13 +6,11 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, fx
 
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
+from .recorder import Recorder
 
 __all__ = ["UNKNOWN", "MethodProxy", "ValueProxy", "proxies_in"]
 
@@ -35,10 +33,10 @@ class ValueProxy(fx.Proxy):
     """
 
     node: fx.Node
-    tracer: ModuleTracer
+    tracer: Recorder
     fxopt_value: Any
 
-    def __init__(self, node: fx.Node, tracer: ModuleTracer, value: Any) -> None:
+    def __init__(self, node: fx.Node, tracer: Recorder, value: Any) -> None:
         attributes = self.__dict__
         attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
 

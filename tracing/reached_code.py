@@ -22,7 +22,7 @@ __all__ = ["MISSING", "Reached", "class_attribute", "held", "is_foreign", "is_ou
 MISSING: Any = object()
 """Stands for what there is not."""
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "fxopt"}
-"""Packages whose code is not looked into: it asks no module of a user's for its class, and what it reads is no user's."""
+"""Packages whose code is not looked into: it asks no module for its class, and what it reads is no user's."""
 _METHODS: Any = (FunctionType, MethodType, property, staticmethod, classmethod)
 _CALLABLE: Any = (FunctionType, MethodType, functools.partial)
 _BUILTINS: Mapping[str, Any] = vars(builtins)
@@ -39,9 +39,7 @@ class Reached(NamedTuple):
     names: list[tuple[Value, Any]]
 
 
-def reached_functions(
-    modules: Sequence[nn.Module], *, forwards: bool = True, hooks: bool = True
-) -> Iterator[Reached]:
+def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True, hooks: bool = True) -> Iterator[Reached]:
     """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
 
     These are their forwards, their hooks, the functions that these name, and the methods that they name of the modules
@@ -157,7 +155,7 @@ def held(owner: Any, name: str) -> Any:
     if isinstance(on_class, MemberDescriptorType):
         return on_class.__get__(owner) if hasattr(owner, name) else MISSING
     attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
-    return on_class if hasattr(type(on_class), "__set__") else attributes.get(name, on_class)
+    return on_class if hasattr(cast("object", type(on_class)), "__set__") else attributes.get(name, on_class)
 
 
 def class_attribute(cls: type[Any], name: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, own_children, process_count
-from ..errors import GuardError, Unsuitable
+from ..errors import GuardError, MatchFailure
 from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
@@ -24,10 +24,10 @@ from .names import ModelNames
 from .objects import copied_object, is_object
 from .observe import FOUND
 from .record import Call, Computed
+from .recorder import Untraceable
 from .rollback import announce_changes
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
-from .session import Untraceable
 from .shared_slices import unshared
 from .spans import counting
 from .structure import map_leaves
@@ -230,7 +230,7 @@ class _Again:
             raise Untraceable("it is not rewritten like the others: some of it runs under a context")
         try:
             rewritten, children = repeating(self.module, variant, live.call)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             raise Untraceable(f"it is not rewritten like the others: {refusal}") from refusal
         conditions = _conditions(rewritten)
         if any(_conditions(known) == conditions for known in required_capture(self.module).variants):

@@ -108,7 +108,7 @@ QUIET: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: type(x) in (list, tuple),
     lambda self, x: type(x) in PLAIN,
     lambda self, x: KINDS[type(x)],
-    lambda self, x: type(x) is type(""),
+    lambda self, x: type(x) is str,
     lambda self, x: x.shape[0] if self.training else type(self).__name__,
     lambda self, x: x is None,
     lambda self, x: self.settings.copied(),

@@ -1,0 +1,91 @@
+"""Memoised functions (`functools.lru_cache`): a call is a node, and the memo is asked at every call anew."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from .proxy import UNKNOWN
+from .structure import copied, map_leaves
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .tracer import ModuleTracer
+
+__all__ = ["asks_memo", "call_memo", "is_memoised", "patch_memos"]
+
+_MEMO = type(functools.lru_cache(lambda: None))
+
+
+def is_memoised(value: object) -> bool:
+    """Tell whether a value is a memoised function, or a function that a decorator made around one."""
+    if type(value) is not FunctionType:
+        return type(value) is _MEMO
+    inner = value.__dict__.get("__wrapped__")
+    return inner is not None and any(type(v) is _MEMO and v.__wrapped__ is inner for v in _closed_over(value))
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+def patch_memos(session: Session[Any], cls: type) -> None:
+    """Send calls of the memoised functions in a class and its bases, made by traced code, to its tracer."""
+    for owner in cls.__mro__:
+        if owner.__module__.partition(".")[0] in ("torch", "builtins") or not session.is_new(owner):
+            continue
+        for name, value in list(vars(owner).items()):
+            function: Any = value.__func__ if isinstance(value, staticmethod) else value
+            if is_memoised(function):
+                made = session.stand_in(function, call_memo)
+                session.patch_now(owner, name, staticmethod(made) if isinstance(value, staticmethod) else made)
+
+
+def call_memo(tracer: ModuleTracer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a call of a memoised function, which asks the memo whenever the graph runs."""
+    if not _has_name(function):
+        tracer.fail(f"it calls the memoised function {function.__name__}, which is no attribute of a module or class")
+    with tracer.session.aside():
+        values = tracer.values((args, kwargs))
+        map_leaves(functools.partial(_check, tracer, function), values)
+    if values is UNKNOWN:
+        return tracer.add("call_function", function, args, kwargs, UNKNOWN)
+    with tracer.session.suspended():
+        held = copied(function(*values[0], **values[1]))
+    with tracer.session.aside():
+        tracer.changes.protect(held)
+    return tracer.add("call_function", function, args, kwargs, held, optional=True)
+
+
+def _check(tracer: ModuleTracer, function: Callable[..., Any], value: object) -> None:
+    """Refuse what a memo knows by identity: to ask it for an example would leave that in the user's memo."""
+    if isinstance(value, (Tensor, nn.Module)):
+        tracer.fail(f"it calls the memoised function {function.__name__} with a {type(value).__name__}")
+
+
+def _has_name(function: Callable[..., Any]) -> bool:
+    """Tell whether a function can be found by its module and name, as pickles need it."""
+    module = sys.modules.get(function.__module__)
+    try:
+        return operator.attrgetter(function.__qualname__)(module) is not None
+    except AttributeError:
+        return False
+
+
+def asks_memo(frame: FrameType) -> bool:
+    """Tell whether the code in a frame calls a memoised function itself, which would keep what it is given."""
+    local, names = list(frame.f_locals.values()), frame.f_code.co_names
+    seen: list[Any] = [*local, *(frame.f_globals.get(name) for name in names)]
+    seen += [inspect.getattr_static(cast("Any", type(value)), name, None) for value in local for name in names]
+    return any(type(value) is _MEMO for value in seen)
