@@ -40,6 +40,8 @@ class NestedReads:
         self._places: dict[int, tuple[str, str]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
+        self.arrays: list[tuple[str, str, Any]] = []
+        """What was read that is numpy's, each with the attribute that leads there, and how: guards do not compare it."""
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
         self.compared: set[str] = set()
@@ -80,7 +82,7 @@ class NestedReads:
                     f"type(self.{name}) is {type(value).__name__}", name, f"self.{name} is a {type(value).__name__}"
                 )
                 self.compared.add(name)
-            if type(value) in (*_MUTABLE, tuple):
+            if type(value) in (*_MUTABLE, tuple) or _is_array(value):
                 self._note(value, name, f"self.{name}")
         return [
             Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
@@ -142,6 +144,9 @@ class NestedReads:
         if text is not None:
             self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
             return
+        if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
+            self.arrays.append((root, expression, value))
+            return
         if type(value) is float:  # no number, or infinite
             self._keep(f"str({expression}) == {str(value)!r}", root, f"{expression} is {value}")
             return
@@ -170,6 +175,12 @@ class NestedReads:
 
     def _keep(self, condition: str, root: str, reason: str) -> None:
         self._read.setdefault(condition, (root, _DIRECT.sub(r".\1", reason)))
+
+
+def _is_array(value: Any) -> bool:
+    """Tell whether a value is an array of numpy's."""
+    kind = cast("type[Any]", type(value))
+    return any(base.__module__ == "numpy" and base.__name__ == "ndarray" for base in kind.__mro__)
 
 
 def _can_be_lent(value: Any) -> bool:

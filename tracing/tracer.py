@@ -139,6 +139,7 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         guards += (*self.decisions.guards.values(), *outside.guards(plain))
+        self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
