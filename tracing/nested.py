@@ -41,7 +41,7 @@ class NestedReads:
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
         self.arrays: list[tuple[str, str, Any]] = []
-        """What was read that is numpy's, each with the attribute that leads there, and how: guards do not compare it."""
+        """What was read that is numpy's, each with the attribute that leads there, and how: no guard compares it."""
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
         self.compared: set[str] = set()

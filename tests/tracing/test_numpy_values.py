@@ -1,4 +1,4 @@
-"""Numpy in forwards: numbers computed from settings are constants; all else is opaque, with the reason, and never stale."""
+"""Numpy in forwards: numbers made of settings are constants; all else is opaque, with the reason, and never stale."""
 
 from __future__ import annotations
 
