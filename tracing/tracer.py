@@ -131,6 +131,8 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
+        if seen.set_on_class:
+            raise Untraceable(f"it sets what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
