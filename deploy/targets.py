@@ -21,7 +21,7 @@ from torch import Tensor
 from ..compat import native_torch_functions
 from ..errors import ArchiveError
 from ..layers import batched_layers, batched_recurrent, ensemble, switched
-from ..layers.folded import expect_dimensions
+from ..layers.dimensions import expect_dimensions
 from ..passes.operators import resolve
 from ..tracing.guards import require
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,12 @@ from torch.fx.node import Argument
 
 from ..errors import CaptureError, MatchFailure
 from ..tracing.capture import required_capture
-from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
+from ..tracing.source import module_expression
+from .derived import derived
 from .effects import has_effects
 from .foreign import run_function
 from .owners import owner_of
@@ -38,6 +42,7 @@ class Edit:
         program: the program being changed.
         site: the place being rewritten.
         owner: of the children that the site's graph calls; for what runs under a context the module around it.
+        trainable: a rewrite for evaluation leaves the model as it is in training.
     """
 
     def __init__(self, program: Program, site: Site, pass_name: str) -> None:
@@ -52,6 +57,7 @@ class Edit:
         self._before = capture_of(self.home)
         self._owned = False
         self._made_from: list[int] | None = None
+        self.trainable = False
 
     # -- the graph -------------------------------------------------------------------------------------------------
 
@@ -155,6 +161,59 @@ class Edit:
                 node = graph.call_module(target, args, kwargs)
         self.sign(node)
         return node
+
+    def derive(
+        self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """Add tensors that are made of the model's own and kept until one of these changes; see `Derived`.
+
+        The originals stay where they are. Training is not for such a graph: see `hold_in_evaluation`.
+
+        Args:
+            function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
+            tensors: names of parameters and buffers, qualified from the home module.
+            before: where the nodes go; by default to the beginning.
+
+        Returns:
+            A node for each tensor that the function gives.
+        """
+        originals = [_tensor(self.home, name) for name in tensors]
+        target = derived(function, len(originals))
+        with torch.no_grad():
+            made = target(*originals)
+        anchor = before or _behind_operands(self.graph, ())
+        reads = [self._read(name, tensor, anchor) for name, tensor in zip(tensors, originals, strict=True)]
+        whole = self.call(target, *reads, before=anchor)
+        parts = [self.call(operator.getitem, whole, index, before=anchor) for index in range(len(made))]
+        for node, value in zip((whole, *parts), (made, *made), strict=True):
+            node.meta["val"] = meta_of(value)
+        return parts
+
+    def _read(self, name: str, tensor: torch.Tensor, before: fx.Node) -> fx.Node:
+        node = self.get_attr(name, before=before)
+        node.meta["parameter" if isinstance(tensor, nn.Parameter) else "buffer"] = True
+        node.meta["val"] = meta_of(tensor)
+        return node
+
+    def hold_in_evaluation(self, children: Sequence[str]) -> None:
+        """Let the site's graph hold only while `children` are in evaluation; else the module's own forward runs.
+
+        This is for rewrites that leave parameters and modules as they are: the model may be trained.
+
+        Args:
+            children: names of modules, qualified from the home module.
+        """
+        self._own_graph()
+        capture, number = required_capture(self.home), self.site.variant
+        reason = f"{self.pass_name} rewrote it for evaluation"
+        guards = [Guard(f"not {module_expression(name.split('.'))}.training", reason) for name in children]
+        variant = capture.variants[number]
+        known = set(variant.guards)
+        capture.variants[number] = dataclasses.replace(
+            variant, guards=(*variant.guards, *(guard for guard in guards if guard not in known))
+        )
+        self.trainable = True
+        self.program.touch()
 
     def graph_node(self, label: str) -> fx.Node:
         """Return the site's node called `label` in the graph being edited."""
@@ -329,6 +388,11 @@ class Edit:
         self._steps.clear()
         self._owned, self._made_from = False, None
         self.program.touch()
+
+
+def _tensor(home: nn.Module, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    return getattr(home.get_submodule(path), last)
 
 
 def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:

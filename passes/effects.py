@@ -16,6 +16,7 @@ from ..tracing.captured import Capture, capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
 from ..tracing.meta import TensorMeta
+from .derived import Derived
 from .kinds import Kinds
 from .opening import unmet_guard
 from .operators import POINTWISE, canonical_name, is_random, mutates
@@ -151,6 +152,8 @@ def _leaf_has_effects(module: nn.Module) -> bool:
 
 def _is_pure_function(function: Any) -> bool:
     """Say whether a function comes from a place whose functions only compute."""
+    if isinstance(function, Derived):
+        return True
     name = getattr(function, "__name__", "")
     if name in _EFFECTFUL or name.startswith(_EFFECTFUL_PREFIXES):
         return False

@@ -89,10 +89,14 @@ def available() -> dict[str, PassInfo]:
 
 
 def _own_names() -> list[str]:
-    """Return the transforms whose file defines the class that its name promises, by reading, not importing, them."""
-    folders = importlib.import_module(_TRANSFORMS).__path__
-    files = [file for folder in folders for file in sorted(Path(folder).glob("[a-z]*.py"))]
-    return [file.stem for file in files if f"\nclass {_class_name(file.stem)}(" in file.read_text(encoding="utf-8")]
+    """Return the transforms whose file, or folder, defines the class that its name promises; none is imported."""
+    roots = [Path(folder) for folder in importlib.import_module(_TRANSFORMS).__path__]
+    return [path.stem for root in roots for path in sorted(root.glob("[a-z]*")) if _defines_pass(path)]
+
+
+def _defines_pass(path: Path) -> bool:
+    files = path.glob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []
+    return any(f"\nclass {_class_name(path.stem)}(" in file.read_text(encoding="utf-8") for file in files)
 
 
 def _class_name(name: str) -> str:
