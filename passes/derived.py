@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, cast
 
@@ -25,8 +26,8 @@ class Derived:
 
     A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
     Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward everything is
-    made anew. Where gradients are wanted, they flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that are more than
-    plain tensors, compute anew each time. `derived` makes these.
+    made anew. Where gradients are wanted, they flow to the originals. Compiled, exported and transformed code
+    (`torch.func`), and originals that are more than plain tensors, compute anew each time. `derived` makes these.
 
     Args:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
@@ -76,6 +77,10 @@ class Derived:
         """Let what was made of some tensors be made anew."""
         self._kept.pop(id(originals[0]), None)
 
+    def for_members(self, stacked: Sequence[bool]) -> Derived:
+        """Return the same for N members at once; where `stacked`, an original is [N, ...], and so are all results."""
+        return derived(_ForMembers(self.function, tuple(stacked)), self.count)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Derived) and self.function == other.function
 
@@ -119,6 +124,17 @@ def __call__(self, {", ".join(given)}):
     }  # fmt: skip
     exec(text, names)  # noqa: S102  made of numbers and names of this file
     return type("Derived", (Derived,), {"__call__": names["__call__"], "__module__": __name__, "count": count})
+
+
+@dataclass(frozen=True)
+class _ForMembers:
+    """Compute a function for N members at once."""
+
+    function: Callable[..., Any]
+    stacked: tuple[bool, ...]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return torch.vmap(self.function, tuple(0 if stacked else None for stacked in self.stacked))(*tensors)
 
 
 class _Attached(Function):

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..compat import native_functions
-from ..tracing.functions import FunctionCall
+from ..tracing.autograd_functions import FunctionCall
+from .derived import Derived
 
 __all__ = [
     "KEEP_RANK",
@@ -156,6 +157,8 @@ def _methods() -> dict[str, str]:
 def canonical_name(node: fx.Node) -> str | None:
     """Return the operator that a call_function or call_method node computes, or None where it is not known."""
     if node.op == "call_function":
+        if isinstance(node.target, Derived):
+            return "derived"
         if node.target is getattr:
             return "shape" if node.args[1:] == ("shape",) else None
         if node.target is len:

@@ -1,4 +1,4 @@
-"""Find passes by name: fxopt's own by their file, other distributions' by entry point, each imported when asked for."""
+"""Find passes by name: fxopt's own by their file or folder, others by entry point, each imported when asked for."""
 
 from __future__ import annotations
 
@@ -89,14 +89,15 @@ def available() -> dict[str, PassInfo]:
 
 
 def _own_names() -> list[str]:
-    """Return the transforms whose file, or folder, defines the class that its name promises; none is imported."""
-    roots = [Path(folder) for folder in importlib.import_module(_TRANSFORMS).__path__]
-    return [path.stem for root in roots for path in sorted(root.glob("[a-z]*")) if _defines_pass(path)]
+    """Return the transforms that have the class that their name promises, by reading, not importing, them.
 
-
-def _defines_pass(path: Path) -> bool:
-    files = path.glob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []
-    return any(f"\nclass {_class_name(path.stem)}(" in file.read_text(encoding="utf-8") for file in files)
+    A file defines the class; a folder's front door names it.
+    """
+    folders = [Path(folder) for folder in importlib.import_module(_TRANSFORMS).__path__]
+    files = {path.stem: (path, "\nclass {}(") for folder in folders for path in folder.glob("[a-z]*.py")}
+    doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
+    found = sorted({**files, **doors}.items())
+    return [name for name, (path, sign) in found if sign.format(_class_name(name)) in path.read_text(encoding="utf-8")]
 
 
 def _class_name(name: str) -> str:

@@ -8,12 +8,14 @@ from typing import Any, cast
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..errors import MatchFailure
-from ..passes.expansion import map_structure
-from ..passes.operators import POINTWISE, resolve
-from ..passes.packs import Operand, Pack, Slot, is_stacked
-from . import batched_layers as batched
-from .batched_recurrent import recurrent_members
+from ....errors import MatchFailure
+from ....layers import batched_layers as batched
+from ....layers.batched_recurrent import recurrent_members
+from ....layers.templates import Slot
+from ....passes.derived import Derived
+from ....passes.operators import POINTWISE, resolve
+from ....tracing.structure import map_structure
+from ..search import Operand, Pack, is_stacked
 
 __all__ = ["call", "write_layer"]
 
@@ -108,6 +110,12 @@ def _norm(function: Callable[..., Any], names: Sequence[str], defaults: Mapping[
         return graph.call_function(function, _written(arguments, values))
 
     return rule
+
+
+def _derived(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
+    """Write what is kept for each member as what is kept for all of them."""
+    target: Derived = pack.members[0].node.target
+    return graph.call_function(target.for_members(tuple(map(is_stacked, pack.operands))), tuple(values))
 
 
 def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
@@ -276,6 +284,7 @@ _RULES: Mapping[str, Callable[[Pack, Values, fx.Graph], fx.Node | None]] = {
         _DIM,
     ),
     "batch_norm": _batch_norm,
+    "derived": _derived,
     "embedding": _embedding,
     "recurrent": _recurrent,
     "cat": _along(("dim", 1, 0)),

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .expansion import Operation, map_structure
-from .operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
-from .packs import Slot
+from ....layers.templates import Slot
+from ....passes.operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
+from ....tracing.structure import map_structure
+from ..inlining import Operation
 
 __all__ = [
     "Form",
@@ -32,7 +33,7 @@ _LINEAR = inspect.Signature(
 _TYPE_KEEPING = POINTWISE - frozenset(
     "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit".split()
 )
-_COMPUTABLE = POINTWISE | VECTORIZABLE | {"linear"}
+_COMPUTABLE = POINTWISE | VECTORIZABLE | {"linear", "derived"}
 _FRESH = frozenset(
     "linear matmul bmm batch_norm layer_norm group_norm rms_norm embedding conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d".split()
@@ -54,7 +55,7 @@ def packable(operation: Operation) -> bool:
 
 def _plain(operation: Operation) -> bool:
     """Say whether a call keeps to values: it writes into nothing, and its gradients are dense."""
-    if operation.operator in POINTWISE or operation.operator == "linear":
+    if operation.operator in POINTWISE or operation.operator in ("linear", "derived"):
         return True
     if operation.operator == "getitem" and isinstance(operation.args[1], Operation):
         return False
