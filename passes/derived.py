@@ -73,9 +73,9 @@ class Derived:
         result: Any = cast("Any", _Attached).apply(self, (made,) if single else made, *originals)
         return result[0] if single else result
 
-    def forget(self, originals: Sequence[Tensor]) -> None:
-        """Let what was made of some tensors be made anew."""
-        self._kept.pop(id(originals[0]), None)
+    def forget(self, first: int) -> None:
+        """Let what was made of tensors, by the identity of the first, be made anew."""
+        self._kept.pop(first, None)
 
     def for_members(self, stacked: Sequence[bool]) -> Derived:
         """Return the same for N members at once; where `stacked`, an original is [N, ...], and so are all results."""
@@ -152,7 +152,7 @@ class _Attached(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         originals: Sequence[Tensor] = ctx.saved_tensors
-        ctx.derived.forget(originals)
+        ctx.derived.forget(id(originals[0]))
         wanted = [original for original in originals if original.requires_grad]
         create = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -188,4 +188,4 @@ def _is_finished(tensors: Sequence[Tensor]) -> bool:
 def _forget(held: weakref.ref[Derived], key: int, _: object) -> None:
     owner = held()
     if owner is not None:
-        owner._kept.pop(key, None)
+        owner.forget(key)

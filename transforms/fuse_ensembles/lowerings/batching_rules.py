@@ -114,7 +114,7 @@ def _norm(function: Callable[..., Any], names: Sequence[str], defaults: Mapping[
 
 def _derived(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     """Write what is kept for each member as what is kept for all of them."""
-    target: Derived = pack.members[0].node.target
+    target = cast("Derived", pack.members[0].node.target)
     return graph.call_function(target.for_members(tuple(map(is_stacked, pack.operands))), tuple(values))
 
 

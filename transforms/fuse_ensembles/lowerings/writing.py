@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -368,7 +368,7 @@ def _write_member(
     if pack.operator in POINTWISE:
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.operator == "derived":
-        return graph.call_function(pack.members[0].node.target, args, kwargs)
+        return graph.call_function(cast("Callable[..., Any]", pack.members[0].node.target), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)
     raise MatchFailure(f"'{pack.operator}' has no batching rule")
