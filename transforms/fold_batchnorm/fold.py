@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_parameters, padding_around
-from ...layers.dimensions import expect_dimensions
 from ...layers.members import seal
 from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ...passes.operators import POINTWISE, canonical_name, operator_of_module
 from ...tracing.dynamic import user_class
 from ...tracing.observe import INTERNAL
 from .arithmetic import Fold
+from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in, qualified
 
 if TYPE_CHECKING:

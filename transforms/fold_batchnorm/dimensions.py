@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import GuardError
+from ...errors import GuardError
 
 __all__ = ["expect_dimensions"]
 
