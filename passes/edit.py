@@ -172,46 +172,33 @@ class Edit:
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
             tensors: names of parameters and buffers, qualified from the home module.
-            before: where the nodes go; by default to the beginning.
-
-        Returns:
-            A node for each tensor that the function gives.
+            before: where the nodes go, one for each tensor that the function gives; by default to the beginning.
         """
-        originals = [_tensor(self.home, name) for name in tensors]
+        originals = [operator.attrgetter(name)(self.home) for name in tensors]
         target = derived(function, len(originals))
         with torch.no_grad():
             made = target(*originals)
         anchor = before or _behind_operands(self.graph, ())
-        reads = [self._read(name, tensor, anchor) for name, tensor in zip(tensors, originals, strict=True)]
+        reads = [self.get_attr(name, before=anchor) for name in tensors]
+        for node, original in zip(reads, originals, strict=True):
+            node.meta["parameter" if isinstance(original, nn.Parameter) else "buffer"] = True
         whole = self.call(target, *reads, before=anchor)
         parts = [self.call(operator.getitem, whole, index, before=anchor) for index in range(len(made))]
-        for node, value in zip((whole, *parts), (made, *made), strict=True):
+        for node, value in zip((*reads, whole, *parts), (*originals, made, *made), strict=True):
             node.meta["val"] = meta_of(value)
         return parts
 
-    def _read(self, name: str, tensor: torch.Tensor, before: fx.Node) -> fx.Node:
-        node = self.get_attr(name, before=before)
-        node.meta["parameter" if isinstance(tensor, nn.Parameter) else "buffer"] = True
-        node.meta["val"] = meta_of(tensor)
-        return node
-
     def hold_in_evaluation(self, children: Sequence[str]) -> None:
-        """Let the site's graph hold only while `children` are in evaluation; else the module's own forward runs.
+        """Let the site's graph hold only while these children are in evaluation; else the own forward runs.
 
-        This is for rewrites that leave parameters and modules as they are: the model may be trained.
-
-        Args:
-            children: names of modules, qualified from the home module.
+        This is for rewrites that leave parameters and modules as they are, so that the model may be trained.
         """
         self._own_graph()
-        capture, number = required_capture(self.home), self.site.variant
+        variants, number = required_capture(self.home).variants, self.site.variant
         reason = f"{self.pass_name} rewrote it for evaluation"
-        guards = [Guard(f"not {module_expression(name.split('.'))}.training", reason) for name in children]
-        variant = capture.variants[number]
-        known = set(variant.guards)
-        capture.variants[number] = dataclasses.replace(
-            variant, guards=(*variant.guards, *(guard for guard in guards if guard not in known))
-        )
+        asked = [Guard(f"not {module_expression(name.split('.'))}.training", reason) for name in children]
+        guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
+        variants[number] = dataclasses.replace(variants[number], guards=guards)
         self.trainable = True
         self.program.touch()
 
@@ -388,11 +375,6 @@ class Edit:
         self._steps.clear()
         self._owned, self._made_from = False, None
         self.program.touch()
-
-
-def _tensor(home: nn.Module, name: str) -> torch.Tensor:
-    path, _, last = name.rpartition(".")
-    return getattr(home.get_submodule(path), last)
 
 
 def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
