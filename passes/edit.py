@@ -13,13 +13,13 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from ..errors import CaptureError, MatchFailure
+from ..operators import derived
 from ..tracing.capture import required_capture
 from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
 from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
 from ..tracing.source import module_expression
-from .derived import derived
 from .effects import has_effects
 from .foreign import run_function
 from .owners import owner_of
@@ -216,8 +216,12 @@ class Edit:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every user of `old` read `new`, and erase `old` with whatever only it needed."""
+        """Let every user of `old` read `new`, and erase `old` with whatever only it needed.
+
+        Later sites that name `old` are given `new`.
+        """
         new.meta.setdefault("val", old.meta.get("val"))
+        new.meta["replaces"] = (*new.meta.get("replaces", ()), old.name, *old.meta.get("replaces", ()))
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.erase(old)
 

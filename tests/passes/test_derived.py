@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxopt.passes.derived import Derived, derived
+from fxopt.operators import Derived, derived
 
 
 @dataclass(frozen=True)
