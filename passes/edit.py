@@ -165,9 +165,7 @@ class Edit:
     def derive(
         self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
     ) -> list[fx.Node]:
-        """Add tensors that are made of the model's own and kept until one of these changes; see `Derived`.
-
-        The originals stay where they are. Training is not for such a graph: see `hold_in_evaluation`.
+        """Add tensors made of the model's own, which stay, and kept until these change: `Derived`, `hold_in_evaluation`.
 
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
@@ -189,10 +187,7 @@ class Edit:
         return parts
 
     def hold_in_evaluation(self, children: Sequence[str]) -> None:
-        """Let the site's graph hold only while these children are in evaluation; else the own forward runs.
-
-        This is for rewrites that leave parameters and modules as they are, so that the model may be trained.
-        """
+        """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
         self._own_graph()
         variants, number = required_capture(self.home).variants, self.site.variant
         reason = f"{self.pass_name} rewrote it for evaluation"
