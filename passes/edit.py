@@ -165,7 +165,7 @@ class Edit:
     def derive(
         self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
     ) -> list[fx.Node]:
-        """Add tensors made of the model's own, which stay, and kept until these change: `Derived`, `hold_in_evaluation`.
+        """Add tensors made of the model's own and kept until these change; see `Derived` and `hold_in_evaluation`.
 
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
