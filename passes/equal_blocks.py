@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..tracing.inputs import Inputs
+from ..tracing.likeness import Alike, Described, Likeness
 from .base import Numerics, Pass, Site
 from .edit import Edit
-from .likeness import Likeness, Unlike
 from .plan import Decision
 from .state_map import StateMap
 from .together import identity, parts_of, together
@@ -50,23 +50,22 @@ class Block:
 
     Attributes:
         module: the site's home.
-        likeness: of the module as it was.
+        described: the module as it was.
+        numbers: by which it and others are compared.
         key: equal for sites that are to be decided alike.
     """
 
     module: nn.Module
-    likeness: Likeness
+    described: Described
+    numbers: dict[Hashable, int]
     key: Hashable
 
     def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
         """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
         state_map = edit.state_map()
-        try:
-            after = Likeness(self.module)
-        except Unlike:
-            return None
-        new = {name for tensor, name in after.tensors.items() if tensor not in self.likeness.tensors}
-        return (after.description, state_map) if new <= state_map.targets else None
+        after = Likeness(Alike.REWRITTEN, self.numbers).whole(self.module)
+        new = {name for tensor, name in after.tensors.items() if tensor not in self.described.tensors}
+        return (after.key, state_map) if new <= state_map.targets else None
 
 
 class EqualBlocks:
@@ -74,18 +73,15 @@ class EqualBlocks:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Precedent | None] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def block(self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
         """Describe the block around a site, or return None where it can have no equal."""
         if pass_.numerics not in (Numerics.EXACT, Numerics.REASSOCIATED) or not site.home:
             return None
-        try:
-            likeness = Likeness(module)
-            called = likeness.of_calls(calls)
-        except Unlike:
-            return None
+        likeness = Likeness(Alike.REWRITTEN, self._numbers)
         wanted = tuple(map(_wanted, parts_of(site)))
-        return Block(module, likeness, (step, wanted, likeness.description, called))
+        return Block(module, likeness.whole(module), self._numbers, (step, wanted, likeness.whole(module, calls).key))
 
     def precedent(self, block: Block | None) -> Precedent | None:
         """Return what was decided at an equal site, if there was one."""

@@ -19,7 +19,6 @@ from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.observe import INTERNAL
 from ..tracing.regions import ContextRegion
 from .batchable_modules import module_operator
-from .kinds import PLAIN
 from .mode_guards import asks_for_training, runs_in_mode
 from .volatile import VOLATILE, is_volatile
 
@@ -32,6 +31,9 @@ __all__ = [
     "unmet_guards",
     "variant_of_call",
 ]
+
+_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
+"""Types of values that are told by their text."""
 
 _LEAF_GRAPHS: dict[object, fx.Graph | None] = {}
 """What tracing a leaf gave, by everything that its forward depends on; None where it cannot be traced."""
@@ -124,7 +126,7 @@ def _is_plain(value: Any) -> bool:
     """Say whether the text of a value says all about it."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, cast("Sequence[Any]", value)))
-    return type(value) in PLAIN
+    return type(value) in _PLAIN
 
 
 def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
