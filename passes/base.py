@@ -87,9 +87,6 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the home's name by default.
-        rows_of: the placeholder whose number of rows may decide between `switchable` lowerings, where calls of several
-            sizes are timed; see `passes.switching`.
-        switchable: the choices that can stand in one graph.
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
         parts: the sites of one home that are decided together as this one; see `passes.together`.
@@ -106,8 +103,6 @@ class Site:
     required: bool = False
     detail: str = ""
     label: str = ""
-    rows_of: str = ""
-    switchable: tuple[str, ...] = ()
     kind: Hashable = None
     parts: tuple[Site, ...] = ()
     tensors: frozenset[str] = frozenset()

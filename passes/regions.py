@@ -18,8 +18,8 @@ from ..tracing.captured import Capture, Variant, capture_of, install
 from ..tracing.guards import require
 from ..tracing.regions import ContextRegion, Region
 from ..tracing.signature import Signature
+from ..tracing.structure import map_structure
 from .edit import Edit
-from .expansion import map_structure
 from .opening import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]

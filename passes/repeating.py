@@ -166,7 +166,7 @@ def _found_again(done: _Done, manager: Manager) -> Site:
             raise MatchFailure("; ".join(refusals) or "its members are not computed alike in this graph")
         if site.phase not in (part.phase, Phase.EVAL):
             raise MatchFailure("the rewrite would not be valid in the same modes")
-        parts.append(resolved(site, part.choice, site.rows_of))
+        parts.append(resolved(site, part.choice))
     if any(part.phase is Phase.EVAL for part in parts):
         parts = [dataclasses.replace(part, phase=Phase.EVAL) for part in parts]
     if len({(part.variant, part.required) for part in parts}) > 1:

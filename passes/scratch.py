@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from ..tracing.program import Program
 from ..tracing.record import Call
 from ..tracing.selection import call_names
 from .copying import twin
-from .expand import expand
 from .state_map import Stack
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def refuse_own_forwards(program: Program) -> None:
     Raises:
         MatchFailure: naming the module.
     """
-    for operation in expand(program, "").operations:
+    inlining = importlib.import_module("..transforms.fuse_ensembles.inlining", __package__)
+    for operation in inlining.expand(program, "").operations:
         if operation.kind == "call_module":
             name = str(operation.target)
             called = submodule(program.model, name)

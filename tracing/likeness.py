@@ -150,9 +150,12 @@ class Likeness:
         if kind in (set, frozenset):
             return kind, frozenset(self._value(item, parts) for item in value)
         if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            default = self._value(getattr(value, "default_factory", None), parts)
-            return kind, default, tuple((self._value(key, parts), self._value(item, parts)) for key, item in items)
+            default, items = (
+                getattr(cast("Any", value), "default_factory", None),
+                cast("Mapping[Any, Any]", value).items(),
+            )
+            described = tuple((self._value(key, parts), self._value(item, parts)) for key, item in items)
+            return kind, self._value(default, parts), described
         return self._object(value, parts)
 
     def _object(self, value: Any, parts: _Parts) -> Hashable:

@@ -11,7 +11,7 @@ from torch import fx
 from ..passes.analyses import found_in_graphs
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, writes
-from ..passes.expansion import map_structure
+from ..tracing.structure import map_structure
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.expand import expand
 from fxopt.tracing.inputs import Inputs
 from fxopt.tracing.likeness import Alike, Likeness
 from fxopt.tracing.meta import meta_key
 from fxopt.tracing.names import ModelNames, tensors_by_name
 from fxopt.tracing.program import capture_program
+from fxopt.transforms.fuse_ensembles.inlining import expand
 
 
 def block() -> nn.Sequential:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ..tracing.guards import Guard, require
+from ....tracing.guards import Guard, require
 
 __all__ = ["write_checks"]
 

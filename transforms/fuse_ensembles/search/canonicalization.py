@@ -7,9 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .expansion import Operation, map_structure
-from .operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
-from .packs import Slot
+from ....layers.templates import Slot
+from ....passes.operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
+from ....tracing.structure import map_structure
+from ..inlining import Operation
 
 __all__ = [
     "Form",

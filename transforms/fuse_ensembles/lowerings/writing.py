@@ -10,20 +10,31 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import MatchFailure
-from ..passes.expansion import Operation, map_structure
-from ..passes.forms import gives_new_value, same_shape
-from ..passes.joins import Join, find_joins
-from ..passes.operators import POINTWISE, function_of
-from ..passes.packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, Slot, is_stacked
-from ..passes.rebuild import Unit, Writer
-from ..passes.switching import Switch
-from ..tracing.guards import require
-from . import batched_layers
-from . import ensemble as batched
+from ....errors import MatchFailure
+from ....layers import batched_layers
+from ....layers import ensemble as batched
+from ....layers.templates import Slot, Template
+from ....passes.operators import POINTWISE, function_of
+from ....tracing.guards import require
+from ....tracing.structure import map_structure
+from ..inlining import Operation
+from ..search import (
+    Ensemble,
+    Flags,
+    Gathered,
+    Join,
+    Operand,
+    Pack,
+    Parameters,
+    Selected,
+    Shared,
+    find_joins,
+    gives_new_value,
+    is_stacked,
+    same_shape,
+)
 from .batching_rules import call, write_layer
-from .switched import has_more_rows, switched_linear
-from .templates import Template
+from .rebuilding import Unit, Writer
 
 __all__ = ["Lowering", "covered_operations", "lower"]
 
@@ -34,11 +45,10 @@ class Lowering:
 
     Attributes:
         ensemble: what to write.
-        choice: `wide`, `wide_input_first` (the same graph), `bmm`, `grouped_conv`, `vmap`, or a `Switch` as text.
+        choice: `wide`, `wide_input_first` (the same graph), `bmm`, `grouped_conv` or `vmap`.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
         add_module: registers a module in the home and returns its name (used by `vmap`).
         may_restart: whether the home may run its own forward after having begun with its graph.
-        sized: the input whose number of rows a switch asks for.
     """
 
     ensemble: Ensemble
@@ -46,16 +56,10 @@ class Lowering:
     names: Mapping[tuple[str, ...], str]
     add_module: Callable[[nn.Module], str]
     may_restart: bool
-    sized: Operation | None = None
     joins: dict[Pack, list[Join]] = field(default_factory=dict[Pack, list[Join]])
 
     def __post_init__(self) -> None:
         self.joins = {pack: list(find_joins(pack)) for pack in self.ensemble.packs}
-
-    @property
-    def switch(self) -> Switch | None:
-        """Return what decides between two lowerings of linear layers, where there are two."""
-        return Switch.parse(self.choice)
 
 
 def covered_operations(lowering: Lowering) -> set[Operation]:
@@ -135,8 +139,7 @@ def _pack_unit(pack: Pack, before: Collection[Pack], lowering: Lowering) -> Unit
         node.meta["origin"] = writer.origin_of(pack.members)
         writer.values[pack] = node
 
-    sized = [lowering.sized] if lowering.switch is not None and lowering.sized is not None else []
-    return Unit(_order(pack), [*before, *sized, *(key for o in pack.operands for key in _keys(o))], [pack], emit)
+    return Unit(_order(pack), [*before, *(key for o in pack.operands for key in _keys(o))], [pack], emit)
 
 
 def _order(pack: Pack) -> int:
@@ -207,25 +210,7 @@ def _in_dims(operands: Sequence[Operand]) -> tuple[int | None, ...]:
 def _write_linear(pack: Pack, lowering: Lowering, writer: Writer) -> fx.Node:
     operands = [_stacked(operand, pack.size, lowering, writer) for operand in pack.operands]
     arguments = (operands[0], operands[1], operands[2] if len(operands) > 2 else None)
-    switch = lowering.switch
-    if switch is None:
-        return writer.graph.call_function(_linear_function(pack, lowering.choice), arguments)
-    small, large = (_linear_function(pack, choice) for choice in (switch.small, switch.large))
-    if small is large:
-        return writer.graph.call_function(small, arguments)
-    names = (choice.removesuffix("_input_first") for choice in (switch.small, switch.large))
-    shared = isinstance(pack.operands[0], Shared)
-    return writer.graph.call_function(switched_linear, (_many(switch, lowering, writer), *names, shared, *arguments))
-
-
-def _many(switch: Switch, lowering: Lowering, writer: Writer) -> fx.Node:
-    """Return the node that says whether the input has more rows than the switch's limit; it is written once."""
-    if lowering.sized is None:
-        raise MatchFailure("a graph of its module has no input whose rows could be counted")
-    key = ("many", lowering.sized)
-    if key not in writer.values:
-        writer.values[key] = writer.graph.call_function(has_more_rows, (writer.values[lowering.sized], switch.limit))
-    return writer.values[key]
+    return writer.graph.call_function(_linear_function(pack, lowering.choice), arguments)
 
 
 def _linear_function(pack: Pack, choice: str) -> Callable[..., Any]:

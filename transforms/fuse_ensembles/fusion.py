@@ -9,26 +9,30 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from ..errors import MatchFailure
-from ..layers.fusing import common_name, fuse, tensor_of
-from ..layers.members import separate
-from ..passes.analyses import TensorOwners, is_on_meta
-from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.expand import expand
-from ..passes.expansion import Expansion, Operation, is_chain
-from ..passes.forms import may_share_memory
-from ..passes.gradient_reach import GradientReach, used_by
-from ..passes.isomorphism import find_ensembles
-from ..passes.mode_guards import Case
-from ..passes.owners import Owner, owner_of
-from ..passes.packs import Ensemble, Parameters
-from ..passes.places import Place, places_of, present_cases
-from ..tracing.regions import Region
+from ...errors import MatchFailure
+from ...layers.members import separate
+from ...passes.analyses import TensorOwners, is_on_meta
+from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ...passes.owners import Owner, owner_of
+from ...tracing.regions import Region
+from .inlining import Case, Expansion, Operation, expand, is_chain
+from .search import (
+    Ensemble,
+    GradientReach,
+    Parameters,
+    Place,
+    find_ensembles,
+    may_share_memory,
+    places_of,
+    present_cases,
+    used_by,
+)
+from .stacking import common_name, fuse, tensor_of
 
 if TYPE_CHECKING:
-    from ..passes.edit import Edit
-    from ..passes.state_map import StateStep
-    from ..tracing.program import Program
+    from ...passes.edit import Edit
+    from ...passes.state_map import StateStep
+    from ...tracing.program import Program
 
 __all__ = ["FuseEnsembles", "Lowering"]
 
@@ -42,9 +46,6 @@ which lose: benchmarks/ensembles.py draws the line between them.
 
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
-
-SWITCHABLE = ("wide", "bmm", "wide_input_first", "grouped_conv")
-"""The lowerings that differ in how linear layers are written, so that one graph may hold two of them."""
 
 
 class Lowering(enum.Enum):
@@ -124,7 +125,7 @@ class FuseEnsembles(Pass):
             program, home, dict(members), case.variant,
             choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
-            rows_of=places[0].first_input, switchable=SWITCHABLE, kind=_kind(ensemble, program.module(home)),
+            kind=_kind(ensemble, program.module(home)),
             tensors=frozenset(name for operand in ensemble.parameters for name in operand.names),
         )  # fmt: skip
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from .expansion import Operation
-from .forms import same_type, writes_to_fresh_value
+from ..inlining import Operation
+from .canonicalization import same_type, writes_to_fresh_value
 from .packs import Pack
 
 __all__ = ["Join", "find_joins"]

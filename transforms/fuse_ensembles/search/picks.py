@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from .expansion import Operation
+from ..inlining import Operation
 from .packs import Selected
 
 __all__ = ["is_one_of_several_places", "selected", "selection"]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..compat import submodule
-from .expansion import Operation
-from .operators import KEEP_RANK, POINTWISE
+from ....compat import submodule
+from ....passes.operators import KEEP_RANK, POINTWISE
+from ..inlining import Operation
 
 __all__ = [
     "Ensemble",
@@ -21,7 +21,6 @@ __all__ = [
     "Parameters",
     "Selected",
     "Shared",
-    "Slot",
     "attribute",
     "is_stacked",
 ]
@@ -61,13 +60,6 @@ class Gathered:
     """Each member reads a value of its own that nothing has stacked yet."""
 
     operations: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place in a pack's arguments that an operand fills."""
-
-    index: int
 
 
 @dataclass(eq=False)

@@ -8,12 +8,13 @@ from typing import Any, cast
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..errors import MatchFailure
-from ..passes.expansion import map_structure
-from ..passes.operators import POINTWISE, resolve
-from ..passes.packs import Operand, Pack, Slot, is_stacked
-from . import batched_layers as batched
-from .batched_recurrent import recurrent_members
+from ....errors import MatchFailure
+from ....layers import batched_layers as batched
+from ....layers.batched_recurrent import recurrent_members
+from ....layers.templates import Slot
+from ....passes.operators import POINTWISE, resolve
+from ....tracing.structure import map_structure
+from ..search import Operand, Pack, is_stacked
 
 __all__ = ["call", "write_layer"]
 

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..errors import MatchFailure
-from .expansion import Expansion, Operation, map_structure
-from .forms import writes_to_fresh_value
+from ....errors import MatchFailure
+from ....tracing.structure import map_structure
+from ..inlining import Expansion, Operation
+from ..search import writes_to_fresh_value
 
 __all__ = ["Unit", "Writer", "rebuild"]
 

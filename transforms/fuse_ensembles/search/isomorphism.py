@@ -17,28 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from ..compat import own_tensor, submodule
-from .batchable_modules import module_signature, state_names
-from .expand import expand
-from .expansion import Expansion, Operation
-from .forms import form_of, packable
-from .operators import POINTWISE, function_path
-from .packs import (
-    Ensemble,
-    Flags,
-    Gathered,
-    Operand,
-    Pack,
-    Parameters,
-    Selected,
-    Shared,
-    is_stacked,
-)
+from ....compat import own_tensor, submodule
+from ....passes.operators import POINTWISE, function_path
+from ..inlining import Expansion, Operation, expand, module_signature, state_names
+from .canonicalization import form_of, packable
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
 from .picks import is_one_of_several_places, selected, selection
 from .ranks import dimensional_slots, operand_ranks
 
 if TYPE_CHECKING:
-    from ..tracing.program import Program
+    from ....tracing.program import Program
 
 __all__ = ["Ensembles", "find_ensembles"]
 

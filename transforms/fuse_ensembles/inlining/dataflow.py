@@ -8,17 +8,17 @@ each record knows the node it came from.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
 from torch import fx
 
-from ..errors import CaptureError
-from ..tracing.captured import Guard
+from ....errors import CaptureError
+from ....tracing.captured import Guard
 
-__all__ = ["Expansion", "Operation", "is_chain", "map_structure", "operations_in"]
+__all__ = ["Expansion", "Operation", "is_chain", "operations_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -98,21 +98,6 @@ class Expansion:
         return [operation for operation in self.operations if operation.mutates]
 
     @cached_property
-    def first_inputs(self) -> Mapping[Operation, str]:
-        """Return for each operation that depends on inputs of the home the first of these."""
-        numbers: dict[Operation, int] = {}
-        names: list[str] = []
-        for operation in self.operations:
-            if operation.kind == "placeholder":
-                numbers[operation] = len(names)
-                names.append(operation.name)
-                continue
-            found = [numbers[source] for source in operation.inputs if source in numbers]
-            if found:
-                numbers[operation] = min(found)
-        return {operation: names[number] for operation, number in numbers.items()}
-
-    @cached_property
     def operands(self) -> Sequence[Sequence[int] | None]:
         """Return the indices of what each operation reads, if its arguments are that and nothing else; else None."""
         return [
@@ -136,24 +121,6 @@ def is_chain(graph: fx.Graph) -> bool:
             return False
         previous = node
     return True
-
-
-def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to the leaves of an fx argument: tuples, lists, dicts and slices are kept."""
-    if type(argument) is tuple:
-        return tuple([map_structure(item, function) for item in cast("tuple[Any, ...]", argument)])
-    if not isinstance(argument, (tuple, list, dict, slice)):
-        return function(argument)
-    if isinstance(argument, tuple):
-        items = [map_structure(item, function) for item in cast("tuple[Any, ...]", argument)]
-        kind: Any = type(cast("object", argument))
-        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
-    if isinstance(argument, list):
-        return [map_structure(item, function) for item in cast("list[Any]", argument)]
-    if isinstance(argument, dict):
-        return {key: map_structure(item, function) for key, item in cast("dict[Any, Any]", argument).items()}
-    parts = cast("slice[Any, Any, Any]", argument)
-    return slice(*(map_structure(part, function) for part in (parts.start, parts.stop, parts.step)))
 
 
 def operations_in(*arguments: Any) -> tuple[Operation, ...]:

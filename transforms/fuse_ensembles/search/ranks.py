@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .expansion import Operation
-from .operators import KEEP_RANK, POINTWISE
+from ....passes.operators import KEEP_RANK, POINTWISE
+from ..inlining import Operation
 from .packs import Operand, Pack, Parameters, Selected, Shared, attribute
 
 __all__ = ["dimensional_slots", "operand_ranks"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compat import modules_by_name
+from ....compat import modules_by_name
 
 __all__ = ["module_operator", "module_signature", "state_names"]
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..tracing.regions import Region
-from .expansion import Expansion, Operation
-from .owners import owner_of
+from ....passes.owners import owner_of
+from ....tracing.regions import Region
+from ..inlining import Expansion, Operation
 
 if TYPE_CHECKING:
-    from ..tracing.program import Program
+    from ....tracing.program import Program
 
 __all__ = ["GradientReach", "differentiable_outputs", "used_by"]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.mode_guards import child_guard
 from fxopt.tracing.guards import Guard
+from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard
 
 KIND = "self"
 

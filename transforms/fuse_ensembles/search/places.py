@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
-from ..compat import modules_by_name, submodule
-from ..errors import MatchFailure
-from ..tracing.captured import Guard, Variant
-from ..tracing.portable import copy_graph
-from .expand import expand
-from .expansion import Expansion, Operation
+from ....compat import modules_by_name, submodule
+from ....errors import MatchFailure
+from ....tracing.captured import Guard, Variant
+from ....tracing.portable import copy_graph
+from ..inlining import Case, Expansion, Operation, asks_for_training, cases_of, expand
 from .isomorphism import find_ensembles
 from .joins import find_joins
-from .mode_guards import Case, asks_for_training, cases_of
 from .packs import Ensemble, Parameters
 
 if TYPE_CHECKING:
-    from ..tracing.program import Program
+    from ....tracing.program import Program
 
 __all__ = ["Place", "places_of", "present_cases", "rewritten_variants"]
 
@@ -54,12 +52,6 @@ class Place:
         return members | {
             removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
         }
-
-    @property
-    def first_input(self) -> str:
-        """Return the first input of the home that the first linear layer depends on; "" where there is none."""
-        first = next((pack.members[0] for pack in self.ensemble.packs if pack.operator == "linear"), None)
-        return "" if first is None else self.expansion.first_inputs.get(first, "")
 
     def opened(self, home: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
 
-from ..compat import own_children
-from ..tracing.captured import Capture, Guard, Variant, capture_of
-from ..tracing.likeness import Likeness
-from . import operators
+from ....compat import own_children
+from ....passes import operators
+from ....passes.effects import writes
+from ....passes.opening import obstacle_to_opening, unmet_guards
+from ....tracing.captured import Capture, Guard, Variant, capture_of
+from ....tracing.likeness import Likeness
+from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
-from .effects import writes
-from .expansion import Expansion, Operation, map_structure, operations_in
+from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph, variant_of_call
+from .checks import write_checks
+from .dataflow import Expansion, Operation, operations_in
 from .mode_guards import asks_for_training, child_guard, is_passed_on
-from .opening import checks_on_the_way, has_plain_output, leaf_graph, obstacle_to_opening, unmet_guards, variant_of_call
-from .opening_checks import write_checks
 
 if TYPE_CHECKING:
-    from ..tracing.program import Program
+    from ....tracing.program import Program
 
 __all__ = ["Expansions", "expand"]
 

@@ -11,25 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx, nn
 
-from ..compat import own_children, own_tensor, submodule
-from ..errors import MatchFailure
-from ..passes.expansion import Operation
-from ..passes.isomorphism import find_ensembles
-from ..passes.mode_guards import Case
-from ..passes.owners import Owner
-from ..passes.packs import Ensemble, Parameters, Shared
-from ..passes.places import Place, places_of, present_cases, rewritten_variants
-from ..passes.rebuild import Unit, Writer, rebuild
-from ..passes.state_map import Stack
-from ..tracing.capture import capture_of, required_capture
-from ..tracing.observe import INTERNAL
-from .lowering import Lowering, covered_operations, lower
-from .members import FusedMembers, attach_member
+from ...compat import own_children, own_tensor, submodule
+from ...errors import MatchFailure
+from ...layers.members import FusedMembers, attach_member
+from ...passes.owners import Owner
+from ...passes.state_map import Stack
+from ...tracing.capture import capture_of, required_capture
+from ...tracing.observe import INTERNAL
+from .inlining import Case, Operation
+from .lowerings import Lowering, Unit, Writer, covered_operations, lower, rebuild
+from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
 
 if TYPE_CHECKING:
-    from ..passes.base import Site
-    from ..passes.edit import Edit
-    from ..tracing.program import Program
+    from ...passes.base import Site
+    from ...passes.edit import Edit
+    from ...tracing.program import Program
 
 __all__ = ["common_name", "fuse", "tensor_of"]
 
@@ -112,7 +108,6 @@ def _lowering(place: Place, site: Site, names: Mapping[tuple[str, ...], str], ed
         place.ensemble, _choice(site), names,
         lambda module: edit.add_module(module, name=name),
         place.expansion.may_restart,
-        next((o for o in place.expansion.operations if o.kind == "placeholder" and o.name == site.rows_of), None),
     )  # fmt: skip
 
 

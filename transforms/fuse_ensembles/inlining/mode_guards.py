@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..compat import own_children
-from ..tracing.capture import required_capture
-from ..tracing.captured import Guard, Variant
-from ..tracing.outside import looks_outside
-from ..tracing.source import module_expression
+from ....compat import own_children
+from ....tracing.capture import required_capture
+from ....tracing.captured import Guard, Variant
+from ....tracing.outside import looks_outside
+from ....tracing.source import module_expression
 
 if TYPE_CHECKING:
-    from ..tracing.program import Program
+    from ....tracing.program import Program
 
 __all__ = ["Case", "asks_for_training", "cases_of", "child_guard", "is_passed_on", "runs_in_mode"]
 
