@@ -150,10 +150,7 @@ class Likeness:
         if kind in (set, frozenset):
             return kind, frozenset(self._value(item, parts) for item in value)
         if isinstance(value, Mapping):
-            default, items = (
-                getattr(cast("Any", value), "default_factory", None),
-                cast("Mapping[Any, Any]", value).items(),
-            )
+            default, items = getattr(cast("Any", value), "default_factory", None), cast("dict[Any, Any]", value).items()
             described = tuple((self._value(key, parts), self._value(item, parts)) for key, item in items)
             return kind, self._value(default, parts), described
         return self._object(value, parts)
