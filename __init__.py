@@ -13,6 +13,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .api import (
         capture,
+        export,
         graphs,
         list_passes,
         load,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         state_dict,
         translate_optimizer,
     )
-    from .deploy.flat_model import FlatModel
     from .errors import (
         ArchiveError,
         CaptureError,
@@ -43,9 +43,10 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .operators import OpInfo, register_operator
     from .passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
     from .passes.edit import Edit
-    from .passes.patterns import Match, Pattern, anything, module, operation
+    from .passes.patterns import Match, Pattern, anything, either, module, operation
     from .passes.plan import Decision, Plan
     from .reporting.report import Report
     from .tracing.inputs import Inputs
@@ -58,17 +59,17 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "capture graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
         "translate_optimizer"
     ),
-    "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
         "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
+    "operators": "OpInfo register_operator",
     "passes.base": "Goal Numerics Pass Phase Refusal Site",
     "passes.edit": "Edit",
-    "passes.patterns": "Match Pattern anything module operation",
+    "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
     "reporting.report": "Report",
     "tracing.inputs": "Inputs",
@@ -88,7 +89,6 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
-    "FlatModel",
     "FoldBatchnorm",
     "FoldConstants",
     "FuseEnsembles",
@@ -102,6 +102,7 @@ __all__ = [
     "MatchFailure",
     "ModeError",
     "Numerics",
+    "OpInfo",
     "OrderError",
     "Pass",
     "PassError",
@@ -120,6 +121,8 @@ __all__ = [
     "__version__",
     "anything",
     "capture",
+    "either",
+    "export",
     "graphs",
     "list_passes",
     "load",
@@ -128,6 +131,7 @@ __all__ = [
     "operation",
     "optimize",
     "plan",
+    "register_operator",
     "report",
     "restore",
     "save",

@@ -15,7 +15,7 @@ import torch._functorch.utils as functorch_utils  # pyright: ignore[reportPrivat
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
-from torch.fx.graph import inplace_methods, magic_methods
+from torch.fx.graph import Graph, inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
@@ -28,6 +28,7 @@ __all__ = [
     "DispatchMode",
     "all_modules",
     "autocast_settings",
+    "batches_by_vmap",
     "checkpoint",
     "checkpoint_generator",
     "checkpoints_off",
@@ -47,8 +48,9 @@ __all__ = [
     "load_exported_program",
     "modules_by_name",
     "native_functions",
-    "native_torch_functions",
     "operator_format",
+    "operator_name",
+    "overloads_of",
     "own_buffers",
     "own_children",
     "own_parameters",
@@ -82,6 +84,12 @@ def autocast_settings(context: torch.autocast) -> dict[str, Any]:
         "enabled": own["_enabled"],
         "cache_enabled": own["_cache_enabled"],
     }
+
+
+def batches_by_vmap(graph: Graph) -> bool:
+    """Say whether an exported graph opens and closes levels of `torch.vmap`, which only functorch can run."""
+    module = "torch._functorch.predispatch"
+    return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
 
 
 def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
@@ -218,8 +226,11 @@ def is_torch_wrapper(cls: type) -> bool:
 
 @cache
 def is_view_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
-    return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+    """Say whether a dispatched operator's result always shares its argument's storage.
+
+    `lift_fresh` yields a new tensor, and `to` does where it converts one.
+    """
+    return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
 def load_exported_program(file: BinaryIO) -> Any:
@@ -239,17 +250,25 @@ def native_functions() -> Any:
     return getattr(torch._C, "_nn")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  it is not declared
 
 
-def native_torch_functions() -> list[str]:
-    """Return the names of torch's functions that are operators of its own, written in C++."""
-    native = getattr(torch._C, "_VariableFunctions")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  undeclared
-    return [name for name in dir(native) if getattr(torch, name, None) is getattr(native, name)]
-
-
 def operator_format(function: Any) -> str | None:
     """Return how a function of the `operator` module is written with its symbol ("{} + {}"), or None."""
     if getattr(function, "__module__", None) != "_operator":
         return None
     return magic_methods.get(function.__name__)
+
+
+def operator_name(function: Any) -> str | None:
+    """Return the name of one of `torch.ops` ("aten::add"), which all of its overloads share; None for anything else."""
+    if not is_registered_operator(function):
+        return None
+    return getattr(function, "overloadpacket", function)._qualified_op_name
+
+
+def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
+    """Return each overload of one of `torch.ops` with its schema; an overload is its own only one."""
+    single = not hasattr(operator, "overloads")
+    found: list[Any] = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    return [(overload, overload._schema) for overload in found]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
