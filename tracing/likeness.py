@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from ..compat import modules_by_name, own_buffers, own_children, own_parameters
 from .inputs import Inputs
 from .observe import FOUND
+from .plain_types import PLAIN_TYPES
 
 __all__ = ["Alike", "Described", "Likeness"]
 
-_PLAIN = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
-)
+_PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
 _SKIPPED = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
 _GRAPHS = frozenset(("_fxopt_capture", "_fxopt_fallback", FOUND))
