@@ -67,10 +67,11 @@ _HOMES = {
         "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
-    "passes.base": "Goal Numerics Pass Phase Refusal Site",
+    "passes.base": "Pass",
     "passes.edit": "Edit",
     "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
+    "passes.sites": "Goal Numerics Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.inputs": "Inputs",
     "tracing.program": "Program",

@@ -28,11 +28,12 @@ from ..tracing.selection import call_names
 from ..tracing.structure import copied
 from . import measure
 from .admission import admitted
-from .base import Goal, Pass, Phase, Refusal, Site
+from .base import Pass
 from .comparison import Comparison
 from .copying import twin
 from .groups import Group, with_lowering
 from .scratch import as_before, refuse_own_forwards
+from .sites import Goal, Phase, Refusal, Site
 from .tuner import Tuner
 
 if TYPE_CHECKING:
