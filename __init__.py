@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         FusedMemberError,
         FxoptError,
         GuardError,
+        GuardWarning,
         InputError,
         ModeError,
         OrderError,
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+    from .passes.base import Goal, Numerics, OwnForward, Pass, Phase, Refusal, Site
     from .passes.edit import Edit
     from .passes.patterns import Match, Pattern, anything, module, operation
     from .passes.plan import Decision, Plan
     from .reporting.report import Report
+    from .tracing.example_calls import recording
     from .tracing.inputs import Inputs
     from .tracing.program import Program
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -63,14 +65,15 @@ _HOMES = {
     ),
     "deploy.flat_model": "FlatModel",
     "errors": (
-        "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
-        "PipelineError PlanError StateError Unsuitable UsageError VerificationError"
+        "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
+        "PassError PipelineError PlanError StateError Unsuitable UsageError VerificationError"
     ),
-    "passes.base": "Goal Numerics Pass Phase Refusal Site",
+    "passes.base": "Goal Numerics OwnForward Pass Phase Refusal Site",
     "passes.edit": "Edit",
     "passes.patterns": "Match Pattern anything module operation",
     "passes.plan": "Decision Plan",
     "reporting.report": "Report",
+    "tracing.example_calls": "recording",
     "tracing.inputs": "Inputs",
     "tracing.program": "Program",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
@@ -96,12 +99,14 @@ __all__ = [
     "FxoptError",
     "Goal",
     "GuardError",
+    "GuardWarning",
     "InputError",
     "Inputs",
     "Match",
     "ModeError",
     "Numerics",
     "OrderError",
+    "OwnForward",
     "Pass",
     "PassError",
     "Pattern",
@@ -128,6 +133,7 @@ __all__ = [
     "operation",
     "optimize",
     "plan",
+    "recording",
     "report",
     "restore",
     "save",

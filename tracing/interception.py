@@ -15,10 +15,10 @@ from torch import nn
 
 from ..compat import untraceable_entries
 from .checked import patch_checks
-from .exclusive import alone
 from .functions import patch_functions
 from .proxy import proxies_in
 from .record import calls_intercepted
+from .redirect import patching
 from .session import Session
 from .switches import patch_contexts
 from .whole_functions import patch_whole_functions
@@ -45,7 +45,7 @@ def tracing_session(modules: Iterable[nn.Module]) -> Generator[Session]:
     Args:
         modules: those that will be traced, and all that are inside them.
     """
-    with alone():
+    with patching:
         session = _idle.pop() if _idle else None
         if session is None or not session.is_current():
             session = _prepared()

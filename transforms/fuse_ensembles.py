@@ -11,7 +11,6 @@ from torch import nn
 
 from ..errors import Unsuitable
 from ..layers.fusing import common_name, fuse, tensor_of
-from ..layers.members import separate
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.expand import expand
 from ..passes.expansion import Expansion, Operation, is_chain
@@ -27,7 +26,6 @@ from ..tracing.regions import Region
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit
-    from ..passes.state_map import StateStep
     from ..tracing.program import Program
 
 __all__ = ["FuseEnsembles", "Lowering"]
@@ -125,7 +123,6 @@ class FuseEnsembles(Pass):
             choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
             rows_of=places[0].first_input, switchable=SWITCHABLE, kind=_kind(ensemble, program.module(home)),
-            tensors=frozenset(name for operand in ensemble.parameters for name in operand.names),
         )  # fmt: skip
 
     def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
@@ -147,9 +144,6 @@ class FuseEnsembles(Pass):
 
     def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
         fuse(sites, edit)
-
-    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
-        separate(home, dict.fromkeys(target.partition(".")[0] for step in steps for target in step.targets))
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
