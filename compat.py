@@ -5,6 +5,7 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -362,9 +363,8 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""Return how often a tensor has been changed in place; no function of Python's, which would take twice the time."""
 
 
 @cache
