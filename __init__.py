@@ -13,6 +13,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .api import (
         capture,
+        export,
         graphs,
         list_passes,
         load,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         state_dict,
         translate_optimizer,
     )
-    from .deploy.flat_model import FlatModel
     from .errors import (
         ArchiveError,
         CaptureError,
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
         GuardError,
         GuardWarning,
         InputError,
+        MatchFailure,
         ModeError,
         OrderError,
         PassError,
         PipelineError,
         PlanError,
         StateError,
-        Unsuitable,
         UsageError,
         VerificationError,
     )
@@ -60,13 +60,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "capture graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
         "translate_optimizer"
     ),
-    "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
-        "PassError PipelineError PlanError StateError Unsuitable UsageError VerificationError"
+        "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "passes.base": "Goal Numerics OwnForward Pass Phase Refusal Site",
     "passes.edit": "Edit",
@@ -91,7 +90,6 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
-    "FlatModel",
     "FoldBatchnorm",
     "FoldConstants",
     "FuseEnsembles",
@@ -103,6 +101,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "Match",
+    "MatchFailure",
     "ModeError",
     "Numerics",
     "OrderError",
@@ -119,12 +118,12 @@ __all__ = [
     "Report",
     "Site",
     "StateError",
-    "Unsuitable",
     "UsageError",
     "VerificationError",
     "__version__",
     "anything",
     "capture",
+    "export",
     "graphs",
     "list_passes",
     "load",

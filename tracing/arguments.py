@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .guards import GUARD_NAMES, Guard
 from .record import Computed
-from .session import Untraceable
+from .recorder import Untraceable
 from .signature import Absent, Signature
 from .structure import is_namedtuple
 

@@ -16,7 +16,8 @@ from ..compat import own_children
 from ..errors import CaptureError, GuardError, ModeError
 from .at_rest import note_found
 from .capture import Capture, Variant, capture_of, required_capture
-from .dynamic import class_recipe, dynamic_class, same_kind, user_class
+from .compiled_class import dynamic_class
+from .dynamic import class_recipe, same_kind, user_class
 from .generators import ANNOUNCES, announce
 from .guards import Guard, GuardMiss
 from .misses import handler_of

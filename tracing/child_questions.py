@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -19,12 +19,11 @@ from ..compat import own_children
 from .dynamic import user_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
+from .nested import NestedReads
 from .outside_places import class_attribute
 from .outside_reads import condition_on
+from .recorder import Recorder
 from .source import module_expression
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["ChildQuestions"]
 
@@ -40,9 +39,10 @@ class ChildQuestions:
         read: names of the module's own children that were read for more than to be called.
     """
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(self, tracer: Recorder, nested: NestedReads) -> None:
         self.read: set[str] = set()
         self._tracer = tracer
+        self._nested = nested
 
     def note_read(self, module: nn.Module, name: str, value: nn.Module | None, frame: FrameType) -> None:
         """Note that a child, or None in the place of one, is read from `module` by the code in `frame`."""
@@ -59,7 +59,7 @@ class ChildQuestions:
         registry = next(registry for registry in _REGISTRIES if name in getattr(module, registry))
         for path in self._paths(module):
             condition = f"{module_expression(path)}.{registry}.get({name!r}) is None"
-            self._tracer.nested.keep(condition, f"{'.'.join(path)}.{name} is None")
+            self._nested.keep(condition, f"{'.'.join(path)}.{name} is None")
 
     def note_class(self, module: nn.Module) -> None:
         """Note that the class of a module may decide something."""
@@ -69,7 +69,7 @@ class ChildQuestions:
             expression = f"{module_expression(parents)}._modules.get({name!r})"
             condition = f"type({expression}).__qualname__ == {cls.__qualname__!r}"
             condition += f" and type({expression}).__module__ == {cls.__module__!r}"
-            self._tracer.nested.keep(condition, f"{'.'.join(path)} is a {cls.__name__}")
+            self._nested.keep(condition, f"{'.'.join(path)} is a {cls.__name__}")
 
     def note_class_read(self, module: nn.Module, name: str, frame: FrameType) -> None:
         """Note that something is read that a module has from its class: a method, say, that is traced through."""
@@ -82,7 +82,7 @@ class ChildQuestions:
         value = class_attribute(user_class(type(module)), name)
         for path in self._paths(module) if condition_on("", value) is not None else ():
             condition = condition_on(f"type({module_expression(path)}).{name}", value)
-            self._tracer.nested.keep(str(condition), f"{name} of the class of {'.'.join(path)} is {value!r}")
+            self._nested.keep(str(condition), f"{name} of the class of {'.'.join(path)} is {value!r}")
 
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Note that an attribute is looked for in vain."""
@@ -92,7 +92,7 @@ class ChildQuestions:
         for path in self._paths(module):
             expression = module_expression(path)
             condition = " and ".join(f"{name!r} not in {expression}.{registry}" for registry in _REGISTRIES)
-            self._tracer.nested.keep(condition, f"{'.'.join(path)} has no {name}")
+            self._nested.keep(condition, f"{'.'.join(path)} has no {name}")
 
     def note_called(self, module: nn.Module) -> None:
         """Note that a module is called, by code that may have asked for its type."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Function
 
 import fxopt
-from fxopt.tracing.functions import FunctionCall
+from fxopt.tracing.autograd_functions import FunctionCall
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)
@@ -147,9 +147,3 @@ def test_members_before_one_are_fused():
     assert gradient.keys() == model.state_dict().keys()
     torch.testing.assert_close(fast(*X), model(*X))
     torch.testing.assert_close(fast.linear.weight.grad, model.linear.weight.grad)
-
-
-def test_standalone_archives_refuse(tmp_path):
-    fast = fxopt.optimize(Heads(), passes=[], example_inputs=X, measure=False)
-    with pytest.raises(fxopt.FxoptError, match="which archives do not"):
-        fxopt.save(fast, tmp_path / "m.fxopt", kind="standalone")

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.mode_guards import child_guard, is_passed_on
 from fxopt.tracing import reached_code
 from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import misses_in
 from fxopt.tracing.class_questions import asks_for_classes
+from fxopt.tracing.fallback import misses_in
 from fxopt.tracing.guards import Guard
 from fxopt.tracing.outside import cells_of
 from fxopt.tracing.outside_names import single_steps
 from fxopt.tracing.outside_reads import OutsideReads, condition_on
+from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -523,15 +523,6 @@ def test_what_members_read_is_asked_for_where_they_are_fused() -> None:
     globals()["SCALE"] = 3.0
     for _ in range(3):
         torch.testing.assert_close(fast(X), model(X))
-
-
-def test_archives_keep_the_value(tmp_path: Any) -> None:
-    model = Scaled()
-    expected = model(X)
-    fast = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,), measure=False)
-    fxopt.save(fast, tmp_path / "model", kind="standalone")
-    globals()["SCALE"] = 3.0
-    torch.testing.assert_close(fxopt.load(tmp_path / "model")(X), expected)
 
 
 def test_guards_ask_for_little() -> None:
