@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
-    "HOOK_REGISTRIES",
     "DispatchMode",
     "all_modules",
     "autocast_settings",
@@ -54,7 +53,6 @@ __all__ = [
     "own_children",
     "own_parameters",
     "own_tensor",
-    "process_count",
     "property_access",
     "storage_id",
     "submodule",
@@ -174,10 +172,6 @@ def has_pre_hooks(module: nn.Module) -> bool:
     return bool(cast("Any", module)._forward_pre_hooks)
 
 
-HOOK_REGISTRIES = frozenset(name for name in vars(nn.Module()) if "hook" in name and not name.startswith("_is"))
-"""The attributes in which a module keeps its hooks of all kinds."""
-
-
 def has_state_hooks(module: nn.Module) -> bool:
     """Say whether the module has hooks that may change what its state dict holds."""
     own: dict[str, Any] = module.__dict__
@@ -294,12 +288,6 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
         if found is None:
             return None
     return found
-
-
-def process_count() -> int:
-    """Return how many processes `torch.distributed` connects; 1 where it is not initialised."""
-    distributed: Any = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def property_access() -> type:
