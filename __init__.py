@@ -44,9 +44,10 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .operators import OpInfo, register_operator
     from .passes.base import Goal, Numerics, OwnForward, Pass, Phase, Refusal, Site
     from .passes.edit import Edit
-    from .passes.patterns import Match, Pattern, anything, module, operation
+    from .passes.patterns import Match, Pattern, anything, either, module, operation
     from .passes.plan import Decision, Plan
     from .reporting.report import Report
     from .tracing.example_calls import recording
@@ -67,9 +68,10 @@ _HOMES = {
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
         "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
+    "operators": "OpInfo register_operator",
     "passes.base": "Goal Numerics OwnForward Pass Phase Refusal Site",
     "passes.edit": "Edit",
-    "passes.patterns": "Match Pattern anything module operation",
+    "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
     "reporting.report": "Report",
     "tracing.example_calls": "recording",
@@ -104,6 +106,7 @@ __all__ = [
     "MatchFailure",
     "ModeError",
     "Numerics",
+    "OpInfo",
     "OrderError",
     "OwnForward",
     "Pass",
@@ -123,6 +126,7 @@ __all__ = [
     "__version__",
     "anything",
     "capture",
+    "either",
     "export",
     "graphs",
     "list_passes",
@@ -133,6 +137,7 @@ __all__ = [
     "optimize",
     "plan",
     "recording",
+    "register_operator",
     "report",
     "restore",
     "save",
