@@ -122,7 +122,7 @@ class FuseEnsembles(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         fuse((site,), edit)
 
-    def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
+    def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         fuse(sites, edit)
 
 
