@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import ClassVar
 
-from torch import fx, nn
+from torch import fx
 
-from ..errors import MatchFailure
 from ..tracing.program import Program
 from .edit import Edit
 from .options import format_options
-from .sites import Goal, Numerics, Phase, Refusal, Site
-from .state_steps import StateStep
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 
 __all__ = ["FunctionPass", "Pass"]
 
@@ -28,6 +26,9 @@ class Pass:
         goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
         clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
         phase: when the result is valid.
+        own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
+            None: it is right where the pass keeps the function, unless it would leave out a region or does not know
+            tensors that the pass added; else wrong.
         before: names of passes that must not run earlier than this one.
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
@@ -38,6 +39,7 @@ class Pass:
     goal: ClassVar[Goal] = Goal.SPEED
     clean_up: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = None
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
@@ -61,20 +63,6 @@ class Pass:
         for site in sites:
             with edit.at(site):
                 self.rewrite(site, edit)
-
-    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
-        """Make the modules inside a copy of a rewritten home again what they were before; its graphs do not count.
-
-        A pass that can do so has its rewrites repeated on the graphs that are captured for the home later.
-
-        Args:
-            home: is changed in place.
-            steps: what the pass's rewrites of it did to its tensors, in their order.
-
-        Raises:
-            MatchFailure: by default.
-        """
-        raise MatchFailure(f"pass '{self.name}' cannot be repeated")
 
     def __str__(self) -> str:
         return f"{self.name}{format_options(self)}" if is_dataclass(self) else self.name

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ..tracing.program import Program
 
-__all__ = ["Goal", "Numerics", "Phase", "Refusal", "Site"]
+__all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site"]
 
 
 class Numerics(enum.Enum):
@@ -51,6 +51,17 @@ class Phase(enum.Enum):
         return self is not Phase.TRAIN
 
 
+class OwnForward(enum.Enum):
+    """What the original forward of a rewritten module is worth for a call that no graph fits."""
+
+    RIGHT = "right"
+    """It gives the same: it may run."""
+    ACCEPTABLE = "acceptable"
+    """It gives something else that the user can do with (the unquantized function, say): it may run."""
+    WRONG = "wrong"
+    """It must not run: the call raises GuardError."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Say why a place that looks right is left as it is.
@@ -83,7 +94,6 @@ class Site:
         label: what the report calls the site; the home's name by default.
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
-        tensors: names of the home's tensors that the rewrite takes; they tell the same site in another graph.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -97,7 +107,6 @@ class Site:
     detail: str = ""
     label: str = ""
     kind: Hashable = None
-    tensors: frozenset[str] = frozenset()
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""
