@@ -14,8 +14,8 @@ from ..tracing.captured import Capture, capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
 from ..tracing.meta import TensorMeta
+from .inlining import unmet_guard
 from .kinds import Kinds
-from .opening import unmet_guard
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

@@ -16,7 +16,7 @@ from ..layers.members import seal
 from ..operators import info_of, operator_info, operator_of_module
 from ..passes.analyses import CallSites, TensorOwners, TensorReads
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.opening import obstacle_to_opening
+from ..passes.inlining import obstacle_to_inlining
 from ..passes.state_map import Fold
 from ..tracing.capture import Variant, required_capture
 from ..tracing.dynamic import user_class
@@ -199,7 +199,7 @@ def _obstacle_in_modules(pair: _Pair, program: Program) -> str | None:
     if isinstance(program.module(pair.home), Region):
         return "they are called in a region, which does not own them"
     for what, module in pair.both:
-        reason = obstacle_to_opening(module)
+        reason = obstacle_to_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
         if _kind(module) is None:
