@@ -9,20 +9,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from .attribute_watch import MISSING
 from .changes import Change
 from .expressions import literal
 from .guards import Guard
 from .observe import INTERNAL
 from .proxy import ValueProxy
 from .recorder import Recorder
+from .signature import Absent
 from .source import attribute_expression, module_expression
 
 __all__ = ["Assignments", "State", "assign"]
 
 State = Mapping[tuple[nn.Module, str], Any]
 _Place = tuple[nn.Module, str]
-"""What attributes of modules are: (module, name) -> value; what is not there is `MISSING`."""
+"""What attributes of modules are: (module, name) -> value; what is not there is `Absent`."""
 
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _REGISTERED = (nn.Parameter, nn.Buffer, nn.Module)
@@ -165,14 +165,14 @@ def _setter(path: str) -> str:
 
 
 def _held(module: nn.Module, name: str) -> Any:
-    """Return an attribute or buffer as it is held, or MISSING."""
+    """Return an attribute or buffer as it is held, or Absent."""
     buffers = module.__dict__["_buffers"]
-    return buffers[name] if name in buffers else module.__dict__.get(name, MISSING)
+    return buffers[name] if name in buffers else module.__dict__.get(name, Absent)
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
     buffers = module.__dict__["_buffers"]
-    if value is MISSING:
+    if value is Absent:
         module.__dict__.pop(name, None)
     elif name in buffers:
         buffers[name] = value
@@ -205,7 +205,7 @@ def _example(value: Any) -> Any:
 
 def _condition(owner: str, name: str, value: Any) -> str:
     expression = attribute_expression(owner, name)
-    if value is MISSING:
+    if value is Absent:
         return f"{name!r} not in {owner}.__dict__"
     if value is None:
         return f"{expression} is None"
@@ -216,4 +216,4 @@ def _condition(owner: str, name: str, value: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else "not there" if value is MISSING else repr(value)
+    return "a tensor" if isinstance(value, Tensor) else "not there" if value is Absent else repr(value)

@@ -20,8 +20,8 @@ from .dynamic import user_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
 from .nested import NestedReads
-from .outside_places import class_attribute
 from .outside_reads import condition_on
+from .reached_code import class_attribute
 from .recorder import Recorder
 from .source import module_expression
 

@@ -11,11 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .direct_reads import DirectReads
 from .dynamic import subclass
 from .expressions import literal
 from .guards import Guard
-from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
 from .source import attribute_expression, module_expression
 
@@ -23,8 +21,6 @@ __all__ = ["NestedReads", "items_of", "spelled"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
-_MOST_BYTES = 1024
-"""Larger arrays are not compared."""
 _DEEPEST = 3
 """Containers in containers that are looked into."""
 _DIRECT = re.compile(r"\.__dict__\['(\w+)'\]")
@@ -44,9 +40,8 @@ class NestedReads:
         self._places: dict[int, tuple[str, str]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
-        self._reads: dict[int, tuple[DirectReads, dict[str, Any]]] = {}
-        self.arrays: list[tuple[str, Any]] = []
-        """Arrays that were read and are too large to be compared at each call, each with how it was reached."""
+        self.arrays: list[tuple[str, str, Any]] = []
+        """What was read that is numpy's, each with the attribute that leads there, and how: no guard compares it."""
         self._read: dict[str, tuple[str, str]] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
         self.compared: set[str] = set()
@@ -87,7 +82,7 @@ class NestedReads:
                     f"type(self.{name}) is {type(value).__name__}", name, f"self.{name} is a {type(value).__name__}"
                 )
                 self.compared.add(name)
-            if type(value) in (*_MUTABLE, tuple) or is_array(value):
+            if type(value) in (*_MUTABLE, tuple) or _is_array(value):
                 self._note(value, name, f"self.{name}")
         return [
             Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
@@ -127,23 +122,16 @@ class NestedReads:
         return {"__getattribute__": __getattribute__}
 
     def _direct(self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, str]) -> str | None:
-        """Return how a guard reads an attribute from the dictionary of its object, if it is there.
+        """Return how a guard reads an attribute from the dictionary of its object, in a tenth of the time; else None.
 
         So it does not look like a tensor's, either: moving the model changes types and devices of those.
         """
         root, path = place
-        known = self._reads.get(id(held))
-        if known is None:
-            known = self._reads[id(held)] = DirectReads(cls, held), held
-        found = known[0].of(name)
-        if found is None or held.get(found.key, found) is not value:
-            placed = isinstance(value, (torch.dtype, torch.device)) and name in held
-            return f"{path}.__dict__[{name!r}]" if placed else None
+        if held.get(name, self) is not value:
+            return None
         if not path.removeprefix("self.").isidentifier():  # what is set on the module itself is noticed
             self._keep(f"type({path}).__qualname__ == {cls.__qualname__!r}", root, f"{path} is a {cls.__qualname__}")
-        for key in sorted(found.missing):
-            self._keep(f"{key!r} not in {path}.__dict__", root, f"{path} has no {key}")
-        return f"{path}.__dict__[{found.key!r}]"
+        return f"{path}.__dict__[{name!r}]"
 
     def _note_all(self, held: dict[str, Any], root: str, path: str) -> None:
         self._note(tuple(held), root, f"tuple({path}.__dict__)")
@@ -156,8 +144,11 @@ class NestedReads:
         if text is not None:
             self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
             return
-        if type(value) is float or is_array(value) or is_scalar(value):
-            self._note_number(value, root, expression)
+        if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
+            self.arrays.append((root, expression, value))
+            return
+        if type(value) is float:  # no number, or infinite
+            self._keep(f"str({expression}) == {str(value)!r}", root, f"{expression} is {value}")
             return
         self._lend(value, root, expression)
         items = items_of(value) if depth else []
@@ -182,19 +173,14 @@ class NestedReads:
         condition = f"{expression} is getattr({module_expression(owners)}, {name!r}, None)"
         self._keep(condition, root, f"{expression} is {'.'.join((*owners, name))}")
 
-    def _note_number(self, value: Any, root: str, expression: str) -> None:
-        """Note a number without a spelling, or an array of numpy's: guards compare what is in it, if that is little."""
-        if type(value) is float:
-            self._keep(f"str({expression}) == {str(value)!r}", root, f"{expression} is {value}")
-        elif value.nbytes <= _MOST_BYTES:
-            now = f"({expression}.dtype.str, {expression}.shape, {expression}.tobytes())"
-            then = (value.dtype.str, value.shape, value.tobytes())
-            self._keep(f"{now} == {then!r}", root, f"{expression} holds what it held")
-        else:
-            self.arrays.append((expression, value))
-
     def _keep(self, condition: str, root: str, reason: str) -> None:
         self._read.setdefault(condition, (root, _DIRECT.sub(r".\1", reason)))
+
+
+def _is_array(value: Any) -> bool:
+    """Tell whether a value is an array of numpy's."""
+    kind = cast("type[Any]", type(value))
+    return any(base.__module__ == "numpy" and base.__name__ == "ndarray" for base in kind.__mro__)
 
 
 def _can_be_lent(value: Any) -> bool:

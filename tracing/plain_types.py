@@ -9,9 +9,9 @@ import torch
 
 __all__ = ["PLAIN_TYPES", "is_plain_structure"]
 
-PLAIN_TYPES = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-)
+PLAIN_TYPES: tuple[type, ...] = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 def is_plain_structure(value: Any) -> bool:

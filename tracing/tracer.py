@@ -17,7 +17,7 @@ from .arguments import Arguments
 from .assignments import Assignments, State
 from .attributes import Attributes
 from .capture import Variant
-from .changes import Change, Changes, Watch
+from .changes import Change, Changes, Watch, is_repeatable
 from .checked import Messages
 from .checks import order_checks
 from .child_questions import ChildQuestions
@@ -42,7 +42,7 @@ from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
 from .recorder import Untraceable
 from .session import Session
-from .signature import Signature
+from .signature import Absent, Signature
 from .structure import copied
 
 __all__ = ["ModuleTracer", "TracingSession"]
@@ -52,7 +52,6 @@ _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_me
 _RESHAPING = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _OPTIONAL = (getattr, operator.getitem)
 _ACCESSOR = property_access()
-_MISSING = object()
 
 
 class ModuleTracer:
@@ -115,14 +114,14 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.expressions)
-        forward = type(self.module).forward
+        forward, outside = type(self.module).forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
         self.assignments.begin()
-        state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
+        state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with outside.watching(), self._observed() as seen, self.session.tracing(self):
+            with self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
@@ -131,9 +130,8 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
-            changed = outside.put_back()
-        if changed or seen.set_on_class:
-            raise Untraceable(changed or f"it changes what is not the module's: {min(seen.set_on_class)} of its class")
+        if seen.set_on_class:
+            raise Untraceable(f"it sets what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -142,7 +140,7 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         guards += (*self.decisions.guards.values(), *outside.guards(plain))
-        self.attributes.check_arrays(self.nested.arrays)
+        self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
@@ -245,7 +243,7 @@ class ModuleTracer:
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
             lasting = Change(revocable=False) if value is UNKNOWN else watch.lasting()
-            if target is setattr and _is_repeatable(args[0].node, args[1]):
+            if target is setattr and is_repeatable(args[0].node, args[1]):
                 lasting = None
             asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor)
             asks = asks and not is_statement()
@@ -356,8 +354,8 @@ class ModuleTracer:
             return lambda: self._mapping_part(proxy, name)
         owner: Any = Tensor if value is UNKNOWN else proxy.fxopt_value
         with self.session.suspended():
-            member: Any = getattr(owner, name, None if value is UNKNOWN else _MISSING)
-        if member is _MISSING:
+            member: Any = getattr(owner, name, None if value is UNKNOWN else Absent)
+        if member is Absent:
             self.decisions.missing(proxy, name)
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)
@@ -395,12 +393,6 @@ class ModuleTracer:
         if asks_memo(frame):
             self.fail("it calls a memoised function that is found neither in its file nor in its class")
         return hash(self.decisions.plain(proxy))
-
-
-def _is_repeatable(holder: fx.Node, name: str) -> bool:
-    """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
-    reads = (user for user in holder.users if user.target is not setattr)
-    return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
 
 
 TracingSession = Session[ModuleTracer]
