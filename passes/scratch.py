@@ -126,7 +126,7 @@ def refuse_own_forwards(program: Program) -> None:
         MatchFailure: naming the module.
     """
     inlining = importlib.import_module("..transforms.fuse_ensembles.inlining", __package__)
-    for operation in inlining.expand(program, "").operations:
+    for operation in inlining.inlined_graph(program, "").operations:
         if operation.kind == "call_module":
             name = str(operation.target)
             called = submodule(program.model, name)

@@ -12,8 +12,8 @@ from .... import operators
 from ....compat import own_children
 from ....passes.effects import writes
 from ....passes.inlining import obstacle_to_inlining, unmet_guards
-from ....passes.kinds import Kinds
 from ....tracing.captured import Capture, Guard, Variant, capture_of
+from ....tracing.likeness import Likeness
 from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
@@ -38,7 +38,7 @@ class InlinedGraphs:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._kinds = program.analyses[Kinds]
+        self._likeness = program.analyses[Likeness]
         self._homes: dict[tuple[str, int, bool], InlinedGraph] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], InlinedGraph] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
@@ -65,7 +65,7 @@ class InlinedGraphs:
             may_restart: whether what calls it, or the module itself, may start over where a check in the graph fails.
             flipped: see `inlined_graph`.
         """
-        key = self._kinds.of(module), graph, may_restart, flipped
+        key = self._likeness.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
             builder.run(graph, prefix="", inputs=None, call=None)
@@ -73,8 +73,8 @@ class InlinedGraphs:
         return self._known[key]
 
     def kind(self, module: nn.Module) -> int:
-        """Return the number of a module's kind."""
-        return self._kinds.of(module)
+        """Return the number that a module has in common with those that are alike."""
+        return self._likeness.of(module)
 
     def obstacle(self, module: nn.Module) -> str | None:
         """Return why a module must stay one call, or None."""
