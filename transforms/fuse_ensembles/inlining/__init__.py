@@ -5,7 +5,7 @@ from __future__ import annotations
 from .batchable_modules import module_signature, state_names
 from .dataflow import InlinedGraph, Operation, is_chain
 from .inliner import inlined_graph
-from .mode_guards import Case, asks_for_training, cases_of
+from .mode_guards import Case, asks_for_training, cases_of, runs_in_mode
 
 __all__ = [
     "Case",
@@ -16,5 +16,6 @@ __all__ = [
     "inlined_graph",
     "is_chain",
     "module_signature",
+    "runs_in_mode",
     "state_names",
 ]
