@@ -169,21 +169,17 @@ class Edit:
         self.sign(node)
         return node
 
-    def derive(
-        self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
-    ) -> list[fx.Node]:
+    def derive(self, function: Callable[..., Any], tensors: Sequence[str]) -> list[fx.Node]:
         """Add tensors made of the model's own and kept until these change; see `Derived` and `hold_in_evaluation`.
 
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
             tensors: names of parameters and buffers, qualified from the home module.
-            before: where the nodes go, one for each tensor that the function gives; by default to the beginning.
         """
         originals = [operator.attrgetter(name)(self.home) for name in tensors]
         target = derived(function, len(originals))
-        with torch.no_grad():
-            made = target(*originals)
-        anchor = before or _behind_operands(self.graph, ())
+        made = torch.no_grad()(target)(*originals)
+        anchor = _behind_operands(self.graph, ())
         reads = [self.get_attr(name, before=anchor) for name in tensors]
         for node, original in zip(reads, originals, strict=True):
             node.meta["parameter" if isinstance(original, nn.Parameter) else "buffer"] = True
@@ -197,8 +193,8 @@ class Edit:
         """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
         self._own_graph()
         variants, number = required_capture(self.home).variants, self.site.variant
-        reason = f"{self.pass_name} rewrote it for evaluation"
-        asked = [Guard(f"not {module_expression(name.split('.'))}.training", reason) for name in children]
+        expressions = (f"not {module_expression(name.split('.'))}.training" for name in children)
+        asked = (Guard(expression, f"{self.pass_name} rewrote it for evaluation") for expression in expressions)
         guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
         variants[number] = dataclasses.replace(variants[number], guards=guards)
         self.trainable = True
@@ -401,5 +397,4 @@ def _check_targets(graph: fx.Graph, home: nn.Module) -> None:
         if node.op == "call_module":
             home.get_submodule(str(node.target))
         elif node.op == "get_attr":
-            path, _, last = str(node.target).rpartition(".")
-            getattr(home.get_submodule(path), last)
+            operator.attrgetter(str(node.target))(home)

@@ -20,7 +20,7 @@ from ..tracing.regions import ContextRegion, Region
 from ..tracing.signature import Signature
 from ..tracing.structure import map_structure
 from .edit import Edit
-from .opening import unmet_guard
+from .inlining import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]
 
