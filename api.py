@@ -17,6 +17,7 @@ from .deploy.opening import open_file
 from .errors import StateError, UsageError
 from .passes import optimizer_state
 from .passes.base import FunctionPass, Pass, Phase
+from .passes.collection import collection_paused
 from .passes.order import check_order
 from .passes.pipeline import parse
 from .passes.plan import Plan
@@ -25,7 +26,6 @@ from .passes.registry import PassInfo, available
 from .passes.restoration import restored, transplanted
 from .passes.session import Request, copied, run_session
 from .passes.state_map import StateMap
-from .passes.supervision import collection_paused
 from .reporting.report import Report
 from .settings import current
 from .tracing.ambient import outside_inference_mode

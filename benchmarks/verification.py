@@ -31,8 +31,8 @@ import fxopt
 from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.sites import Goal, Phase, Site
-from fxopt.passes.tree import flatten
 from fxopt.tracing.program import Program, capture_program
+from fxopt.tracing.tree import flatten
 
 
 @dataclass(frozen=True)

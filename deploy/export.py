@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..compat import batches_by_vmap
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..passes.compare import distance, form_problem, rounding
-from ..passes.tree import flatten, plain, structure
 from ..storage import atomic_file
 from ..tracing.ambient import outside_inference_mode
 from ..tracing.inputs import Inputs
@@ -29,6 +28,7 @@ from ..tracing.locate import raised_at
 from ..tracing.preserve import ModelState, in_phase, preserved, restoring
 from ..tracing.record import copy_inputs
 from ..tracing.structure import map_tensors, tensors_in
+from ..tracing.tree import flatten, plain, structure
 from .exported import load_exported
 
 __all__ = ["export_model"]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .record import RECORD_KEY
-
 if TYPE_CHECKING:
     from .state_map import StateMap
 
-__all__ = ["LoadsOriginalNames", "translate_on_load"]
+__all__ = ["RECORD_KEY", "LoadsOriginalNames", "translate_on_load"]
+
+RECORD_KEY = "_fxopt_record"
+"""Where the root of an optimized model keeps its record, in its `__dict__`."""
 
 
 class LoadsOriginalNames(nn.Module):

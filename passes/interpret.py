@@ -13,12 +13,10 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from ..tracing.captured import Capture, Variant, capture_of, select
 from ..tracing.guards import GuardMiss
 from ..tracing.selection import fitting
+from ..tracing.tree import Arguments
 from .tape import Tape
 
-__all__ = ["Arguments", "graph_forward"]
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one call."""
+__all__ = ["graph_forward"]
 
 
 def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+from .collection import collection_paused
 from .runner import Runner, runner
-from .supervision import collection_paused
 
 if sys.platform == "linux":
     import resource

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tracing.tree import map_tensors
 from .float64 import widened
-from .tree import map_tensors
 
 __all__ = ["jittered", "perturbed_inputs", "perturbed_state"]
 

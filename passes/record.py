@@ -9,14 +9,13 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from .checkpoints import RECORD_KEY
+
 if TYPE_CHECKING:
     from .plan import Plan
     from .state_map import StateMap
 
-__all__ = ["RECORD_KEY", "PassTrace", "Record", "record_of", "state_map_of"]
-
-RECORD_KEY = "_fxopt_record"
-"""Where the root of an optimized model keeps its record, in its `__dict__`."""
+__all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from ..errors import InputError
 from ..tracing.captured import capture_of
 from ..tracing.inputs import Inputs
 from ..tracing.selection import select
+from ..tracing.tree import Arguments
 from .perturb import perturbed_inputs, perturbed_state
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
-from .trial import Arguments, Run
+from .trial import Run
 
 __all__ = ["Data", "Reference", "Sample", "reference"]
 

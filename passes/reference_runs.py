@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing.tree import Arguments, flatten
 from .float64 import Float64Mode
 from .stage import Stage
 from .tape import Tape
-from .tree import flatten
-from .trial import Arguments, Run, Trial
+from .trial import Run, Trial
 
 __all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..tracing.captured import Capture, capture_of, install, uninstall
 from ..tracing.dynamic import class_recipe, subclass, user_class
-from .checkpoints import LoadsOriginalNames
-from .record import RECORD_KEY, Record
+from .checkpoints import RECORD_KEY, LoadsOriginalNames
+from .record import Record
 
 __all__ = ["crown"]
 

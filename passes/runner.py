@@ -13,8 +13,7 @@ from ..compat import version_of
 from ..tracing.inputs import Inputs
 from ..tracing.objects import state_of
 from ..tracing.preserve import preserved
-from .interpret import Arguments
-from .tree import flatten, map_tensors
+from ..tracing.tree import Arguments, flatten, map_tensors
 
 __all__ = ["Runner", "runner"]
 

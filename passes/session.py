@@ -21,16 +21,17 @@ from ..tracing.program import Program, capture_program
 from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards
 from .base import Pass
+from .checkpoints import RECORD_KEY
+from .collection import collection_paused
 from .copying import copied_module, outline_of
 from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
-from .record import RECORD_KEY, Record, record_of
+from .record import Record, record_of
 from .root import crown
 from .sites import Phase
 from .state_map import StateMap
-from .supervision import collection_paused
 
 __all__ = ["Request", "copied", "run_session"]
 

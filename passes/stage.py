@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..tracing.generators import RandomState
 from ..tracing.observe import INTERNAL
 from ..tracing.preserve import AttributeState
-from .tree import Change, map_tensors
+from ..tracing.tree import Change, map_tensors
 
 __all__ = ["Stage", "random_state_kept"]
 

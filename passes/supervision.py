@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -11,8 +10,9 @@ from types import FrameType
 from typing import TypeVar
 
 from ..errors import FxoptError, MatchFailure, PassError
+from .collection import collection_paused
 
-__all__ = ["collection_paused", "supervised"]
+__all__ = ["supervised"]
 
 T = TypeVar("T")
 
@@ -46,22 +46,6 @@ def supervised(action: Callable[[], T], *, what: str | Callable[[], str], second
 
 def _said(what: str | Callable[[], str]) -> str:
     return what if isinstance(what, str) else what()
-
-
-@contextmanager
-def collection_paused() -> Generator[None]:
-    """Keep Python's cyclic garbage collector from running for a while.
-
-    Copying and tracing a model allocates many objects that live on, so that the collector walks all of torch's again
-    and again and finds nothing: half of the time of a small model's capture. Timings jump where it runs.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

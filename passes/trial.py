@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..compat import checkpoints_off, version_of
 from ..tracing.parameter_data import ParameterData
+from ..tracing.tree import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
-from .interpret import Arguments, graph_forward
+from .interpret import graph_forward
 from .sharing import shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
-from .tree import flatten, map_tensors, structure
 
 __all__ = ["Arguments", "Gradients", "Run", "Trial", "differentiable"]
 

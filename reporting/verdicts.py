@@ -16,10 +16,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..passes.record import state_map_of
-from ..passes.tree import plain
 from ..passes.verify import Verdict, reference, verify
 from ..tracing.capture import capture_of
 from ..tracing.inputs import Inputs
+from ..tracing.tree import plain
 from .wording import printable
 
 __all__ = ["Comparison", "compare_models"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from .guards import GUARD_NAMES, Guard
 from .record import Computed
-from .recorder import Untraceable
 from .signature import Absent, Signature
 from .structure import is_namedtuple
+from .untraceable import Untraceable
 
 __all__ = ["Arguments"]
 

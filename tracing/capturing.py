@@ -21,11 +21,11 @@ from .locate import raised_at
 from .meta import meta_key, meta_of
 from .names import ModelNames
 from .record import Call, Recording
-from .recorder import Untraceable
 from .sequential import SequentialCaptures
 from .signature import Signature, signature_of
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
+from .untraceable import Untraceable
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
 

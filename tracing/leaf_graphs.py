@@ -12,9 +12,9 @@ from .interception import tracing_session
 from .names import ModelNames
 from .observe import INTERNAL
 from .plain_types import is_plain_structure
-from .recorder import Untraceable
 from .signature import signature_of
 from .tracer import ModuleTracer
+from .untraceable import Untraceable
 
 __all__ = ["leaf_graph", "trace_leaf"]
 

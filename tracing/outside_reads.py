@@ -16,8 +16,8 @@ from .nested import spelled
 from .outside import LIBRARIES, own_cells
 from .outside_stores import stored_outside, told
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of
-from .recorder import Untraceable
 from .source import attribute_expression
+from .untraceable import Untraceable
 
 __all__ = ["OutsideReads", "condition_on"]
 

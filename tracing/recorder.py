@@ -12,22 +12,9 @@ from torch import fx, nn
 from .changes import Change, Changes
 from .dataflow import DataFlow
 from .names import ModelNames
+from .untraceable import Untraceable
 
-__all__ = ["Interception", "Questions", "Recorder", "Untraceable"]
-
-
-class Untraceable(Exception):
-    """A forward does something that a graph cannot say.
-
-    Attributes:
-        reason: one clause about the forward ("it calls itself").
-        location: the user's line, as "file.py:12"; empty if unknown.
-    """
-
-    def __init__(self, reason: str, location: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.location = location
+__all__ = ["Interception", "Questions", "Recorder"]
 
 
 class Questions(Protocol):

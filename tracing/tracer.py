@@ -40,10 +40,10 @@ from .presence import Presence, is_statement
 from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
-from .recorder import Untraceable
 from .session import Session
 from .signature import Absent, Signature
 from .structure import copied
+from .untraceable import Untraceable
 
 __all__ = ["ModuleTracer", "TracingSession"]
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from fxopt.passes.record import RECORD_KEY, Record, record_of
+from fxopt.passes.checkpoints import RECORD_KEY
+from fxopt.passes.record import Record, record_of
 
 
 def a_record(**more: Any) -> Record:

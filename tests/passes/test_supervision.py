@@ -10,7 +10,8 @@ import time
 import pytest
 
 from fxopt.errors import CaptureError, MatchFailure, PassError
-from fxopt.passes.supervision import collection_paused, supervised
+from fxopt.passes.collection import collection_paused
+from fxopt.passes.supervision import supervised
 
 
 def spin() -> None:

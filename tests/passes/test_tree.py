@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.tree import flatten, map_tensors, structure
+from fxopt.tracing.tree import flatten, map_tensors, structure
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Change", "flatten", "map_tensors", "plain", "structure"]
+__all__ = ["Arguments", "Change", "flatten", "map_tensors", "plain", "structure"]
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
 Change = Callable[[Tensor], Tensor]
 
 _ATOMS: tuple[type, ...] = (
