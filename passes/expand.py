@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ..compat import own_children
 from ..tracing.captured import Capture, Guard, Variant, capture_of
+from ..tracing.sources import Argument
 from . import operators
 from .batchable_modules import module_operator
 from .effects import writes
@@ -266,7 +267,7 @@ class _Builder:
         values = {name: value for name, value in given.items() if isinstance(value, Operation)}
         checks = write_checks(guards, values) if guards else None
         if guards and (checks is None or not self.may_restart):
-            return f"its graph holds only where {guards[0].expression} ({guards[0].reason})"
+            return f"its graph holds only where {guards[0]} ({guards[0].reason})"
         if checks_on_the_way(variant.graph) and not self.may_restart:
             return "it checks values on its way, and what calls it cannot start over once it has written something"
         if checks is not None:
@@ -316,8 +317,8 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _received(variant: Variant, given: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
-    received = [given.get(variant.arguments.get(name, name)) for name in names]
+    sources = map(variant.argument, variant.graph.find_nodes(op="placeholder"))
+    received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
     return received if all(isinstance(value, Operation) for value in received) else None
 
 

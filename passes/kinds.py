@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -13,8 +10,9 @@ from torch import Tensor, fx, nn
 
 from ..compat import has_hooks, own_buffers, own_children, own_parameters
 from ..tracing.captured import capture_of
-from ..tracing.guards import GUARD_NAMES
+from ..tracing.guards import Equals, Guard
 from ..tracing.observe import INTERNAL
+from ..tracing.sources import SELF, Argument, Attribute, Call, Constant, Item, Source
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -80,19 +78,26 @@ def _answers(module: nn.Module) -> list[bool]:
     """Return which of the conditions on the module itself hold, in all its graphs."""
     capture = capture_of(module)
     variants = () if capture is None else capture.variants
-    asked = (guard for variant in variants for guard in variant.guards if _asks_module(guard.expression))
+    asked = (guard for variant in variants for guard in variant.guards if _asks_module(guard))
     return [guard.holds({"self": module}) for guard in asked]
 
 
-@lru_cache(maxsize=1024)
-def _asks_module(expression: str) -> bool:
+def _asks_module(guard: Guard) -> bool:
     """Say whether a condition is on the module alone, and not settled by how many children it has."""
-    found = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)]
-    names = {node.id for node in found} - {node.id for node in found if isinstance(node.ctx, ast.Store)}
-    return "self" in names and names <= {"self", *GUARD_NAMES} and not _COUNTS_CHILDREN.fullmatch(expression)
+    arguments = {source for source in guard.sources() if isinstance(source, Argument)}
+    return arguments == {SELF} and not (isinstance(guard.check, Equals) and _counts_children(guard.source))
 
 
-_COUNTS_CHILDREN = re.compile(r"len\(self(\._modules(\['[^']*'\])?)+\) == \d+")
+def _counts_children(source: Source) -> bool:
+    match source:
+        case Call(function, (counted,)) if function is len:
+            return all(_is_child_or_registry(part) for part in counted.all() if not isinstance(part, Constant))
+        case _:
+            return False
+
+
+def _is_child_or_registry(source: Source) -> bool:
+    return source == SELF or isinstance(source, Item) or (isinstance(source, Attribute) and source.name == "_modules")
 
 
 def _value(value: Any) -> Hashable:

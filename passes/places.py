@@ -45,7 +45,7 @@ class Place:
         """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
         calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
         guards = (guard for call in calls for guard in self.expansion.assumed.get(call, ()))
-        return tuple({guard.expression: guard for guard in guards}.values())
+        return tuple(dict.fromkeys(guards))
 
     @property
     def covered(self) -> set[Operation]:
@@ -121,10 +121,8 @@ def rewritten_variants(
     for row, graph in zip(rows, graphs, strict=True):
         number = row[0].case.variant
         old = before[number]
-        guards = {guard.expression: guard for place in row for guard in place.assumed}
-        guards |= {guard.expression: guard for guard in old.guards}
-        first = [*(guard.expression for guard in old.guards), *guards]
-        new = dataclasses.replace(old, guards=tuple(guards[name] for name in dict.fromkeys(first)), graph=graph)
+        guards = dict.fromkeys((*old.guards, *(guard for place in row for guard in place.assumed)))
+        new = dataclasses.replace(old, guards=tuple(guards), graph=graph)
         if number in rewritten:
             variants.append(new)
             made_from.append(number)

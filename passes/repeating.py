@@ -18,13 +18,14 @@ from ..tracing.ambient import outside_autocast
 from ..tracing.captured import Variant, capture_of
 from ..tracing.fallback import Repeating, fallback_of
 from ..tracing.generators import RandomState
-from ..tracing.guards import Guard
+from ..tracing.guards import Guard, Truth
 from ..tracing.inputs import Inputs
 from ..tracing.names import tensors_by_name
 from ..tracing.program import Program
 from ..tracing.record import Call
 from ..tracing.regions import Region
 from ..tracing.selection import call_names
+from ..tracing.sources import SELF, Attribute
 from ..tracing.structure import copied
 from .base import Pass, Phase, Refusal, Site
 from .copying import twin
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Repetition", "let_repeat"]
 
-_IN_EVALUATION = Guard("self.training is False", "the members are fused for evaluation only")
+_IN_EVALUATION = Guard(Attribute(SELF, "training"), Truth(False), "the members are fused for evaluation only")
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _fitting(copy: nn.Module, call: Call) -> Variant:
     variants = [] if capture is None else capture.variants
     for variant in variants:
         names = call_names(copy, capture, call.args, call.kwargs) if capture is not None else {}
-        if all(guard.holds(names) for guard in variant.guards):
+        if variant.fits(names):
             return variant
     raise Unsuitable("its graph would not hold for the same call")
 

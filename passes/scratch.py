@@ -110,7 +110,7 @@ def _capture_inside(call: Call, same: _Same) -> None:
 def _holds(module: nn.Module, capture: Capture, call: Call) -> bool:
     args, kwargs = call.plain_arguments
     names = call_names(module, capture, args, kwargs)
-    return any(all(guard.holds(names) for guard in variant.guards) for variant in capture.variants)
+    return any(variant.fits(names) for variant in capture.variants)
 
 
 def _translated(call: Call, same: _Same) -> Call:

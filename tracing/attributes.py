@@ -16,6 +16,7 @@ from .nested import items_of
 from .objects import has_attributes
 from .observe import INTERNAL
 from .proxy import ValueProxy
+from .sources import Source, attribute_at
 from .structure import copied
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ class Attributes:
 
     Args:
         tracer: the trace they belong to.
-        answers: what switches ("self.training") are to answer, where it is not what they say now.
+        answers: what switches (`self.training`) are to answer, where it is not what they say now.
     """
 
-    def __init__(self, tracer: ModuleTracer, answers: Mapping[str, bool]) -> None:
+    def __init__(self, tracer: ModuleTracer, answers: Mapping[Source, bool]) -> None:
         self._tracer = tracer
         self._answers = answers
         self._proxies: dict[str, ValueProxy] = {}
@@ -132,7 +133,7 @@ class Attributes:
         """Answer a read of a training flag."""
         target = self._target(module, "training")
         if target is not None:
-            return self.proxy(target, self._answers.get(f"self.{target}", value))
+            return self.proxy(target, self._answers.get(attribute_at(target), value))
         if id(module) not in self._new:
             self._tracer.fail("it reads the mode of a module that is not registered as its child")
         return value
@@ -168,15 +169,15 @@ class Attributes:
             self._tracer.assignments.record(module, path, name, value)
         return False
 
-    def check_arrays(self, arrays: Iterable[tuple[str, Any]]) -> None:
+    def check_arrays(self, arrays: Iterable[tuple[Source, Any]]) -> None:
         """Give up on arrays that were read and are too large to be compared, each with how it was reached.
 
         Raises:
             Untraceable: if there is one that no node was given.
         """
-        for expression, array in arrays:
+        for source, array in arrays:
             if id(array) not in self.handed_on:
-                reason = f"it reads {expression}, a large numpy array that may change; a buffer would do"
+                reason = f"it reads {source}, a large numpy array that may change; a buffer would do"
                 self._tracer.fail(reason, "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:

@@ -22,6 +22,7 @@ from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .session import Session, Untraceable
 from .signature import Signature, signature_of
+from .sources import Source
 from .spans import with_regions
 from .tracer import ModuleTracer
 
@@ -144,7 +145,7 @@ def variants_of_call(module: nn.Module, signature: Signature, call: Call) -> lis
 class _Case:
     """What a trace is to find: answers of switches, and attributes that calls have set; `depth` calls ago."""
 
-    answers: Mapping[str, bool]
+    answers: Mapping[Source, bool]
     attributes: Mapping[tuple[nn.Module, str], Any] = field(compare=False)
     depth: int = 0
 
@@ -245,13 +246,13 @@ class _Capturer:
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
-        expressions = {frozenset(guard.expression for guard in variant.guards) for variant in known}
+        conditions = {frozenset(variant.guards) for variant in known}
         try:
             found = list(self.variants(name, signature, call))
         except Exception:
             self.uncertain = True
             return []
-        return [v for v in found if frozenset(guard.expression for guard in v.guards) not in expressions]
+        return [v for v in found if frozenset(v.guards) not in conditions]
 
     def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
         """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
@@ -317,7 +318,7 @@ def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant
         return True
     args, kwargs = call.plain_arguments
     names = {"self": module, **signature.bind(args, dict(kwargs))}
-    return any(all(guard.holds(names) for guard in variant.guards) for variant in variants)
+    return any(variant.fits(names) for variant in variants)
 
 
 def _refusal(module: nn.Module) -> str | None:

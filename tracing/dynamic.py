@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from .signature import Signature
-from .source import Source
+from .source import Code
 
 __all__ = ["class_recipe", "dynamic_class", "identity", "same_kind", "user_class"]
 
@@ -53,7 +53,7 @@ def class_recipe(cls: type[nn.Module]) -> tuple[Callable[..., type[nn.Module]], 
 def dynamic_class(
     base: type[nn.Module],
     mixin: type,
-    source: Source | None,
+    source: Code | None,
     signature: Signature | None,
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
@@ -72,7 +72,7 @@ def dynamic_class(
 def _make(
     base: type[nn.Module],
     mixin: type,
-    source: Source | None,
+    source: Code | None,
     signature: Signature | None,
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
@@ -96,7 +96,7 @@ def _like(function: Any, model: Any) -> Any:
     return functools.wraps(model)(copy)
 
 
-def _function(base: type[nn.Module], source: Source, signature: Signature) -> Any:
+def _function(base: type[nn.Module], source: Code, signature: Signature) -> Any:
     filename = f"<fxopt {base.__qualname__}.forward {next(_serial)}>"
     names = dict(source.names)
     # The text was generated from a graph by tracing/source.py; every foreign object is a name, not text.

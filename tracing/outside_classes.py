@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import codes_in, is_of_user
+from .sources import SELF, Attribute, Source, type_of
 
 __all__ = ["OutsideClasses"]
 
@@ -19,18 +20,18 @@ class OutsideClasses:
         note: is told how a guard reads a value, the value, and what people call it.
     """
 
-    def __init__(self, note: Callable[[str, Any, str], bool]) -> None:
+    def __init__(self, note: Callable[[Source, Any, str], bool]) -> None:
         self._note = note
-        self._expressions: dict[type[Any], str] = {}
+        self._expressions: dict[type[Any], Source] = {}
         self._before: dict[int, tuple[type[Any] | ModuleType, dict[str, Any]]] = {}
 
-    def add(self, cls: type[Any], expression: str) -> None:
+    def add(self, cls: type[Any], expression: Source) -> None:
         """Look at a class too, which a guard reads by an expression, if it is the user's."""
         if cls not in self._expressions and is_of_user(cls):
             self._expressions[cls] = expression
             self._keep(cls, vars(cls))
 
-    def note_renamed(self, owner: Any, expression: str, told: str, code: CodeType) -> None:
+    def note_renamed(self, owner: Any, expression: Source, told: str, code: CodeType) -> None:
         """Note what code may read from a class, or a module of Python, that it gives another name to."""
         if isinstance(owner, (type, ModuleType)) and is_readable(owner):
             names = {name for inner in codes_in(code) for name in inner.co_names}
@@ -38,7 +39,7 @@ class OutsideClasses:
             for name in names:
                 value = held(owner, name)
                 if value is not MISSING:
-                    self._note(f"{expression}.{name}", value, f"{told}.{name}")
+                    self._note(Attribute(expression, name), value, f"{told}.{name}")
 
     def note_class_methods(self, functions: Iterable[FunctionType], own: type[Any]) -> None:
         """Note what class methods may read from their class.
@@ -55,7 +56,7 @@ class OutsideClasses:
             owner, _, name = function.__qualname__.rpartition(".")
             for cls in owners.get(owner, ()):
                 if _is_class_method(cls, name, function):
-                    expression = self._expressions.get(cls, "type(self)")
+                    expression = self._expressions.get(cls, type_of(SELF))
                     self.note_renamed(cls, expression, cls.__qualname__, function.__code__)
 
     def _keep(self, owner: type[Any] | ModuleType, names: Iterable[str]) -> None:

@@ -10,8 +10,9 @@ from functools import lru_cache
 from types import FrameType, MethodType
 from typing import Any, NamedTuple, cast
 
+from .guards import Equals, Guard, Truth, equal
 from .outside_places import MISSING, Place, attributes_of, class_attribute, held, holds_attributes, own_method
-from .source import attribute_expression
+from .sources import Attribute, Call, Source, item, key_of, length_of
 
 __all__ = ["OutsideObjects", "is_watchable"]
 
@@ -38,13 +39,13 @@ class _Watched(NamedTuple):
     """An object or a container, how a guard reads it, what people call it, and what it held at first.
 
     Attributes:
-        around: a condition on the list that it is in, and its reason: a loop may go over that.
+        around: a condition on the list that it is in: a loop may go over that.
     """
 
     value: Any
-    expression: str
+    expression: Source
     told: str
-    around: tuple[str, str] | None
+    around: Guard | None
     attributes: dict[str, Any]
     items: Any
 
@@ -54,14 +55,14 @@ class OutsideObjects:
 
     Args:
         note: is told how a guard reads a value, the value, and what people call it; says whether it is guarded.
-        keep: is told a condition, and its reason.
+        keep: is told a condition.
         note_set: is told the owner and name of an attribute that is about to be set, and what people call it.
     """
 
     def __init__(
         self,
-        note: Callable[[str, Any, str], bool],
-        keep: Callable[[str, str], object],
+        note: Callable[[Source, Any, str], bool],
+        keep: Callable[[Guard], object],
         note_set: Callable[[Any, str, str, bool], None],
     ) -> None:
         self._note, self._keep, self._note_set = note, keep, note_set
@@ -69,24 +70,24 @@ class OutsideObjects:
         self._lent: dict[type, dict[str, Any]] = {}
         self._is_open = False
 
-    def add(self, value: Any, expression: str, told: str) -> None:
+    def add(self, value: Any, expression: Source, told: str) -> None:
         """Watch a value if it is an object of the user's, and what is in it if it is a container."""
         if id(value) not in self._watched and is_watchable(cast("type[Any]", type(value))):
             self._add(value, expression, told, None, _DEEPEST)
 
-    def _add(self, value: Any, expression: str, told: str, around: tuple[str, str] | None, depth: int) -> None:
+    def _add(self, value: Any, expression: Source, told: str, around: Guard | None, depth: int) -> None:
         cls = cast("type[Any]", type(value))
         is_object = cls not in _CONTAINERS
         attributes, items = attributes_of(value) if is_object else {}, _shallow(value)
         self._watched[id(value)] = _Watched(value, expression, told, around, attributes, items)
         if is_object and self._is_open:
             self._lend(cls)
-        for key, item in _items_of(value) if depth else ():
-            if is_watchable(cast("type[Any]", type(item))) and id(item) not in self._watched:
+        for key, held in _items_of(value) if depth else ():
+            if is_watchable(cast("type[Any]", type(held))) and id(held) not in self._watched:
                 around = None
                 if not isinstance(value, dict):
-                    around = f"len({expression}) == {len(value)}", f"{told} has {len(value)} items"
-                self._add(item, f"{expression}[{key!r}]", f"{told}[{key!r}]", around, depth - 1)
+                    around = equal(length_of(expression), len(value), f"{told} has {len(value)} items")
+                self._add(held, item(expression, key), f"{told}[{key!r}]", around, depth - 1)
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -149,7 +150,7 @@ class OutsideObjects:
             watched = self._watched.get(id(owner))
             if watched is not None and not _is_computed(cast("type[Any]", type(owner)), name):
                 told = f"{watched.told}.{name}"
-                is_guarded = self._note(attribute_expression(watched.expression, name), held(owner, name), told)
+                is_guarded = self._note(Attribute(watched.expression, name), held(owner, name), told)
                 self._note_set(owner, name, told, is_guarded)
             change(owner, name, *value)
 
@@ -159,18 +160,17 @@ class OutsideObjects:
         cls = cast("type[Any]", type(watched.value))
         if isinstance(value, MethodType) or _is_computed(cls, name):
             return
-        expression, told = attribute_expression(watched.expression, name), f"{watched.told}.{name}"
+        expression, told = Attribute(watched.expression, name), f"{watched.told}.{name}"
         if watched.around is not None:
-            self._keep(*watched.around)
+            self._keep(watched.around)
         self._note(expression, value, told)
         self.add(value, expression, told)
 
     def _note_all(self, watched: _Watched) -> None:
         if hasattr(watched.value, "__dict__"):
             names = list(object.__getattribute__(watched.value, "__dict__"))
-            self._keep(
-                f"list({watched.expression}.__dict__) == {names!r}", f"{watched.told} has {len(names)} attributes"
-            )
+            held_names = Call(tuple, (Attribute(watched.expression, "__dict__"),))
+            self._keep(Guard(held_names, Equals(key_of(tuple(names))), f"{watched.told} has {len(names)} attributes"))
         for name, value in attributes_of(watched.value).items():
             self._note_read(watched, name, value)
 
@@ -178,7 +178,8 @@ class OutsideObjects:
         cls = cast("type[Any]", type(watched.value))
         if hasattr(cls, "__getattr__") or class_attribute(cls, name) is not MISSING:
             return
-        self._keep(f"not hasattr({watched.expression}, {name!r})", f"{watched.told} has no {name}")
+        has = Call(hasattr, (watched.expression, key_of(name)))
+        self._keep(Guard(has, Truth(False), f"{watched.told} has no {name}"))
 
     def put_back(self) -> list[str]:
         """Put back what was changed, also what nobody told of; return names of it."""

@@ -11,17 +11,16 @@ from typing import Any, cast
 
 from torch import nn
 
-from .guards import Guard
-from .nested import spelled
-from .outside import own_cells
+from .guards import Equals, Guard, equal, of_type
+from .outside import cells_of, own_cells
 from .outside_classes import OutsideClasses
 from .outside_names import OutsideNames, names_in
 from .outside_objects import OutsideObjects, is_watchable
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import TooManyFunctions, is_foreign, reached_functions
-from .source import attribute_expression
+from .sources import SELF, Attribute, Call, Globals, Source, item, key_of, type_of
 
-__all__ = ["OutsideReads", "condition_on"]
+__all__ = ["OutsideReads", "guards_on"]
 
 
 class OutsideReads:
@@ -33,7 +32,7 @@ class OutsideReads:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._conditions: dict[str, str] = {}
+        self._conditions: dict[Guard, None] = {}
         self._contents: list[tuple[Any, Any]] = []
         self._stored: dict[tuple[int, str], tuple[Place, Any, str]] = {}
         self._objects = OutsideObjects(self._note, self._conditions.setdefault, self._note_set)
@@ -49,13 +48,13 @@ class OutsideReads:
             self._unseen = f"what it reads that is not the module's is not known: {error}"
         self._cells = {name: (cell, _content(cell)) for name, cell in own_cells(type(module).forward).items()}
         for name, (_, value) in self._cells.items():
-            expression, told = f"fxopt_cells(self)[{name!r}].cell_contents", name.partition(":")[2]
+            expression, told = _cell(name), name.partition(":")[2]
             self._note(expression, value, told)
             self._watch(value, expression, told)
         self._classes.note_class_methods(functions, type(module))
         for name, value in _held_by_class(type(module)).items():
             if name not in vars(module):
-                self._objects.add(value, f"type(self).{name}", f"{name} of its class")
+                self._objects.add(value, Attribute(type_of(SELF), name), f"{name} of its class")
 
     def watching(self) -> AbstractContextManager[None]:
         """Note, while the forward runs, what it reads of objects and sets on them under any name."""
@@ -81,35 +80,36 @@ class OutsideReads:
         if home is None:
             return False
         name, *attributes = chain
-        value, expression = space.get(name, MISSING), f"fxopt_globals({home.replace('.', '/')!r})[{name!r}]"
+        value, expression = space.get(name, MISSING), item(Globals(home), name)
         for number, attribute in enumerate(attributes, 1):
             self._watch(value, expression, ".".join(chain[:number]))
             value = held(value, attribute) if is_readable(value) else MISSING
-            expression = attribute_expression(expression, attribute)
+            expression = Attribute(expression, attribute)
         self._watch(value, expression, ".".join(chain))
         if renaming is not None:
             self._classes.note_renamed(value, expression, ".".join(chain), renaming)
         return self._note(expression, value, ".".join(chain))
 
-    def _watch(self, value: Any, expression: str, told: str) -> None:
+    def _watch(self, value: Any, expression: Source, told: str) -> None:
         if isinstance(value, type):
             self._classes.add(value, expression)
         elif is_watchable(cast("type[Any]", type(value))):
-            self._classes.add(cast("type[Any]", type(value)), f"type({expression})")
+            self._classes.add(cast("type[Any]", type(value)), type_of(expression))
             self._objects.add(value, expression, told)
 
     def _note_attributes(self, names: Iterable[str]) -> None:
         """Note that attributes of the module's class are read, those of its own or of a base."""
         for name in names:
-            self._note(f"type(self).{name}", class_attribute(type(self._module), name), f"{name} of its class")
+            self._note(
+                Attribute(type_of(SELF), name), class_attribute(type(self._module), name), f"{name} of its class"
+            )
 
-    def _note(self, expression: str, value: Any, told: str) -> bool:
-        condition = condition_on(expression, value)
-        if condition is not None:
-            self._conditions.setdefault(condition, f"{told} is {value!r}")
-            if type(value) in (list, dict, set):
-                self._contents.append((value, copy.deepcopy(value)))
-        return condition is not None
+    def _note(self, expression: Source, value: Any, told: str) -> bool:
+        guards = guards_on(expression, value, f"{told} is {value!r}")
+        self._conditions.update(dict.fromkeys(guards))
+        if guards and type(value) in (list, dict, set):
+            self._contents.append((value, copy.deepcopy(value)))
+        return bool(guards)
 
     def _note_stores(self, names: OutsideNames, space: dict[str, Any], home: str | None) -> None:
         """Note what is set; a graph for when it is there already leaves it as the forward would."""
@@ -120,7 +120,10 @@ class OutsideReads:
             self._note_store(owner, tuple(attributes) or chain, ".".join(chain), is_guarded or names.reads(chain))
         for attributes in names.stored_of_class:
             told = f"{'.'.join(attributes)} of its class"
-            expression, value = f"type(self).{attributes[0]}", class_attribute(type(self._module), attributes[0])
+            expression, value = (
+                Attribute(type_of(SELF), attributes[0]),
+                class_attribute(type(self._module), attributes[0]),
+            )
             is_guarded = len(attributes) == 1 and self._note(expression, value, told)
             self._note_store(type(self._module), attributes, told, is_guarded)
 
@@ -158,15 +161,12 @@ class OutsideReads:
             if _content(cell) is not value:
                 changed.append(name.partition(":")[2])
                 cell.cell_contents = value
-        changed += [reason for condition, reason in self._conditions.items() if not self._holds(condition, reason)]
+        changed += [guard.reason for guard in self._conditions if not guard.holds({"self": self._module})]
         for container, content in self._contents:
             if container != content or str(container) != str(content):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
         return f"it changes what is not the module's: {changed[0]}" if changed else self._unseen
-
-    def _holds(self, condition: str, reason: str) -> bool:
-        return Guard(condition, reason).holds({"self": self._module})
 
     def guards(self, read: Iterable[str]) -> Iterator[Guard]:
         """Yield conditions under which the same is read again.
@@ -175,7 +175,7 @@ class OutsideReads:
             read: names of the module's plain attributes that were read; its class may have them.
         """
         self._note_attributes(name for name in read if name not in vars(self._module))
-        yield from (Guard(condition, reason) for condition, reason in self._conditions.items())
+        yield from self._conditions
 
 
 def _held_by_class(cls: type[nn.Module]) -> dict[str, Any]:
@@ -195,20 +195,22 @@ def _unseen(told: str) -> str:
     return f"it may set what is not the module's: {told}"
 
 
-def condition_on(expression: str, value: Any) -> str | None:
-    """Return the condition that an expression gives a plain value, or a short container of such; None for any other."""
-    if value is None or type(value) is bool:
-        return f"{expression} is {value}"
+def _cell(name: str) -> Source:
+    return Attribute(item(Call(cells_of, (SELF,)), name), "cell_contents")
+
+
+def guards_on(source: Source, value: Any, reason: str) -> list[Guard]:
+    """Return guards on a plain value, or a short container of such; none for any other."""
     if type(value) in (int, float):
         if value - value != 0:  # no number, or infinite
-            return f"str({expression}) == {str(value)!r}"
-        return f"{expression} == {value!r} and type({expression}) is {type(value).__name__}"
-    text = spelled(value)
-    if text is None:
-        return None
-    if _has_numbers(value):  # [2] == [2.0] == [True]
-        return f"{expression} == {text} and str({expression}) == {str(value)!r}"
-    return f"{expression} == {text}"
+            return [Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)]
+        return [Guard(source, Equals(key_of(value)), reason), of_type(source, type(value), reason)]
+    guard = equal(source, value, reason)
+    if guard is None:
+        return []
+    if _has_numbers(value) and not isinstance(value, bool):  # [2] == [2.0] == [True]
+        return [guard, Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)]
+    return [guard]
 
 
 def _has_numbers(value: Any) -> bool:

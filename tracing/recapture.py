@@ -17,7 +17,7 @@ from .capturing import further_variant
 from .exclusive import alone, are_fixed, turn
 from .fallback import Fallback, Repeating, fallback_of
 from .generators import announce
-from .guards import Tally, require
+from .guards import Guard, Tally, equal, of_type, require
 from .leaves import runs_as_sequential
 from .live_call import LiveCall
 from .names import ModelNames
@@ -29,6 +29,7 @@ from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
 from .session import Untraceable
 from .shared_slices import unshared
+from .sources import Argument, Source, item
 from .spans import counting
 from .structure import map_leaves
 
@@ -206,10 +207,10 @@ class _Again:
         variant, regions = _variant(stand_in, capture, live)
         install(stand_in, Capture(capture.base, [variant], capture.signature, regions=regions))
         names = call_names(stand_in, capture, *live.call.plain_arguments)
-        if not all(guard.holds(names) for guard in variant.guards):
+        if not variant.fits(names):
             raise Untraceable("its graph would not hold for the same call")
-        conditions = _conditions(variant)
-        if any(_conditions(known) == conditions for known in capture.variants):
+        conditions = frozenset(variant.guards)
+        if any(frozenset(known.guards) == conditions for known in capture.variants):
             raise Untraceable("the case shows in the middle of the forward only")
         if not live.gives_the_same(cast("Any", stand_in).forward):
             raise Untraceable("its graph gave another result than its forward")
@@ -232,8 +233,8 @@ class _Again:
             rewritten, children = repeating(self.module, variant, live.call)
         except Unsuitable as refusal:
             raise Untraceable(f"it is not rewritten like the others: {refusal}") from refusal
-        conditions = _conditions(rewritten)
-        if any(_conditions(known) == conditions for known in required_capture(self.module).variants):
+        conditions = frozenset(rewritten.guards)
+        if any(frozenset(known.guards) == conditions for known in required_capture(self.module).variants):
             raise Untraceable("it is not rewritten like the others: it would hold for the same calls as one of them")
         self.fallback.rewritten[self.reason] += 1
         return rewritten, children
@@ -245,10 +246,6 @@ class _Again:
         capture.regions = {**capture.regions, **regions}
         recompile(self.module)
         self.fallback.captured[self.reason] += 1
-
-
-def _conditions(variant: Variant) -> frozenset[str]:
-    return frozenset(guard.expression for guard in variant.guards)
 
 
 def _variant(stand_in: nn.Module, capture: Capture, live: LiveCall) -> tuple[Variant, Mapping[str, RegionPlan]]:
@@ -303,30 +300,29 @@ def _mark_values(call: Call, capture: Capture) -> None:
     These are those that another graph takes as values, and those that are not what another graph has them for: once a
     number has changed, it may change again.
     """
-    known = {expression for variant in capture.variants for expression in variant.arguments.values()}
-    bound = {guard.expression for variant in capture.variants for guard in variant.guards}
+    known = {source for variant in capture.variants for source in variant.arguments.values()}
+    bound = {guard for variant in capture.variants for guard in variant.guards}
     names = [p.name for p in capture.parameters.parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
-    def marked(value: Any, expression: str) -> Any:
+    def marked(value: Any, source: Source) -> Any:
         if type(value) in (int, float, torch.Size):
-            return Computed(value) if expression in known or _has_changed(value, expression, bound) else value
+            return Computed(value) if source in known or _has_changed(value, source, bound) else value
         if type(value) in (tuple, list):
-            items = [
-                marked(item, f"{expression}[{index!r}]") for index, item in enumerate(cast("Sequence[Any]", value))
-            ]
+            items = [marked(held, item(source, index)) for index, held in enumerate(cast("Sequence[Any]", value))]
             return tuple(items) if type(value) is tuple else items
         if type(value) is dict:
             pairs = cast("Mapping[Any, Any]", value).items()
-            return {key: marked(item, f"{expression}[{key!r}]") for key, item in pairs}
+            return {key: marked(held, item(source, key)) for key, held in pairs}
         return value
 
-    call.args = tuple(marked(v, names[i] if i < len(names) else "") for i, v in enumerate(call.args))
-    call.kwargs = {name: marked(value, name) for name, value in call.kwargs.items()}
+    call.args = tuple(marked(v, Argument(names[i] if i < len(names) else "")) for i, v in enumerate(call.args))
+    call.kwargs = {name: marked(value, Argument(name)) for name, value in call.kwargs.items()}
 
 
-def _has_changed(value: Any, expression: str, bound: Collection[str]) -> bool:
+def _has_changed(value: Any, source: Source, bound: Collection[Guard]) -> bool:
     """Say whether a number may differ from call to call: any integer may; a float where no graph is for this one."""
+    is_int = of_type(source, int, "") in bound
     if type(value) is not float:
-        return any(f"type({expression}) is int" in condition for condition in bound)
-    asked = [c for c in bound if f"type({expression}) is float" in c or f"type({expression}) is int" in c]
-    return bool(asked) and not any(condition.startswith(f"({expression} == {value!r} and") for condition in asked)
+        return is_int
+    known = equal(source, value, "")
+    return (is_int or of_type(source, float, "") in bound) and known not in bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
@@ -15,6 +14,7 @@ from ..layers.folded import expect_dimensions, fold_modules, is_folded
 from ..layers.members import seal
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.facts import CallSites, TensorOwners, TensorReads
+from ..passes.mode_guards import runs_in_mode
 from ..passes.opening import obstacle_to_opening
 from ..passes.operators import POINTWISE, canonical_name, operator_of_module
 from ..passes.state_map import Fold
@@ -44,7 +44,6 @@ _KEEPS_DIMENSIONS = (
     nn.Identity,
 )  # fmt: skip
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
-_ASKS_FOR_MODE = re.compile(r"(not )?self\.([\w.]*\.)?training\b")
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,7 @@ def _pairs(program: Program, home: str) -> Sequence[_Pair]:
 def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
     """Return the graphs of a module that can run in evaluation mode, with their numbers."""
     module = program.module(home)
-
-    def can_run(variant: Variant) -> bool:
-        asks = (guard for guard in variant.guards if _ASKS_FOR_MODE.match(guard.expression))
-        return all(guard.holds({"self": module}) for guard in asks)
-
-    return [item for item in enumerate(required_capture(module).variants) if can_run(item[1])]
+    return [item for item in enumerate(required_capture(module).variants) if runs_in_mode(module, item[1], False)]
 
 
 def _obstacle(pair: _Pair, program: Program) -> str | None:
