@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from ..errors import ArchiveError
-from ..tracing.expressions import DESCRIPTIONS, SWITCHES
+from ..tracing.expressions import DESCRIPTIONS
 from ..tracing.guards import Guard
 from ..tracing.signature import Absent
 from ..tracing.source import attribute_expression, module_expression
@@ -73,7 +73,7 @@ FORMS: Mapping[str, tuple[str, int]] = {
     "sub": ("({} - {})", 2), "mul": ("({} * {})", 2), "floordiv": ("({} // {})", 2), "truediv": ("({} / {})", 2),
     "mod": ("({} % {})", 2), "pow": ("({} ** {})", 2), "getitem": ("{}[{}]", 2), "len": ("len({})", 1),
     "tuple": ("tuple({})", 1), "type": ("type({})", 1), "type_name": ("type({}).__name__", 1),
-    **{name: (f"{name}()", 0) for name in SWITCHES.values()},
+
 }  # fmt: skip
 """How each operation is written, and on how many values."""
 
@@ -82,7 +82,7 @@ METHODS = DESCRIPTIONS - {"type_as"}
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in FORMS if hasattr(operator, name)},
-    **{name: function for function, name in SWITCHES.items()},
+    **{name: function for function, name in ()},
     "len": len,
     "tuple": tuple,
 }

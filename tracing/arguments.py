@@ -16,7 +16,7 @@ from .guards import Equals, Guard, Has, Is, IsNot, equal, of_class, of_type
 from .record import Computed
 from .session import Untraceable
 from .signature import Absent, Signature
-from .sources import Argument, Attribute, Call, Known, Source, item, key_of, length_of, type_of
+from .sources import Argument, Attribute, Call, Known, Source, item_of, key_of, length_of, type_of
 from .structure import is_namedtuple
 
 __all__ = ["Arguments"]
@@ -146,7 +146,7 @@ class Arguments:
             raise Untraceable(f"its argument {source} has a key of type {type(key).__name__}")
         if named:
             self._guard(Guard(source, Has(key_of(key)), f"{source} has the key {key!r}"))
-        return self._walk(item(source, key), f"{name}_{key}", value)
+        return self._walk(item_of(source, key), f"{name}_{key}", value)
 
     def _object(self, source: Source, name: str, value: Any) -> Any:
         """Let an object in whole: the graph reads what it needs of it and calls its methods."""

@@ -46,8 +46,10 @@ __all__ = [
     "require",
 ]
 
-NOT_HELD = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 """What a guard that cannot be evaluated raises: it does not hold."""
+_ISINSTANCE: Any = isinstance
+"""The builtin itself; another one is in its place while a forward is traced."""
 
 
 class Check(Term):
@@ -214,7 +216,7 @@ def of_class(source: Source, cls: type[Any], reason: str) -> Guard:
 
 def is_tensor(source: Source, expected: bool, reason: str) -> Guard:
     """Return a guard on whether a value is a tensor."""
-    return Guard(Call(isinstance, (source, Known(Tensor))), Truth(expected), reason)
+    return Guard(Call(_ISINSTANCE, (source, Known(Tensor))), Truth(expected), reason)
 
 
 # -- checks in the middle of a graph ---------------------------------------------------------------------------------
@@ -286,3 +288,6 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if restart:
         raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
+
+
+GUARD_NAMES: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from .direct_reads import DirectReads
 from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, of_type
 from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
-from .sources import SELF, Attribute, Call, Dictionary, Method, Source, item, key_of, length_of, module_at
+from .sources import SELF, Attribute, Call, Dictionary, Method, Source, item_of, key_of, length_of, module_at
 
 __all__ = ["NestedReads", "items_of"]
 
@@ -87,7 +87,7 @@ class NestedReads:
 
     def _lend(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         for key, held in items_of(value) if depth else ():
-            self._lend(held, root, item(source, key), depth - 1)
+            self._lend(held, root, item_of(source, key), depth - 1)
         cls = cast("type[Any]", type(value))
         if id(value) in self._places or not _can_be_lent(value):
             return
@@ -132,17 +132,17 @@ class NestedReads:
         found = known[0].of(name)
         if found is None or held.get(found.key, found) is not value:
             placed = isinstance(value, (torch.dtype, torch.device)) and name in held
-            return item(Dictionary(source), name) if placed else None
+            return item_of(Dictionary(source), name) if placed else None
         if source != Attribute(SELF, root):  # what is set on the module itself is noticed
             self._keep(of_class(source, cls, f"{source} is a {cls.__qualname__}"), root)
         for key in sorted(found.missing):
             self._keep(Guard(Dictionary(source), Lacks(key_of(key)), f"{source} has no {key}"), root)
-        return item(Dictionary(source), found.key)
+        return item_of(Dictionary(source), found.key)
 
     def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
         self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
         for name, value in held.items():
-            self._note(value, root, item(Dictionary(source), name))
+            self._note(value, root, item_of(Dictionary(source), name))
 
     def _note(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
@@ -162,9 +162,9 @@ class NestedReads:
             self._keep_equal(counted, expected, root, f"{source} has {len(items)} items")
         for key, held in items:
             if isinstance(held, torch.Tensor):
-                self._note_tensor(held, root, item(source, key))
+                self._note_tensor(held, root, item_of(source, key))
             else:
-                self._note(held, root, item(source, key), depth - 1)
+                self._note(held, root, item_of(source, key), depth - 1)
 
     def _note_tensor(self, tensor: torch.Tensor, root: str, source: Source) -> None:
         """Note that a container holds a tensor; a parameter or buffer is known by its name from then on."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from .guards import Equals, Guard, Truth, equal
 from .outside_places import MISSING, Place, attributes_of, class_attribute, held, holds_attributes, own_method
-from .sources import Attribute, Call, Source, item, key_of, length_of
+from .sources import Attribute, Call, Source, item_of, key_of, length_of
 
 __all__ = ["OutsideObjects", "is_watchable"]
 
@@ -82,12 +82,12 @@ class OutsideObjects:
         self._watched[id(value)] = _Watched(value, expression, told, around, attributes, items)
         if is_object and self._is_open:
             self._lend(cls)
-        for key, held in _items_of(value) if depth else ():
-            if is_watchable(cast("type[Any]", type(held))) and id(held) not in self._watched:
+        for key, part in _items_of(value) if depth else ():
+            if is_watchable(cast("type[Any]", type(part))) and id(part) not in self._watched:
                 around = None
                 if not isinstance(value, dict):
                     around = equal(length_of(expression), len(value), f"{told} has {len(value)} items")
-                self._add(held, item(expression, key), f"{told}[{key!r}]", around, depth - 1)
+                self._add(part, item_of(expression, key), f"{told}[{key!r}]", around, depth - 1)
 
     @contextmanager
     def watching(self) -> Generator[None]:

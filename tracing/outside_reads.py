@@ -18,7 +18,7 @@ from .outside_names import OutsideNames, names_in
 from .outside_objects import OutsideObjects, is_watchable
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import TooManyFunctions, is_foreign, reached_functions
-from .sources import SELF, Attribute, Call, Globals, Source, item, key_of, type_of
+from .sources import SELF, Attribute, Call, Globals, Source, item_of, key_of, type_of
 
 __all__ = ["OutsideReads", "guards_on"]
 
@@ -80,7 +80,7 @@ class OutsideReads:
         if home is None:
             return False
         name, *attributes = chain
-        value, expression = space.get(name, MISSING), item(Globals(home), name)
+        value, expression = space.get(name, MISSING), item_of(Globals(home), name)
         for number, attribute in enumerate(attributes, 1):
             self._watch(value, expression, ".".join(chain[:number]))
             value = held(value, attribute) if is_readable(value) else MISSING
@@ -196,7 +196,7 @@ def _unseen(told: str) -> str:
 
 
 def _cell(name: str) -> Source:
-    return Attribute(item(Call(cells_of, (SELF,)), name), "cell_contents")
+    return Attribute(item_of(Call(cells_of, (SELF,)), name), "cell_contents")
 
 
 def guards_on(source: Source, value: Any, reason: str) -> list[Guard]:

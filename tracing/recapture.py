@@ -29,7 +29,7 @@ from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
 from .session import Untraceable
 from .shared_slices import unshared
-from .sources import Argument, Source, item
+from .sources import Argument, Source, item_of
 from .spans import counting
 from .structure import map_leaves
 
@@ -308,11 +308,11 @@ def _mark_values(call: Call, capture: Capture) -> None:
         if type(value) in (int, float, torch.Size):
             return Computed(value) if source in known or _has_changed(value, source, bound) else value
         if type(value) in (tuple, list):
-            items = [marked(held, item(source, index)) for index, held in enumerate(cast("Sequence[Any]", value))]
+            items = [marked(held, item_of(source, index)) for index, held in enumerate(cast("Sequence[Any]", value))]
             return tuple(items) if type(value) is tuple else items
         if type(value) is dict:
             pairs = cast("Mapping[Any, Any]", value).items()
-            return {key: marked(held, item(source, key)) for key, held in pairs}
+            return {key: marked(held, item_of(source, key)) for key, held in pairs}
         return value
 
     call.args = tuple(marked(v, Argument(names[i] if i < len(names) else "")) for i, v in enumerate(call.args))

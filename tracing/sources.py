@@ -39,7 +39,7 @@ __all__ = [
     "children_of",
     "constant",
     "is_outside",
-    "item",
+    "item_of",
     "key_of",
     "length_of",
     "module_at",
@@ -64,7 +64,7 @@ class Writer(Protocol):
         ...
 
 
-class Term(ABC):
+class Term:
     """A value made of sources."""
 
     __slots__ = ()
@@ -96,7 +96,7 @@ def _over(value: Any, replaced: Mapping[Source, Source]) -> Any:
     return value
 
 
-class Source(Term):
+class Source(Term, ABC):
     """Something that can be read when a forward is called; `str` gives it as people read it."""
 
     __slots__ = ()
@@ -194,7 +194,7 @@ class Attribute(Source):
     name: str
 
     def text(self, write: Writer) -> str:
-        return attribute_text(write(self.owner), self.name)
+        return attribute_text(_owner(self.owner, write), self.name)
 
     def read(self, read: Read) -> Any:
         return getattr(read(self.owner), self.name)
@@ -224,7 +224,7 @@ class Item(Source):
     key: Source
 
     def text(self, write: Writer) -> str:
-        return f"{write(self.owner)}[{write(self.key)}]"
+        return f"{_owner(self.owner, write)}[{write(self.key)}]"
 
     def told(self, write: Writer) -> str:
         match self:
@@ -266,10 +266,15 @@ class Method(Source):
     args: tuple[Source, ...]
 
     def text(self, write: Writer) -> str:
-        return f"{write(self.owner)}.{self.name}({', '.join([write(argument) for argument in self.args])})"
+        return f"{_owner(self.owner, write)}.{self.name}({', '.join([write(argument) for argument in self.args])})"
 
     def read(self, read: Read) -> Any:
         return getattr(read(self.owner), self.name)(*map(read, self.args))
+
+
+def _owner(source: Source, write: Writer) -> str:
+    text = write(source)
+    return f"({text})" if isinstance(source, Constant) else text  # no number takes a dot
 
 
 SELF = Argument("self")
@@ -294,7 +299,7 @@ def type_of(source: Source) -> Source:
     return Call(type, (source,))
 
 
-def item(source: Source, key: Any) -> Source:
+def item_of(source: Source, key: Any) -> Source:
     """Return an item of something, by a plain key."""
     return Item(source, key_of(key))
 
@@ -320,7 +325,7 @@ def children_of(source: Source) -> Source:
 def module_at(path: Iterable[str], root: Source = SELF) -> Source:
     """Return the module that names lead to from another one."""
     for name in path:
-        root = item(children_of(root), name)
+        root = item_of(children_of(root), name)
     return root
 
 

@@ -20,10 +20,10 @@ from fxopt.passes.mode_guards import child_guard, is_passed_on
 from fxopt.tracing import reached_code
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.class_questions import asks_for_classes
-from fxopt.tracing.guards import Guard
 from fxopt.tracing.outside import cells_of
 from fxopt.tracing.outside_names import single_steps
-from fxopt.tracing.outside_reads import OutsideReads, condition_on
+from fxopt.tracing.outside_reads import OutsideReads, guards_on
+from fxopt.tracing.sources import SELF, Attribute, type_of
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -456,10 +456,10 @@ def test_what_did_not_change_is_not_written() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2.0, [2], (1, True), None, "text"])
 def test_conditions_on_classes_are_passed_on(value: Any) -> None:
-    condition = condition_on("type(self).amount", value)
-    assert condition is not None
-    guard = Guard(condition, "")
-    assert is_passed_on(guard) and is_passed_on(child_guard(guard, "child.inner"))
+    guards = guards_on(Attribute(type_of(SELF), "amount"), value, "")
+    assert guards
+    for guard in guards:
+        assert is_passed_on(guard) and is_passed_on(child_guard(guard, "child.inner"))
 
 
 def test_too_much_code_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,6 +535,6 @@ def test_archives_keep_the_value(tmp_path: Any) -> None:
 
 def test_guards_ask_for_little() -> None:
     fast = fxopt.capture(Scaled(), (X,)).model
-    outside = [guard.reason for guard in capture_of(fast).variants[0].guards if "SCALE" in guard.expression]
-    assert outside == ["SCALE is 2.0"]
-    assert "fxopt_globals" not in type(fast).forward.__code__.co_names
+    outside = [guard.reason for guard in capture_of(fast).variants[0].guards if "SCALE" in str(guard)]
+    assert outside == ["SCALE is 2.0"] * 2
+    assert "globals_of" not in type(fast).forward.__code__.co_names
