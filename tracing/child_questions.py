@@ -80,8 +80,8 @@ class ChildQuestions:
         """Note the value of a plain attribute that a module has from its class."""
         value = class_attribute(user_class(type(module)), name)
         for path in self._paths(module):
-            reason = f"{name} of the class of {'.'.join(path)} is {value!r}"
-            for guard in guards_on(Attribute(type_of(module_at(path)), name), value, reason):
+            told = f"{name} of the class of {'.'.join(path)}"
+            for guard in guards_on(Attribute(type_of(module_at(path)), name), value, told):
                 self._tracer.nested.keep(guard)
 
     def note_missing(self, module: nn.Module, name: str) -> None:

@@ -196,12 +196,16 @@ class Guard:
 # -- guards of several kinds -----------------------------------------------------------------------------------------
 
 
-def equal(source: Source, value: Any, reason: str) -> Guard | None:
-    """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity."""
+def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
+    """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity.
+
+    By default the reason is what the value was; no code of the user's is asked for the text of any other.
+    """
     expected = constant(value)
     if expected is None:
         return None
-    return Guard(source, (Is if value is None or isinstance(value, bool) else Equals)(expected), reason)
+    check = (Is if value is None or isinstance(value, bool) else Equals)(expected)
+    return Guard(source, check, reason or f"{source} is {expected}")
 
 
 def of_type(source: Source, kind: type[Any], reason: str) -> Guard:

@@ -146,7 +146,7 @@ class NestedReads:
 
     def _note(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
-        guard = equal(source, value, f"{source} is {value!r}")
+        guard = equal(source, value)
         if guard is not None:
             self._keep(guard, root)
             return

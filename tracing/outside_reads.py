@@ -18,7 +18,7 @@ from .outside_names import OutsideNames, names_in
 from .outside_objects import OutsideObjects, is_watchable
 from .outside_places import MISSING, Place, class_attribute, held, is_readable
 from .reached_code import TooManyFunctions, is_foreign, reached_functions
-from .sources import SELF, Attribute, Call, Globals, Source, item_of, key_of, type_of
+from .sources import SELF, Attribute, Call, Globals, Source, constant, item_of, key_of, type_of
 
 __all__ = ["OutsideReads", "guards_on"]
 
@@ -105,7 +105,7 @@ class OutsideReads:
             )
 
     def _note(self, expression: Source, value: Any, told: str) -> bool:
-        guards = guards_on(expression, value, f"{told} is {value!r}")
+        guards = guards_on(expression, value, told)
         self._conditions.update(dict.fromkeys(guards))
         if guards and type(value) in (list, dict, set):
             self._contents.append((value, copy.deepcopy(value)))
@@ -199,8 +199,11 @@ def _cell(name: str) -> Source:
     return Attribute(item_of(Call(cells_of, (SELF,)), name), "cell_contents")
 
 
-def guards_on(source: Source, value: Any, reason: str) -> list[Guard]:
-    """Return guards on a plain value, or a short container of such; none for any other."""
+def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
+    """Return guards on a plain value, or a short container of such, called `told`; none for any other."""
+    if constant(value) is None and type(value) is not float:
+        return []
+    reason = f"{told} is {value!r}"
     if type(value) in (int, float):
         if value - value != 0:  # no number, or infinite
             return [Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)]

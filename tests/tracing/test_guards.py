@@ -149,12 +149,14 @@ def _as_values(guards: list[Guard]) -> str:
         return type(error).__name__
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # None[0]
 @settings(max_examples=400, deadline=None)
 @given(st.lists(_guards(), min_size=1, max_size=4))
 def test_the_text_of_guards_says_what_they_say(guards: list[Guard]) -> None:
     assert _as_text(guards) == _as_values(guards)
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @settings(max_examples=200, deadline=None)
 @given(st.lists(_guards(), min_size=1, max_size=3), st.lists(_guards(), min_size=1, max_size=3))
 def test_what_is_read_twice_means_the_same(one: list[Guard], other: list[Guard]) -> None:

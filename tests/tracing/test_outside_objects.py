@@ -214,7 +214,7 @@ def test_pickles_ask_too() -> None:
 def test_only_what_is_read_is_guarded() -> None:
     model = model_of(lambda self, x: SETTINGS.scaled(x))
     (variant,) = capture_of(fxopt.capture(model, (X,)).model).variants
-    assert [guard.reason for guard in variant.guards if "SETTINGS" in guard.reason] == ["SETTINGS.scale is 2.0"]
+    assert [guard.reason for guard in variant.guards if "SETTINGS" in guard.reason] == ["SETTINGS.scale is 2.0"] * 2
 
 
 def test_what_an_object_that_is_closed_over_holds() -> None:

@@ -456,7 +456,7 @@ def test_what_did_not_change_is_not_written() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2.0, [2], (1, True), None, "text"])
 def test_conditions_on_classes_are_passed_on(value: Any) -> None:
-    guards = guards_on(Attribute(type_of(SELF), "amount"), value, "")
+    guards = guards_on(Attribute(type_of(SELF), "amount"), value, "amount")
     assert guards
     for guard in guards:
         assert is_passed_on(guard) and is_passed_on(child_guard(guard, "child.inner"))
