@@ -33,13 +33,13 @@ if TYPE_CHECKING:
         FxoptError,
         GuardError,
         InputError,
+        MatchFailure,
         ModeError,
         OrderError,
         PassError,
         PipelineError,
         PlanError,
         StateError,
-        Unsuitable,
         UsageError,
         VerificationError,
     )
@@ -64,7 +64,7 @@ _HOMES = {
     "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
-        "PipelineError PlanError StateError Unsuitable UsageError VerificationError"
+        "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "passes.base": "Goal Numerics Pass Phase Refusal Site",
     "passes.edit": "Edit",
@@ -99,6 +99,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "Match",
+    "MatchFailure",
     "ModeError",
     "Numerics",
     "OrderError",
@@ -114,7 +115,6 @@ __all__ = [
     "Report",
     "Site",
     "StateError",
-    "Unsuitable",
     "UsageError",
     "VerificationError",
     "__version__",

@@ -31,7 +31,6 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "checkpoints_off",
-    "copies_of_storages",
     "draws_randomly",
     "function_entries",
     "has_hooks",
@@ -118,11 +117,6 @@ def checkpoints_off() -> Generator[None]:
     finally:
         setattr(owner, name, original)
         del reentrant.apply
-
-
-def copies_of_storages(memo: dict[int, Any]) -> dict[int, Any]:
-    """Return what `copy.deepcopy` has noted of the memory of tensors: `storage_id` -> its copy."""
-    return cast("dict[Any, Any]", memo).setdefault("torch", {})
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,13 +9,13 @@ __all__ = [
     "FxoptError",
     "GuardError",
     "InputError",
+    "MatchFailure",
     "ModeError",
     "OrderError",
     "PassError",
     "PipelineError",
     "PlanError",
     "StateError",
-    "Unsuitable",
     "UsageError",
     "VerificationError",
     "one_line",
@@ -92,7 +92,7 @@ class StateError(FxoptError):
     """A state dict or optimizer state does not fit and cannot be translated."""
 
 
-class Unsuitable(FxoptError):
+class MatchFailure(FxoptError):
     """A rewrite found out while writing that it does not apply; the site is refused with this reason.
 
     Where several sites are rewritten together, `site` is the one at fault.

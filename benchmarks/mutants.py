@@ -32,13 +32,15 @@ from mutation.sandbox import in_children, package_root, sources, warm_up
 from mutation.trials import MODELS, Coverage, Verdict, drawn, healthy, try_mutant
 from mutation.zoo import Entry, zoo
 
+ENSEMBLES = "transforms/fuse_ensembles"
 FILES = (
     "transforms/eliminate_dead_code.py", "transforms/eliminate_common_subexpressions.py",
-    "transforms/fold_constants.py", "transforms/fold_batchnorm.py", "transforms/fuse_ensembles.py",
-    "layers/ensemble.py", "layers/lowering.py", "layers/batching_rules.py", "layers/batched_layers.py",
-    "layers/batched_recurrent.py", "layers/folded.py", "layers/members.py", "layers/templates.py",
-    "passes/rebuild.py", "passes/state_steps.py", "passes/folding.py", "passes/effects.py", "passes/isomorphism.py",
-    "passes/joins.py",
+    "transforms/fold_constants.py", "transforms/fold_batchnorm.py", f"{ENSEMBLES}/fusion.py",
+    f"{ENSEMBLES}/search/isomorphism.py", f"{ENSEMBLES}/search/joins.py", f"{ENSEMBLES}/lowerings/writing.py",
+    f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
+    "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py", "layers/folded.py",
+    "layers/members.py", "layers/templates.py",
+    "passes/state_steps.py", "passes/folding.py", "passes/effects.py",
 )  # fmt: skip
 EFFECTIVE = ("escaped", "undone", "raised")
 

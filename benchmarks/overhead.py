@@ -28,7 +28,7 @@ from fxopt.demo import MultiHead, example_inputs
 from fxopt.passes.measure import Timings
 
 BASE = "torch.fx"
-TARGET = 2.0
+TARGET = 3.0
 """How many times the base `optimize` may take with verification and timing off."""
 
 PROCESSES = 6

@@ -14,7 +14,8 @@ from ..errors import ArchiveError, GuardError, ModeError
 from ..passes.checkpoints import translate_on_load
 from ..passes.state_map import StateMap
 from ..tracing.capture import Variant
-from ..tracing.dynamic import class_recipe, dynamic_class
+from ..tracing.compiled_class import dynamic_class
+from ..tracing.dynamic import class_recipe
 from ..tracing.signature import Signature
 from ..tracing.source import generate
 from .flat_code import FlatCode, FlatVariant

@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from ..errors import ArchiveError, CaptureError, GuardError
 from ..layers.ensemble import VectorizedMembers
+from ..tracing.autograd_functions import FunctionCall
 from ..tracing.capture import Capture, Variant, capture_of, required_capture
-from ..tracing.functions import FunctionCall
 from ..tracing.guards import Guard, require
 from ..tracing.leaf_graphs import trace_leaf
 from ..tracing.leaves import is_leaf

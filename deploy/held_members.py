@@ -9,9 +9,8 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ..errors import ArchiveError
-from ..layers.templates import Template
-from ..passes.expansion import map_structure
-from ..passes.packs import Slot
+from ..layers.templates import Slot, Template
+from ..tracing.structure import map_structure
 from .graph_json import FlatGraph, Known, decode_graph, encode_graph
 from .nn_modules import build_module, class_name, settings_of
 from .values import decode, encode

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..compat import native_torch_functions
 from ..errors import ArchiveError
-from ..layers import batched_layers, batched_recurrent, ensemble, switched
+from ..layers import batched_layers, batched_recurrent, ensemble
 from ..layers.folded import expect_dimensions
 from ..passes.operators import resolve
 from ..tracing.guards import require
@@ -194,7 +194,7 @@ def _plain_functions() -> Iterator[tuple[str, Any]]:
     for name, function in _contents(math):
         if isinstance(function, types.BuiltinFunctionType) and not name.startswith("_"):
             yield f"math.{name}", function
-    for home in (ensemble, batched_layers, batched_recurrent, switched):
+    for home in (ensemble, batched_layers, batched_recurrent):
         for name, function in _contents(home):
             if name in home.__all__ and inspect.isfunction(function):
                 yield f"fxopt.layers.{name}", function

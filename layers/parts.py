@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from ..compat import modules_by_name, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
-from ..tracing.dynamic import class_recipe, user_class
+from ..tracing.dynamic import class_recipe, subclass, user_class
 from ..tracing.shared_slices import sharing
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
@@ -274,26 +273,18 @@ def _stacked_or_slices(views: Mapping[str, View]) -> Iterator[tuple[str, Tensor]
 
 # -- classes -------------------------------------------------------------------------------------------------------
 
-_Key = tuple[type[nn.Module], tuple[str, ...]]
-_classes: weakref.WeakValueDictionary[_Key, type[nn.Module]] = weakref.WeakValueDictionary()
-
 
 def fused_class(base: type[nn.Module], names: tuple[str, ...] = ()) -> type[nn.Module]:
     """Return the subclass of `base`, named like it, for parts of an ensemble whose parameters `names` are slices.
 
     A parameter that is a property of the class already is read through that.
     """
-    known = _classes.get((base, names))
-    if known is None:
-        known = _classes[base, names] = _make(base, names)
-    return known
+    mixins = () if issubclass(base, FusedPart) else (FusedPart,)
+    return subclass(base, mixins, lambda: _body(base, names), key=names)
 
 
-def _make(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _body(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         "_fxopt_base": user_class(base),
         FUSED_FROM: base,
         "_fxopt_recipe": (_remade, (class_recipe(base), names)),
@@ -303,8 +294,7 @@ def _make(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}
     if issubclass(base, nn.RNNBase):
         body["_flat_weights"] = property(live_weights, lambda self, value: None)
-    mixins = () if issubclass(base, FusedPart) else (FusedPart,)
-    return types.new_class(base.__name__, (*mixins, base), exec_body=lambda namespace: namespace.update(body))
+    return body
 
 
 def _remade(recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]], names: tuple[str, ...]) -> type[nn.Module]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..passes.expansion import map_structure
-from ..passes.packs import Slot
+from ..tracing.structure import map_structure
 
-__all__ = ["Template"]
+__all__ = ["Slot", "Template"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a call's arguments that an operand fills."""
+
+    index: int
 
 
 class Template(nn.Module):

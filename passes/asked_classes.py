@@ -10,15 +10,14 @@ from torch import nn
 from ..compat import all_modules
 from ..tracing.captured import capture_of, own, recompile
 from ..tracing.resting import askers_without_answer, asking_around_changes
-from .base import Refusal, Site
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["forbid_asking_forwards", "without_asked"]
+__all__ = ["Askers", "forbid_asking_forwards"]
 
 
-class _Askers:
+class Askers:
     """What asks for classes where no graph has the answer.
 
     Attributes:
@@ -29,7 +28,7 @@ class _Askers:
         self.around = around
 
     @classmethod
-    def compute(cls, program: Program) -> _Askers:
+    def compute(cls, program: Program) -> Askers:
         modules = program.names.modules.values()
         captured = {module for module in modules if capture_of(module) is not None}
         around: dict[nn.Module, str] = {}
@@ -38,15 +37,6 @@ class _Askers:
             reason = f"the code of module {name!r}, in no graph, asks for classes by `type` ({place})"
             around.update(dict.fromkeys(all_modules(module), reason))
         return cls(around)
-
-
-def without_asked(program: Program, item: Site | Refusal) -> Site | Refusal:
-    """Return a refusal in the place of a site in a module whose class is asked for where no graph has the answer."""
-    if isinstance(item, Refusal):
-        return item
-    around = program.facts[_Askers].around
-    reason = around.get(program.module(item.home)) if around else None
-    return item if reason is None else Refusal(reason, at=item.home or "(root)")
 
 
 def forbid_asking_forwards(modules: Collection[nn.Module]) -> None:

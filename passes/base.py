@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx, nn
 
-from ..errors import Unsuitable
+from ..errors import MatchFailure
+from .options import format_options
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
-    from .edit import Edit
     from .state_map import StateStep
 
 __all__ = ["FunctionPass", "Goal", "Numerics", "Pass", "Phase", "Refusal", "Site"]
@@ -87,9 +87,6 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the home's name by default.
-        rows_of: the placeholder whose number of rows may decide between `switchable` lowerings, where calls of several
-            sizes are timed; see `passes.switching`.
-        switchable: the choices that can stand in one graph.
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
         parts: the sites of one home that are decided together as this one; see `passes.together`.
@@ -106,8 +103,6 @@ class Site:
     required: bool = False
     detail: str = ""
     label: str = ""
-    rows_of: str = ""
-    switchable: tuple[str, ...] = ()
     kind: Hashable = None
     parts: tuple[Site, ...] = ()
     tensors: frozenset[str] = frozenset()
@@ -170,11 +165,11 @@ class Pass:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
 
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        """Rewrite one site, through `edit` only."""
+    def rewrite(self, site: Site, edit: Any) -> None:
+        """Rewrite one site, through `edit` only: an `Edit`, whose file stands above this one."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
 
-    def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
+    def rewrite_together(self, sites: Sequence[Site], edit: Any) -> None:
         """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
         for site in sites:
             with edit.at(site):
@@ -190,14 +185,12 @@ class Pass:
             steps: what the pass's rewrites of it did to its tensors, in their order.
 
         Raises:
-            Unsuitable: by default.
+            MatchFailure: by default.
         """
-        raise Unsuitable(f"pass '{self.name}' cannot be repeated")
+        raise MatchFailure(f"pass '{self.name}' cannot be repeated")
 
     def __str__(self) -> str:
-        from .pipeline import format_pass
-
-        return format_pass(self) if is_dataclass(self) else self.name  # without fields it has no options
+        return f"{self.name}{format_options(self)}" if is_dataclass(self) else self.name
 
 
 @dataclass(frozen=True)
@@ -221,7 +214,7 @@ class FunctionPass(Pass):
             for variant in range(len(capture.variants)):
                 yield Site(program, home, {}, variant)
 
-    def rewrite(self, site: Site, edit: Edit) -> None:
+    def rewrite(self, site: Site, edit: Any) -> None:
         edit.run_function(self.function)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
-from ..errors import CaptureError, Unsuitable
+from ..errors import CaptureError, MatchFailure
 from ..tracing.capture import required_capture
 from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
 from ..tracing.preserve import AttributeState
@@ -283,10 +283,10 @@ class Edit:
         """Say what the rewrite does to tensors; names are qualified from the home module.
 
         Raises:
-            Unsuitable: in a region that a pass made, which owns none.
+            MatchFailure: in a region that a pass made, which owns none.
         """
         if isinstance(self.owner.module, Region):
-            raise Unsuitable(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
+            raise MatchFailure(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
         self._steps.append(step)
 
     def state_map(self) -> StateMap:

@@ -104,7 +104,7 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    known, key = program.facts[_KnownKinds].leaves_graph, (program.facts[Kinds].of(module), len(values))
+    known, key = program.analyses[_KnownKinds].leaves_graph, (program.analyses[Kinds].of(module), len(values))
     if key not in known:
         known[key] = _is_unlike_its_graph(node, module, capture)
     return known[key]
@@ -124,7 +124,7 @@ def _name(home: str, node: fx.Node) -> str:
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.facts[_KnownKinds].effects, program.facts[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].effects, program.analyses[Kinds].of(module)
     if kind not in known:
         nodes = _nodes_inside(module)
         known[kind] = has_hooks(module) or (
@@ -183,7 +183,7 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.facts[_KnownKinds].writes, program.facts[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].writes, program.analyses[Kinds].of(module)
     if kind not in known:
         nodes = _nodes_inside(module)
         known[kind] = has_hooks(module) or (
@@ -239,7 +239,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module may return what lies in the memory of an argument."""
-    known, kind = program.facts[_KnownKinds].shares, program.facts[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].shares, program.analyses[Kinds].of(module)
     if kind not in known:
         known[kind] = has_hooks(module) or _kind_shares(module, program, name)
     return known[kind]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..tracing.inputs import Inputs
 from .base import Numerics, Pass, Site
 from .edit import Edit
 from .likeness import Likeness, Unlike
 from .plan import Decision
-from .reference import RecordedCall
 from .state_map import StateMap
 from .together import identity, parts_of, together
 
@@ -75,9 +75,7 @@ class EqualBlocks:
     def __init__(self) -> None:
         self._known: dict[Hashable, Precedent | None] = {}
 
-    def block(
-        self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[RecordedCall]
-    ) -> Block | None:
+    def block(self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
         """Describe the block around a site, or return None where it can have no equal."""
         if pass_.numerics not in (Numerics.EXACT, Numerics.REASSOCIATED) or not site.home:
             return None

@@ -1,4 +1,4 @@
-"""The float64 oracle: run eager code in double precision although it casts to, or creates, narrower floats."""
+"""The float64 reference: run eager code in double precision although it casts to, or creates, narrower floats."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 def narrow(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> bool:
-    """Say whether `dtype` is a float or complex type that the oracle replaces; 8-bit floats are left alone."""
+    """Say whether `dtype` is a float or complex type that float64 replaces; 8-bit floats are left alone."""
     if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
         return False
     return dtype.itemsize < (_COMPLEX[wide] if dtype.is_complex else wide).itemsize
 
 
 def widened(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> torch.dtype:
-    """Return the type that stands for `dtype` under the oracle: float64, complex128, or itself."""
+    """Return the type that stands for `dtype` in the reference: float64, complex128, or itself."""
     if not narrow(dtype, wide):
         return dtype
     return _COMPLEX[wide] if dtype.is_complex else wide

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat import modules_by_name
-from ..errors import CaptureError, Unsuitable, UsageError
+from ..errors import CaptureError, MatchFailure, UsageError
 from ..tracing.preserve import AttributeState
 
 __all__ = ["Adopt", "run_function"]
@@ -37,7 +37,7 @@ def run_function(
     Raises:
         UsageError: if the function returns anything else, or changes the home in place.
         CaptureError: if the graph it returns refers to something that is not there.
-        Unsuitable: if it puts a module with tensors, or a tensor, in the place of another.
+        MatchFailure: if it puts a module with tensors, or a tensor, in the place of another.
     """
     given = fx.GraphModule(home, graph, type(home).__name__)
     with _unchanged(home):
@@ -86,7 +86,7 @@ def _take_over(target: str, returned: fx.GraphModule, home: nn.Module, adopt: Ad
     if present is value:
         return
     if present is not _MISSING and (_has_tensors(value) or _has_tensors(present)):
-        raise Unsuitable(f"it puts another '{target}' in its place, so that checkpoints would not fit; use a new name")
+        raise MatchFailure(f"it puts another '{target}' in its place, and checkpoints would not fit; use a new name")
     adopt(target, value)
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from .base import Site
 from .edit import Edit
 from .site_trial import Attempt, Failed, Race, SiteTrial, Written, label
@@ -72,7 +72,7 @@ class JointTrial(SiteTrial):
         return self._applied(self._common(choice))
 
     def _common(self, choice: str | None) -> list[Site]:
-        return [resolved(part, choice, self.site.rows_of) for part in self.site.parts]
+        return [resolved(part, choice) for part in self.site.parts]
 
     def combination(self, parts: Sequence[Site]) -> Attempt | Failed:
         """Write sites with the lowerings that they have, without those that cannot be; everything is left as it was."""
@@ -98,7 +98,7 @@ class JointTrial(SiteTrial):
             site = together(left)
             try:
                 return site, self.apply(self.pass_, site)
-            except Unsuitable as refusal:
+            except MatchFailure as refusal:
                 reasons[str(refusal)] = None
                 remaining = [part for part in left if not _is_like(part, refusal.site)]
                 left = remaining if len(remaining) < len(left) else []  # a refusal may name none of them
@@ -111,7 +111,7 @@ class JointTrial(SiteTrial):
         first = super().race(attempts)
         best = first.attempts[first.best]
         classes = classes_of(parts_of(best.site))
-        if len(classes) < 2 or self.site.required or first.switch is not None:
+        if len(classes) < 2 or self.site.required:
             return first
         varied = self._varied(best, classes, list(attempts))
         timings = self.timings({first.best: best, **{name: attempt for name, (_, attempt) in varied.items()}})
@@ -133,7 +133,7 @@ class JointTrial(SiteTrial):
     ) -> dict[str, tuple[int, Attempt]]:
         """Return combinations in which one class of sites is left out or has another lowering, with its number."""
         varied: dict[str, tuple[int, Attempt]] = {}
-        for number, changed in itertools.islice(_changes(classes, choices, self.site.rows_of), _MOST_VARIATIONS):
+        for number, changed in itertools.islice(_changes(classes, choices), _MOST_VARIATIONS):
             attempt = self.combination(_replaced(parts_of(best.site), classes[number], changed))
             if isinstance(attempt, Attempt):
                 varied[f"change {len(varied)}"] = number, attempt
@@ -186,14 +186,12 @@ def _is_like(part: Site, other: object) -> bool:
     return part == other or (part.kind is not None and part.kind == other.kind and part.choice == other.choice)
 
 
-def _changes(
-    classes: Sequence[Sequence[Site]], choices: Sequence[str | None], rows_of: str
-) -> Iterator[tuple[int, list[Site]]]:
+def _changes(classes: Sequence[Sequence[Site]], choices: Sequence[str | None]) -> Iterator[tuple[int, list[Site]]]:
     """Yield the number of a class and what may become of it: nothing of it is rewritten, or by another lowering."""
     yield from ((number, list[Site]()) for number in range(len(classes)))
     for choice in choices:
         for number, sites in enumerate(classes):
-            changed = [resolved(site, choice, rows_of) for site in sites]
+            changed = [resolved(site, choice) for site in sites]
             if changed != sites and all(site.choice == choice for site in changed):
                 yield number, changed
 

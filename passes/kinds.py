@@ -65,7 +65,7 @@ def found_in_graphs(
 
     Modules of a kind have the same graphs: what is found in those of the first is handed out for all of them.
     """
-    kinds, known = program.facts[Kinds], dict[tuple[int, int], T]()
+    kinds, known = program.analyses[Kinds], dict[tuple[int, int], T]()
     for home, capture in program.captures.items():
         kind = kinds.of(program.module(home))
         for number, variant in enumerate(capture.variants):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_children, own_parameters
+from ..tracing.inputs import Inputs
 from ..tracing.observe import FOUND
-from .reference import RecordedCall
 
 __all__ = ["Likeness", "Unlike"]
 
@@ -112,7 +112,7 @@ class Likeness:
         self.tensors.setdefault(id(tensor), None)
         return _form(tensor), self._numbers.setdefault(id(tensor), len(self._numbers))
 
-    def of_calls(self, calls: Sequence[RecordedCall]) -> Hashable:
+    def of_calls(self, calls: Sequence[Inputs]) -> Hashable:
         """Describe the arguments of calls; a tensor that is the module's own, too, is described as that."""
         return tuple((self._value(call.args), self._value(call.kwargs)) for call in calls)
 

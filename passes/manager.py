@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import fx
 
-from ..errors import PassError, PlanError, Unsuitable
+from ..errors import MatchFailure, PassError, PlanError
 from ..settings import Settings
 from ..tracing.program import Program
-from .asked_classes import without_asked
+from .admission import admitted
+from .analyses import is_on_meta
 from .base import Goal, Numerics, Pass, Refusal, Site
 from .copying import twin
 from .edit import Edit
 from .equal_blocks import Block, EqualBlocks, Precedent
-from .facts import is_on_meta
 from .joint_trial import JointTrial
 from .plan import Decision, Plan
 from .site_calls import SiteCalls
@@ -26,7 +26,6 @@ from .site_trial import Failed, SiteTrial
 from .state_map import StateMap
 from .supervision import supervised
 from .together import grouped, left_of, rows, together
-from .volatile import without_volatile
 from .whole_model import Landed, WholeModel
 
 __all__ = ["Landed", "Manager", "PassTrace"]
@@ -151,7 +150,7 @@ class Manager:
     def _reapply(self, pass_: Pass, site: Site) -> Edit:
         try:
             return self.apply(pass_, site)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             raise PlanError(
                 f"the plan's site {site.key} of pass '{pass_.name}' cannot be rewritten: {refusal}"
             ) from refusal
@@ -164,7 +163,7 @@ class Manager:
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return [without_asked(self.program, without_volatile(self.program, item)) for item in found]
+        return [admitted(self.program, item) for item in found]
 
     def _supervised(self, pass_: Pass, step: str | Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
         def what() -> str:
@@ -238,7 +237,7 @@ class Manager:
         trial = self.trial(pass_, chosen, time=False, brief=True)
         try:
             edit = self.apply(pass_, chosen)
-        except Unsuitable:
+        except MatchFailure:
             return False
         is_alike = block.result_of(edit) == (precedent.result, precedent.state_map)
         verdict = trial.verdict(edit) if is_alike else None
@@ -291,7 +290,7 @@ class Manager:
 
         try:
             self._supervised(pass_, lambda: f"site {edit.site.key}", rewrite, times=len(site.parts) or 1)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             refusal.site = edit.site if edit.site.parts == () else None
             edit.undo()
             raise

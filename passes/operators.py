@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..compat import native_functions
-from ..tracing.functions import FunctionCall
+from ..tracing.autograd_functions import FunctionCall
 
 __all__ = [
     "KEEP_RANK",

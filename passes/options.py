@@ -9,22 +9,19 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Union, cast
+from typing import Any, Literal, Union, cast
 
 import torch
 
 from ..errors import UsageError
 from .suggest import did_you_mean
 
-if TYPE_CHECKING:
-    from .base import Pass
-
 __all__ = [
     "WORD",
     "Text",
     "ValueMismatch",
+    "format_options",
     "format_value",
-    "non_default_options",
     "option_types",
     "read_value",
     "type_text",
@@ -68,13 +65,13 @@ class ValueMismatch(Exception):  # a signal between two modules, turned into a P
         self.start, self.end = value.start, value.end
 
 
-def option_types(pass_type: type[Pass]) -> dict[str, Any]:
+def option_types(pass_type: type[Any]) -> dict[str, Any]:
     """Return the type of each option, in the order of the fields.
 
     Raises:
         UsageError: an annotation names something that the pass's module does not have.
     """
-    fields = [f.name for f in dataclasses.fields(cast(Any, pass_type)) if f.init]
+    fields = [f.name for f in dataclasses.fields(pass_type) if f.init]
     try:
         hints = typing.get_type_hints(pass_type)
     except NameError as error:
@@ -82,10 +79,20 @@ def option_types(pass_type: type[Pass]) -> dict[str, Any]:
     return {name: hints[name] for name in fields}
 
 
-def non_default_options(pass_: Pass) -> dict[str, Any]:
+def format_options(pass_: Any) -> str:
+    """Write the options that differ from their defaults as a pipeline has them: "{lowering=bmm}", or nothing."""
+    options = _non_default_options(pass_)
+    if not options:
+        return ""
+    wanted = option_types(cast("type[Any]", type(pass_)))
+    written = ",".join(f"{key}={format_value(value, wanted[key])}" for key, value in options.items())
+    return f"{{{written}}}"
+
+
+def _non_default_options(pass_: Any) -> dict[str, Any]:
     """Return the options that differ from their defaults, in the order of the fields."""
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(cast(Any, pass_)):
+    for field in dataclasses.fields(pass_):
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(pass_, field.name)
         if field.init and not (type(value) is type(default) and value == default):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
-from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ..compat import modules_by_name, own_buffers, own_parameters, submodule, transient_buffers
 from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
@@ -54,7 +54,8 @@ def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Recor
     borrowed = module.origins if isinstance(module, Region) else {}
     for node in (node for variant in capture.variants for node in variant.graph.nodes):
         target = str(node.target)
-        added = node.op == "call_module" and target not in borrowed and not record.outline.has(_qualified(home, target))
+        added = node.op == "call_module" and target not in borrowed
+        added = added and submodule(record.skeleton, _qualified(home, target)) is None
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue

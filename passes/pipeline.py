@@ -17,11 +17,11 @@ from typing import Any, TypeVar, cast
 
 from ..errors import PipelineError, UsageError
 from .base import Pass
-from .options import WORD, Text, ValueMismatch, format_value, non_default_options, option_types, read_value
+from .options import WORD, Text, ValueMismatch, option_types, read_value
 from .registry import PRESETS, find_pass
 from .suggest import did_you_mean
 
-__all__ = ["format_pass", "parse"]
+__all__ = ["parse"]
 
 T = TypeVar("T")
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -39,16 +39,6 @@ def parse(text: str, find: Callable[[str], type[Pass]] = find_pass) -> tuple[Pas
         PipelineError: the text, a name, an option or a value is wrong; the message shows where.
     """
     return _Parser(re.sub(r"\s", " ", text), find).pipeline()
-
-
-def format_pass(pass_: Pass) -> str:
-    """Write a pass as `parse` reads it, with only the options that differ from their defaults."""
-    options = non_default_options(pass_)
-    if not options:
-        return pass_.name
-    wanted = option_types(type(pass_))
-    written = ",".join(f"{key}={format_value(value, wanted[key])}" for key, value in options.items())
-    return f"{pass_.name}{{{written}}}"
 
 
 @dataclasses.dataclass(frozen=True)

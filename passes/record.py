@@ -9,8 +9,6 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
-from .copying import Outline
-
 if TYPE_CHECKING:
     from .manager import PassTrace
     from .plan import Plan
@@ -37,7 +35,7 @@ class Record:
         messages: warnings and notes, a line each.
         eval_only: the passes whose rewrites hold in evaluation mode only.
         traces: what each pass took and did.
-        outline: of the original structure.
+        skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
     """
 
@@ -53,16 +51,11 @@ class Record:
     messages: tuple[str, ...] = ()
     eval_only: tuple[str, ...] = ()
     traces: tuple[PassTrace, ...] = ()
-    outline: Outline = field(default_factory=lambda: Outline(nn.Module()), repr=False)
+    skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
     )
-
-    @property
-    def skeleton(self) -> nn.Module:
-        """Return the original structure, its tensors on the meta device."""
-        return self.outline.module()
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.

@@ -7,32 +7,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tracing.captured import capture_of
+from ..tracing.inputs import Inputs
 from ..tracing.selection import select
-from .oracle import Oracle, coarsest_epsilon
 from .perturb import perturbed_inputs, perturbed_state
+from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Arguments, Run
 
-__all__ = ["Data", "RecordedCall", "Reference", "Sample", "reference"]
+__all__ = ["Data", "Reference", "Sample", "reference"]
 
 _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
-
-
-class RecordedCall(Protocol):
-    """How a module was called; `tracing.record.Call` is one."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-    @property
-    def kwargs(self) -> dict[str, Any]: ...
 
 
 class Data(enum.Enum):
@@ -106,7 +97,7 @@ class Reference:
 
 def reference(
     module: nn.Module,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[Inputs],
     *,
     training: bool | None = None,
     gradients: bool = True,
@@ -148,7 +139,7 @@ class _Maker:
     def __init__(
         self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool, brief: bool
     ) -> None:
-        self.oracle = Oracle(stage, training, gradients, seed, keyed=keyed)
+        self.runs = ReferenceRuns(stage, training, gradients, seed, keyed=keyed)
         self.stage = stage
         self.brief = brief
         self.state = stage.state
@@ -157,22 +148,22 @@ class _Maker:
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
-        oracle = self.oracle
+        runs = self.runs
         return Reference(
             samples=tuple(samples),
             state={name: tensor.detach() for name, tensor in self.state.items()},
             plain=frozenset(self.stage.plain),
-            training=oracle.training,
-            gradients=oracle.gradients,
-            seed=oracle.seed,
-            wide=oracle.wide,
-            narrower_because="" if oracle.wide is torch.float64 else self.reason,
+            training=runs.training,
+            gradients=runs.gradients,
+            seed=runs.seed,
+            wide=runs.wide,
+            narrower_because="" if runs.wide is torch.float64 else self.reason,
             native_epsilon=self.epsilon,
-            of_inputs=oracle.of_inputs,
-            keyed=oracle.keyed,
-            random=oracle.random,
-            several=oracle.several,
-            stream=oracle.stream(calls[0], self.state) if oracle.random else None,
+            of_inputs=runs.of_inputs,
+            keyed=runs.keyed,
+            random=runs.random,
+            several=runs.several,
+            stream=runs.stream(calls[0], self.state) if runs.random else None,
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -181,28 +172,28 @@ class _Maker:
         capture = capture_of(module)
         if capture is None or len(capture.variants) < 2:
             return [0]
-        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.oracle.training):
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
             selected = [select(module, *call) for call in calls]
         graphs = [None if found is None else found[0].graph for found in selected]
         return [graphs.index(graph) for graph in dict.fromkeys(graphs)]
 
     def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
-        self.oracle.several = len(firsts) > 1
+        self.runs.several = len(firsts) > 1
         calls = [all_calls[number] for number in _spread(firsts, len(all_calls))]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
-        runs = [self._widest(calls[0]), *(self.oracle.exact(call, self.state) for call in calls[1:])]
+        runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
         noisy = () if self.brief else (self._noisy(sample) for sample in recorded[: len(firsts)])
         return [*recorded, *itertools.chain.from_iterable(noisy)]
 
     def _widest(self, arguments: Arguments) -> Run:
-        """Run in the widest type that works, and let the oracle stay with it; gradients of inputs are given up last."""
+        """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
         failure: Exception | None = None
-        for self.oracle.of_inputs in (True, False):
-            for self.oracle.wide in (torch.float64, torch.float32, None):
-                self.oracle.census = None
+        for self.runs.of_inputs in (True, False):
+            for self.runs.wide in (torch.float64, torch.float32, None):
+                self.runs.census = None
                 try:
-                    return self.oracle.exact(arguments, self.state)
+                    return self.runs.exact(arguments, self.state)
                 except Exception as error:  # the module's own code may raise anything; the reason is kept
                     failure = failure or error
                     self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -210,12 +201,12 @@ class _Maker:
         raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
-        return Sample(data, arguments, state, exact, self.oracle.native(arguments, state))
+        return Sample(data, arguments, state, exact, self.runs.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
         """Run a call again with noise; where the module does not take it, with less of it, or not at all."""
-        state = perturbed_state(self.state, self.oracle.seed)
-        inputs = perturbed_inputs(first.arguments, self.oracle.seed + 1)
+        state = perturbed_state(self.state, self.runs.seed)
+        inputs = perturbed_inputs(first.arguments, self.runs.seed + 1)
         samples: list[Sample] = []
         for arguments in (inputs, first.arguments):
             run = self._attempt(arguments, state, first.exact)
@@ -230,7 +221,7 @@ class _Maker:
     def _attempt(self, arguments: Arguments, state: Mapping[str, Tensor], usual: Run) -> Run | None:
         """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
         try:
-            run = self.oracle.exact(arguments, state)
+            run = self.runs.exact(arguments, state)
         except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
             return None
         return run if _is_finite(run) or not _is_finite(usual) else None

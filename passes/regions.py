@@ -13,14 +13,14 @@ from typing import Any
 from torch import fx, nn
 
 from ..compat import has_hooks
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from ..tracing.captured import Capture, Variant, capture_of, install
 from ..tracing.guards import require
 from ..tracing.regions import ContextRegion, Region
 from ..tracing.signature import Signature
 from ..tracing.sources import Argument
+from ..tracing.structure import map_structure
 from .edit import Edit
-from .expansion import map_structure
 from .opening import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]
@@ -35,12 +35,12 @@ def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
         name: of the child; numbered if it is taken.
 
     Raises:
-        Unsuitable: if a path leaves the nodes and comes back: then they cannot run as one.
+        MatchFailure: if a path leaves the nodes and comes back: then they cannot run as one.
     """
     wanted = set(nodes)
     chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
     if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:
-        raise Unsuitable("a region is made of one or more operations, not of inputs and outputs")
+        raise MatchFailure("a region is made of one or more operations, not of inputs and outputs")
     inside = set(chosen)
     _check_convex(chosen, inside)
     _check_decides_nothing(chosen)
@@ -61,14 +61,14 @@ def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
         if node not in inside and outside_path:
             tainted.add(node)
         elif node in inside and any(source in tainted for source in sources):
-            raise Unsuitable(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+            raise MatchFailure(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
 
 
 def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
     """Where a check fails, the home starts over; a region, which has no forward of its own, could not."""
     for node in chosen:
         if any(user.target is require for user in node.users):
-            raise Unsuitable(f"the module decides by '{node.name}', a value that is computed inside of the region")
+            raise MatchFailure(f"the module decides by '{node.name}', a value that is computed inside of the region")
 
 
 def _region(
@@ -129,12 +129,12 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
     The child stays where it is in the module tree, save a `Region`, which goes.
 
     Raises:
-        Unsuitable: if the child has no graph, more than one, or is called in a way that its graph does not cover.
+        MatchFailure: if the child has no graph, more than one, or is called in a way that its graph does not cover.
     """
     module = edit.program.callee(edit.site.home, call)
     capture = capture_of(module)
     if capture is None or len(capture.variants) != 1:
-        raise Unsuitable(f"'{call.target}' has no single graph to inline")
+        raise MatchFailure(f"'{call.target}' has no single graph to inline")
     graph = capture.variants[0].graph
     given = capture.parameters.bind(call.args, dict(call.kwargs))
     _check_always_runs(module, capture, given, str(call.target))
@@ -159,14 +159,14 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
 def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
     if isinstance(module, ContextRegion):
-        raise Unsuitable(f"'{name}' runs under {module.context}")
+        raise MatchFailure(f"'{name}' runs under {module.context}")
     if has_hooks(module):
-        raise Unsuitable(f"'{name}' has hooks")
+        raise MatchFailure(f"'{name}' has hooks")
     guard = unmet_guard(module, capture, given)
     if guard is not None:
-        raise Unsuitable(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
+        raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
     if capture.variants[0].graph.find_nodes(op="call_function", target=require):
-        raise Unsuitable(f"the graph of '{name}' checks values on the way")
+        raise MatchFailure(f"the graph of '{name}' checks values on the way")
 
 
 def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
@@ -177,7 +177,7 @@ def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx
         source = capture.variants[0].argument(node)
         value = given.get(source.name) if isinstance(source, Argument) else None
         if not isinstance(value, fx.Node):
-            raise Unsuitable(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
+            raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
         values[node] = value
     return values
 
@@ -202,7 +202,7 @@ def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
             user.args = map_structure(user.args, lambda leaf: result if leaf is call else leaf)
             continue
         if user.target is not operator.getitem or user.args[0] is not call:
-            raise Unsuitable(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")
+            raise MatchFailure(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")
         user.replace_all_uses_with(result[user.args[1]])
         edit.graph.erase_node(user)
     edit.graph.erase_node(call)

@@ -1,4 +1,4 @@
-"""Find passes by name: fxopt's own by their file, other distributions' by entry point, each imported when asked for."""
+"""Find passes by name: fxopt's own by their file or folder, others by entry point, each imported when asked for."""
 
 from __future__ import annotations
 
@@ -89,10 +89,15 @@ def available() -> dict[str, PassInfo]:
 
 
 def _own_names() -> list[str]:
-    """Return the transforms whose file defines the class that its name promises, by reading, not importing, them."""
-    folders = importlib.import_module(_TRANSFORMS).__path__
-    files = [file for folder in folders for file in sorted(Path(folder).glob("[a-z]*.py"))]
-    return [file.stem for file in files if f"\nclass {_class_name(file.stem)}(" in file.read_text(encoding="utf-8")]
+    """Return the transforms that have the class that their name promises, by reading, not importing, them.
+
+    A file defines the class; a folder's front door names it.
+    """
+    folders = [Path(folder) for folder in importlib.import_module(_TRANSFORMS).__path__]
+    files = {path.stem: (path, "\nclass {}(") for folder in folders for path in folder.glob("[a-z]*.py")}
+    doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
+    found = sorted({**files, **doors}.items())
+    return [name for name, (path, sign) in found if sign.format(_class_name(name)) in path.read_text(encoding="utf-8")]
 
 
 def _class_name(name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_children, submodule
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from ..settings import Settings
 from ..tracing.ambient import outside_autocast
 from ..tracing.captured import Variant, capture_of
@@ -85,11 +85,11 @@ class Repetition:
         """Return the rewritten graph, and the children by name that the module has to have for it.
 
         Raises:
-            Unsuitable: if the graph must stay as it is.
+            MatchFailure: if the graph must stay as it is.
             Exception: whatever goes wrong in the user's code or in a pass.
         """
         if self.obstacle:
-            raise Unsuitable(self.obstacle)
+            raise MatchFailure(self.obstacle)
         with _undisturbed():
             copy = as_before(module, variant, call, [(done.pass_, done.steps) for done in self.done])
             present = frozenset(own_children(copy))
@@ -136,22 +136,22 @@ def _repeat(done: _Done, manager: Manager, call: Call) -> Phase | None:
     """Rewrite the copy as the module was; return the phase that the rewrite is limited to.
 
     Raises:
-        Unsuitable: if that is not possible, not right, no faster, or leaves other tensors.
+        MatchFailure: if that is not possible, not right, no faster, or leaves other tensors.
     """
     site = _found_again(done, manager)
     trial = _Trial(
-        manager.program, done.pass_, site, manager.apply, (call,),
+        manager.program, done.pass_, site, manager.apply, (Inputs(*call.args, **call.kwargs),),
         check=manager.check, time=manager.time, seed=manager.seed,
     )  # fmt: skip
     written = trial.written(site)
     if isinstance(written, Failed):
-        raise Unsuitable(written.reason)
+        raise MatchFailure(written.reason)
     if written.edit.state_map().steps != done.steps:
-        raise Unsuitable("its members would be stored otherwise")
+        raise MatchFailure("its members would be stored otherwise")
     if trial.timed:
         _, _, reason = trial.choose({None: Attempt(site, written.verdict, trial.runnable())})
         if reason is not None:
-            raise Unsuitable(reason)
+            raise MatchFailure(reason)
     return site.phase
 
 
@@ -164,14 +164,14 @@ def _found_again(done: _Done, manager: Manager) -> Site:
         site = sites.get(part.tensors)
         if site is None:
             refusals = dict.fromkeys(item.reason for item in found if isinstance(item, Refusal))
-            raise Unsuitable("; ".join(refusals) or "its members are not computed alike in this graph")
+            raise MatchFailure("; ".join(refusals) or "its members are not computed alike in this graph")
         if site.phase not in (part.phase, Phase.EVAL):
-            raise Unsuitable("the rewrite would not be valid in the same modes")
-        parts.append(resolved(site, part.choice, site.rows_of))
+            raise MatchFailure("the rewrite would not be valid in the same modes")
+        parts.append(resolved(site, part.choice))
     if any(part.phase is Phase.EVAL for part in parts):
         parts = [dataclasses.replace(part, phase=Phase.EVAL) for part in parts]
     if len({(part.variant, part.required) for part in parts}) > 1:
-        raise Unsuitable("its members are not computed in one graph")
+        raise MatchFailure("its members are not computed in one graph")
     return together(parts)
 
 
@@ -182,21 +182,21 @@ def _check_tensors(module: nn.Module, copy: nn.Module, stores: Iterable[str]) ->
     """Make sure that the copy holds what the module does, and closes no more of the modules inside it.
 
     Raises:
-        Unsuitable: if not.
+        MatchFailure: if not.
     """
     mine, others = tensors_by_name(module), tensors_by_name(copy)
     if mine.keys() != others.keys():
-        raise Unsuitable("it would have tensors of its own")
+        raise MatchFailure("it would have tensors of its own")
     prefixes = tuple(f"{name}." for name in stores)
     for name in (name for name in mine if name.startswith(prefixes)):
         if not _equal(mine[name], others[name]):
-            raise Unsuitable(f"'{name}' would hold other values")
+            raise MatchFailure(f"'{name}' would hold other values")
     for path, inner in modules_by_name(copy).items():
         same = submodule(module, path)
         marks = {} if same is None else vars(same)
         for key, value in vars(inner).items():
             if key.startswith("_fxopt_") and isinstance(value, frozenset) and not value <= marks.get(key, frozenset()):
-                raise Unsuitable(f"it would rely on more of '{path}' than the first graphs do")
+                raise MatchFailure(f"it would rely on more of '{path}' than the first graphs do")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -214,7 +214,7 @@ def _fitting(copy: nn.Module, call: Call) -> Variant:
         names = call_names(copy, capture, call.args, call.kwargs) if capture is not None else {}
         if variant.fits(names):
             return variant
-    raise Unsuitable("its graph would not hold for the same call")
+    raise MatchFailure("its graph would not hold for the same call")
 
 
 def _free_names(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, tuple[str, nn.Module]]:

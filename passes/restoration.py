@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ..tracing.captured import capture_of, rest_again
-from .expansion import map_structure
+from ..tracing.structure import map_structure
 from .record import Record
 
 __all__ = ["restored", "transplanted"]

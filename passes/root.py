@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..tracing.captured import Capture, capture_of, install, uninstall
-from ..tracing.dynamic import class_recipe, user_class
+from ..tracing.dynamic import class_recipe, subclass, user_class
 from .checkpoints import LoadsOriginalNames
 from .record import RECORD_KEY, Record
 
 __all__ = ["crown"]
-
-_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def crown(model: nn.Module, record: Record) -> None:
@@ -31,19 +27,15 @@ def crown(model: nn.Module, record: Record) -> None:
 
 def loading_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `base`, named like it, whose `load_state_dict` takes original names too."""
-    known = _classes.get(base)
-    if known is None:
-        body: dict[str, Any] = {
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "__init_subclass__": classmethod(_keep_quiet),
-            "_fxopt_base": user_class(base),
-            "_fxopt_recipe": (_loading_class_of, class_recipe(base)),
-        }
-        bases = (LoadsOriginalNames, base)
-        known = _classes[base] = types.new_class(base.__name__, bases, exec_body=lambda names: names.update(body))
-    return known
+    return subclass(base, (LoadsOriginalNames,), lambda: _body(base), key="loading")
+
+
+def _body(base: type[nn.Module]) -> dict[str, Any]:
+    return {
+        "__init_subclass__": classmethod(_keep_quiet),
+        "_fxopt_base": user_class(base),
+        "_fxopt_recipe": (_loading_class_of, class_recipe(base)),
+    }
 
 
 def _keep_quiet(cls: type, **kwargs: Any) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
+from ..tracing.inputs import Inputs
 from ..tracing.objects import state_of
 from ..tracing.preserve import preserved
 from .interpret import Arguments
-from .reference import RecordedCall
 from .tree import flatten, map_tensors
 
 __all__ = ["Runner", "runner"]
@@ -21,7 +21,7 @@ __all__ = ["Runner", "runner"]
 
 def runner(
     module: nn.Module,
-    calls: Sequence[RecordedCall],
+    calls: Sequence[Inputs],
     *,
     training: bool,
     input_gradients: bool | None = None,

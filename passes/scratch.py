@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, fx, nn
 
 from ..compat import HOOK_REGISTRIES, all_modules, has_hooks, modules_by_name, own_buffers, submodule
-from ..errors import Unsuitable
+from ..errors import MatchFailure
 from ..tracing.captured import Capture, Variant, capture_of, install, own_class
 from ..tracing.capturing import variants_of_call
 from ..tracing.fallback import hold
@@ -20,7 +21,6 @@ from ..tracing.program import Program
 from ..tracing.record import Call
 from ..tracing.selection import call_names
 from .copying import twin
-from .expand import expand
 from .state_map import Stack
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def as_before(
         done: the passes that rewrote the module, and what they did to its tensors, in their order.
 
     Raises:
-        Unsuitable: if the rewrites cannot be taken back.
+        MatchFailure: if the rewrites cannot be taken back.
     """
     copy = twin(module)
     vars(copy).update({name: type(hooks)() for name, hooks in vars(copy).items() if name in HOOK_REGISTRIES})
@@ -123,14 +123,15 @@ def refuse_own_forwards(program: Program) -> None:
     """Refuse modules that run code of the user's, which was run for this call already.
 
     Raises:
-        Unsuitable: naming the module.
+        MatchFailure: naming the module.
     """
-    for operation in expand(program, "").operations:
+    inlining = importlib.import_module("..transforms.fuse_ensembles.inlining", __package__)
+    for operation in inlining.expand(program, "").operations:
         if operation.kind == "call_module":
             name = str(operation.target)
             called = submodule(program.model, name)
             if called is None or not all(map(_runs_no_own_code, all_modules(called))):
-                raise Unsuitable(f"'{name}' runs code that is no graph, which must not run twice for one call")
+                raise MatchFailure(f"'{name}' runs code that is no graph, which must not run twice for one call")
 
 
 def _runs_no_own_code(module: nn.Module) -> bool:

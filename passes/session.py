@@ -21,7 +21,7 @@ from ..tracing.program import Program, capture_program
 from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards
 from .base import Pass, Phase
-from .copying import Outline, copied_module
+from .copying import copied_module, outline_of
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
@@ -208,7 +208,7 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
         coverage="",
         parameters_before=count,
         parameters_after=count,
-        outline=Outline(model),
+        skeleton=outline_of(model),
     )
 
 
@@ -228,6 +228,6 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
-        outline=earlier.outline,
+        skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
     )

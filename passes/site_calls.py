@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ..errors import CaptureError
+from ..tracing.inputs import Inputs
 from ..tracing.program import Program
-from ..tracing.record import Call
 
 __all__ = ["SiteCalls"]
 
@@ -27,9 +27,9 @@ class SiteCalls:
     def __init__(self, program: Program, homes: Iterable[str]) -> None:
         self._program = program
         self._homes = tuple(dict.fromkeys(homes))
-        self._calls: Mapping[nn.Module, Sequence[Call]] | None = None
+        self._calls: Mapping[nn.Module, Sequence[Inputs]] | None = None
 
-    def of(self, home: str) -> Sequence[Call]:
+    def of(self, home: str) -> Sequence[Inputs]:
         """Return the calls of the module called `home`; none where there are no example inputs, or it is not called."""
         if not self._program.inputs:
             return ()
@@ -42,11 +42,11 @@ class SiteCalls:
         """Record anew: the function has changed."""
         self._calls = None
 
-    def _recorded(self, homes: Iterable[str]) -> Mapping[nn.Module, Sequence[Call]]:
+    def _recorded(self, homes: Iterable[str]) -> Mapping[nn.Module, Sequence[Inputs]]:
         modules = dict.fromkeys(module for home in homes if (module := self._find(home)) is not None)
         found = self._program.recording(modules).calls
         # What each call gave, and called in turn, would keep every tensor of the whole run alive.
-        return {module: [Call(call.args, call.kwargs, None) for call in found.get(module, ())] for module in modules}
+        return {module: [Inputs(*call.args, **call.kwargs) for call in found.get(module, ())] for module in modules}
 
     def _find(self, home: str) -> nn.Module | None:
         try:

@@ -10,17 +10,16 @@ from typing import Any
 from torch import nn
 
 from ..compat import all_modules
-from ..errors import Unsuitable
+from ..errors import MatchFailure
+from ..tracing.inputs import Inputs
 from ..tracing.program import Program
 from ..tracing.resting import rest
 from . import measure, verify
+from .analyses import is_on_meta
 from .base import Goal, Numerics, Pass, Site
 from .copying import twin
 from .edit import Edit
-from .facts import is_on_meta
 from .modes import modes_to_check
-from .switching import Switch, best_switch, calls_by_rows, pays
-from .verify import RecordedCall
 
 __all__ = ["Attempt", "Failed", "Race", "SiteTrial", "Written", "timing_figures"]
 
@@ -54,33 +53,12 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Switched:
-    """Two lowerings in one graph, and the times that speak for it, by number of rows."""
-
-    choice: Switch
-    attempt: Attempt
-    alone: Mapping[int, measure.Timings]
-    together: Mapping[int, measure.Timings]
-
-    def figures(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return rows -> lowering -> microseconds of one call."""
-        return {
-            str(size): {
-                name: (self.together if name == str(self.choice) else self.alone)[size].microseconds(name)
-                for name in names
-            }
-            for size in self.alone
-        }
-
-
-@dataclass(frozen=True)
 class Race:
     """What was timed side by side, and which of it is best."""
 
     attempts: Mapping[str | None, Attempt]
     timings: measure.Timings
     best: str | None
-    switch: Switched | None = None
 
 
 class SiteTrial:
@@ -104,7 +82,7 @@ class SiteTrial:
         pass_: Pass,
         site: Site,
         apply: Apply,
-        calls: Sequence[RecordedCall],
+        calls: Sequence[Inputs],
         *,
         check: bool,
         time: bool,
@@ -172,14 +150,14 @@ class SiteTrial:
         site = dataclasses.replace(self.site, choice=choice)
         try:
             return site, self.apply(self.pass_, site)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             return Failed(str(refusal), unsuitable=True)
 
     def written(self, site: Site) -> Written | Failed:
         """Write a site with the choice it has, and verify that; what is wrong is undone."""
         try:
             edit = self.apply(self.pass_, site)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             return Failed(str(refusal), unsuitable=True)
         try:
             verdict = self.verdict(edit)
@@ -213,42 +191,20 @@ class SiteTrial:
             **self.figures(kept.verdict),
             **timing_figures(race.timings, "before", best),
             "lowerings": times,
-            **({} if race.switch is None else {"rows": race.switch.figures(list(times))}),
         }
         if speed.low <= 1.0 and not self.site.required:
             return kept, figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {best}"
         return kept, figures, None
 
     def race(self, attempts: Mapping[str | None, Attempt]) -> Race:
-        """Time lowerings, and where calls differ in size a switch between two of them."""
+        """Time lowerings side by side."""
         timings = self.timings(attempts)
-        best = self.fastest(attempts, timings)
-        switch = self.switch(attempts, label(best))
-        if switch is None:
-            return Race(attempts, timings, best)
-        choice = str(switch.choice)
-        attempts = {**attempts, choice: switch.attempt}
-        return Race(attempts, self.timings(attempts), choice, switch)
+        return Race(attempts, timings, self.fastest(attempts, timings))
 
     def fastest(self, attempts: Mapping[str | None, Attempt], timings: measure.Timings) -> str | None:
         """Return the fastest; of those that are not shown to be 2% slower, the first."""
         names = {label(choice): choice for choice in attempts}
         return names[timings.fastest(prefer=tuple(names))]
-
-    def switch(self, attempts: Mapping[str | None, Attempt], single: str) -> Switched | None:
-        """Return two lowerings to switch between by size, if that is faster than any single one, and right."""
-        able = {label(choice) for choice in attempts} & set(self.site.switchable)
-        groups = calls_by_rows(self.home, self.calls, self.site.rows_of) if len(able) > 1 else {}
-        if len(groups) < 2:
-            return None
-        by_size = {size: self.timings(attempts, calls) for size, calls in groups.items()}
-        switch = best_switch(by_size, [label(choice) for choice in attempts], able)
-        attempt = None if switch is None else self.attempt(str(switch))
-        if switch is None or not isinstance(attempt, Attempt):
-            return None
-        both: Mapping[str | None, Attempt] = {single: attempts[single], str(switch): attempt}
-        check = {size: self.timings(both, calls) for size, calls in groups.items()}
-        return Switched(switch, attempt, by_size, check) if pays(check, single, str(switch)) else None
 
     def runnable(self) -> nn.Module | None:
         """Return the module around the site as it runs now, what no pass has changed at rest, to be timed."""
@@ -258,18 +214,18 @@ class SiteTrial:
         rest(all_modules(runnable))
         return runnable
 
-    def timings(self, attempts: Mapping[str | None, Attempt], calls: Sequence[Any] | None = None) -> measure.Timings:
-        """Time lowerings beside the module as it was, on all its calls or on some of them."""
+    def timings(self, attempts: Mapping[str | None, Attempt]) -> measure.Timings:
+        """Time lowerings beside the module as it was."""
         modules = {"before": self.before, **{label(choice): attempt.module for choice, attempt in attempts.items()}}
-        runs = {name: self.runner(module, calls) for name, module in modules.items() if module is not None}
+        runs = {name: self.runner(module) for name, module in modules.items() if module is not None}
         return measure.time_candidates(runs)
 
-    def runner(self, module: nn.Module, calls: Sequence[Any] | None = None) -> measure.Runner:
-        """Return a function that makes the recorded calls, or some of them, of what `runnable` gave."""
+    def runner(self, module: nn.Module) -> measure.Runner:
+        """Return a function that makes the recorded calls of what `runnable` gave."""
         training = self.program.training and self.phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.site.home else None
-        return measure.runner(module, self.calls if calls is None else calls, training=training, input_gradients=inner)
+        return measure.runner(module, self.calls, training=training, input_gradients=inner)
 
     def figures(self, verdict: verify.Verdict | None) -> dict[str, Any]:
         if verdict is None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from ..errors import FxoptError, PassError, Unsuitable
+from ..errors import FxoptError, MatchFailure, PassError
 
 __all__ = ["collection_paused", "supervised"]
 
@@ -29,14 +29,14 @@ def supervised(action: Callable[[], T], *, what: str | Callable[[], str], second
 
     Raises:
         PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
-        Unsuitable: as raised by the action: a late refusal, not a failure.
+        MatchFailure: as raised by the action: a late refusal, not a failure.
     """
     try:
         with _time_limit(seconds), collection_paused():
             return action()
     except _Overdue:
         raise PassError(f"{_said(what)} took longer than {seconds:g} s and was stopped") from None
-    except (Unsuitable, PassError):
+    except (MatchFailure, PassError):
         raise
     except FxoptError as error:
         raise PassError(f"{_said(what)}: {error}") from error

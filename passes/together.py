@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from .base import Numerics, Pass, Refusal, Site
 from .plan import Decision
-from .switching import Switch
 
 __all__ = ["classes_of", "grouped", "identity", "left_of", "others", "parts_of", "resolved", "rows", "together"]
 
@@ -47,7 +46,6 @@ def together(sites: Sequence[Site]) -> Site:
     if len(sites) == 1:
         return first
     nodes = {f"{number}.{label}": name for number, site in enumerate(sites) for label, name in site.nodes.items()}
-    counted = {site.rows_of for site in sites if site.rows_of}
     return dataclasses.replace(
         first,
         nodes=nodes,
@@ -55,7 +53,6 @@ def together(sites: Sequence[Site]) -> Site:
         choice=None,
         detail=f"{len(sites)} sites",
         label=f"{first.label or first.home or '(root)'} and {len(sites) - 1} more",
-        rows_of=counted.pop() if len(counted) == 1 else "",
         kind=None,
         parts=tuple(sites),
     )
@@ -94,23 +91,13 @@ def rows(pass_: Pass, planned: Sequence[tuple[Decision, Site]]) -> list[list[tup
     return found
 
 
-def resolved(part: Site, choice: str | None, rows_of: str = "") -> Site:
+def resolved(part: Site, choice: str | None) -> Site:
     """Return one of several sites with the lowering that it takes where `choice` is asked of all of them.
 
-    That is its first where it has no such lowering, and where a switch counts the rows of another input, `rows_of`.
+    That is its first where it has no such lowering.
     """
-    return dataclasses.replace(part, choice=_resolved(part, choice, rows_of))
-
-
-def _resolved(part: Site, choice: str | None, rows_of: str) -> str | None:
-    if choice in part.choices or not part.choices:
-        return choice if part.choices else None
-    switch = None if choice is None else Switch.parse(choice)
-    if switch is None or part.rows_of != rows_of:
-        return part.choices[0]
-    small, large = (_resolved(part, name, rows_of) or "" for name in (switch.small, switch.large))
-    able = {small, large} <= set(part.switchable)
-    return str(dataclasses.replace(switch, small=small, large=large)) if small != large and able else small
+    first = next(iter(part.choices), None)
+    return dataclasses.replace(part, choice=choice if choice in part.choices else first)
 
 
 def classes_of(sites: Sequence[Site]) -> list[list[Site]]:

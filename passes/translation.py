@@ -12,9 +12,9 @@ from torch import Tensor
 from ..errors import FxoptError, VerificationError
 from .compare import Tolerance, bitwise_problem, distance, form_problem
 from .float64 import widened
-from .oracle import coarsest_epsilon
 from .perturb import perturbed_state
 from .reference import Reference
+from .reference_runs import coarsest_epsilon
 from .stage import Stage
 from .state_map import StateMap
 from .trial import Run

@@ -64,7 +64,7 @@ class Trial:
         of_inputs: whether those of float arguments are wanted too.
         seed: of the upstream gradients and of the random stream.
         wide: the type that floats are promoted to; None runs in the module's own types.
-        oracle: promotes what the code casts or creates on its way, where that is needed.
+        promotion: promotes what the code casts or creates on its way, where that is needed.
         tape: serves the random draws; None leaves them to the generator.
         by_node: interpret the module's graph, where it has one, instead of running its code.
     """
@@ -75,7 +75,7 @@ class Trial:
     of_inputs: bool
     seed: int
     wide: torch.dtype | None = None
-    oracle: Float64Mode | None = None
+    promotion: Float64Mode | None = None
     tape: Tape | None = None
     by_node: bool = False
 
@@ -129,7 +129,7 @@ class Trial:
         versions = {name: version_of(tensor) for name, tensor in given.items()}
         held = {name: (tensor, version_of(tensor)) for name, tensor in self.stage.plain.items()}
         with ExitStack() as stack:
-            stack.enter_context(self.oracle or nullcontext())
+            stack.enter_context(self.promotion or nullcontext())
             stack.enter_context(self.tape or nullcontext())
             result = self.stage.module(*args, **kwargs)
         random_state = torch.get_rng_state()
@@ -169,7 +169,7 @@ class Trial:
         wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
         if not losses or not wanted:
             return {}
-        with self.oracle if self.oracle is not None and self.oracle.promoted else nullcontext():
+        with self.promotion if self.promotion is not None and self.promotion.promoted else nullcontext():
             found = torch.autograd.grad(losses, list(wanted.values()), allow_unused=True)
         gradients = zip(wanted, cast("tuple[Tensor | None, ...]", found), strict=True)
         return {key: gradient for key, gradient in gradients if gradient is not None}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .agreement import (
+from .base import Numerics
+from .demands import (
     TooFar,
     check_attachment,
     check_bits,
@@ -18,16 +19,15 @@ from .agreement import (
     check_structure,
     largest_gap,
 )
-from .base import Numerics
-from .oracle import Oracle
 from .perturb import jittered
-from .reference import Data, RecordedCall, Reference, Sample, reference
+from .reference import Data, Reference, Sample, reference
+from .reference_runs import ReferenceRuns
 from .stage import Stage
+from .tolerances import Measured, Tolerances
 from .translation import MapState, Objection, Quantities, Translation, quantities
 from .trial import Run
-from .yardstick import Measured, Yardstick
 
-__all__ = ["MapState", "RecordedCall", "Reference", "Verdict", "reference", "verify"]
+__all__ = ["MapState", "Reference", "Verdict", "reference", "verify"]
 
 _ECHOES = 4
 _PROBES = 8
@@ -92,7 +92,7 @@ class _Check:
         self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
         self.map_state = map_state
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
-        self.oracle = Oracle(
+        self.runs = ReferenceRuns(
             after,
             reference.training,
             reference.gradients,
@@ -112,7 +112,7 @@ class _Check:
     def checked_in(self) -> str:
         if not self.reference.samples:
             return "nothing: there was no call to run"
-        wide = self.oracle.wide
+        wide = self.runs.wide
         return "its own types" if wide is None else str(wide).removeprefix("torch.")
 
     def run(self) -> None:
@@ -128,9 +128,9 @@ class _Check:
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]
-        yardstick = Yardstick(self.reference, measured, is_rounded=translation.is_rounded)
+        tolerances = Tolerances(self.reference, measured, is_rounded=translation.is_rounded)
         for sample, before in zip(samples, measured, strict=True):
-            self._sample(sample, before, translation, yardstick)
+            self._sample(sample, before, translation, tolerances)
         if self.numerics is Numerics.EXACT and self.reference.stream is not None:
             self._stream(samples[0], self.reference.stream, translation)
 
@@ -142,36 +142,36 @@ class _Check:
     def _only_runs(self, sample: Sample) -> None:
         check_structure(sample.exact, self._attempt("native", sample, self.after.state))
 
-    def _sample(self, sample: Sample, before: Measured, translation: Translation, yardstick: Yardstick) -> None:
+    def _sample(self, sample: Sample, before: Measured, translation: Translation, tolerances: Tolerances) -> None:
         state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
         exact = None
         if self.keeps_meaning:
             exact, exact_state = self._exact(sample, translation, state)
-            self._meaning(sample, before, exact, yardstick, exact_state)
+            self._meaning(sample, before, exact, tolerances, exact_state)
         if before.native is not None:
-            self._precision(sample, before, exact, yardstick, state)
+            self._precision(sample, before, exact, tolerances, state)
 
     def _exact(
         self, sample: Sample, translation: Translation, native: Mapping[str, Tensor]
     ) -> tuple[Run, Mapping[str, Tensor]]:
         """Run exactly, where only the rewritten code lacks float64 in a narrower type; return the run and its state."""
-        while self.oracle.wide is not None:
-            state = translation.stand_ins(sample.state, self.oracle.wide) if translation.recomputes else native
+        while self.runs.wide is not None:
+            state = translation.stand_ins(sample.state, self.runs.wide) if translation.recomputes else native
             try:
-                return self.oracle.exact(sample.arguments, state), state
+                return self.runs.exact(sample.arguments, state), state
             except Exception:  # if it is not for want of a kernel, it comes again below, and becomes the objection
-                self.oracle.wide = torch.float32 if self.oracle.wide is torch.float64 else None
-                self.oracle.census = None
+                self.runs.wide = torch.float32 if self.runs.wide is torch.float64 else None
+                self.runs.census = None
         return self._attempt("native", sample, native), native
 
     def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         try:
-            return getattr(self.oracle, kind)(sample.arguments, state)
+            return getattr(self.runs, kind)(sample.arguments, state)
         except Exception as error:
             raise Objection(f"the rewritten module raises {type(error).__name__}: {error}") from error
 
     def _meaning(
-        self, sample: Sample, before: Measured, exact: Run, yardstick: Yardstick, state: Mapping[str, Tensor]
+        self, sample: Sample, before: Measured, exact: Run, tolerances: Tolerances, state: Mapping[str, Tensor]
     ) -> None:
         check_structure(sample.exact, exact)
         check_attachment(sample.exact, exact)
@@ -179,12 +179,12 @@ class _Check:
         check_presence(before.exact, found)
 
         def judge() -> float:
-            tolerances = yardstick.for_meaning(before, self.oracle.wide)
-            return largest_gap(before.exact, found, tolerances, f"({self.checked_in}, {sample.data.value})")
+            allowed = tolerances.for_meaning(before, self.runs.wide)
+            return largest_gap(before.exact, found, allowed, f"({self.checked_in}, {sample.data.value})")
 
         def learn() -> None:
-            for run in self._jittered(sample, state, yardstick.wide_epsilon, _ECHOES):
-                yardstick.learn_exact(found, _quantities(run))
+            for run in self._jittered(sample, state, tolerances.wide_epsilon, _ECHOES):
+                tolerances.learn_exact(found, _quantities(run))
 
         error, objection = _judged_twice(judge, learn)
         self.meaning_error = max(self.meaning_error, error)
@@ -196,7 +196,7 @@ class _Check:
         sample: Sample,
         before: Measured,
         exact: Run | None,
-        yardstick: Yardstick,
+        tolerances: Tolerances,
         state: Mapping[str, Tensor],
     ) -> None:
         native, found = before.native or {}, _quantities(self._native(sample, state))
@@ -210,15 +210,15 @@ class _Check:
         budget = None if self.keeps_meaning else self.budget
 
         def judge() -> float:
-            tolerances = yardstick.for_precision(before, budget)
+            allowed = tolerances.for_precision(before, budget)
             where = f"(in its own types, {sample.data.value})"
-            return largest_gap(expected, found, tolerances, where, fewer_infinities=True)
+            return largest_gap(expected, found, allowed, where, fewer_infinities=True)
 
         def learn() -> None:
             for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
-                yardstick.learn_native(_quantities(exact or run), _quantities(run))
+                tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
-        if not yardstick.native_is_coarser and budget is None:
+        if not tolerances.native_is_coarser and budget is None:
             return
         error, objection = _judged_twice(judge, learn)
         self.precision_error = max(self.precision_error, error)
@@ -235,8 +235,8 @@ class _Check:
     def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:
         """Run the rewritten module on inputs and state that are off by `step`; what it means is what they mean."""
         for number in range(count):
-            arguments, values = jittered((sample.arguments, dict(state)), step, self.oracle.wide, number)
-            yield self.oracle.exact(arguments, values, like=sample.arguments)
+            arguments, values = jittered((sample.arguments, dict(state)), step, self.runs.wide, number)
+            yield self.runs.exact(arguments, values, like=sample.arguments)
 
     def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""

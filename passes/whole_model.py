@@ -11,6 +11,7 @@ from torch import nn
 
 from ..compat import all_modules
 from ..errors import PassError
+from ..tracing.inputs import Inputs
 from ..tracing.resting import rest
 from . import measure
 from .base import Goal, Pass, Phase, Site
@@ -94,10 +95,10 @@ class WholeModel:
 
     def _timings(self) -> measure.Timings:
         program = self.manager.program
-        calls, training = program.recording([program.model]).calls[program.model], program.training
+        calls = [Inputs(*call.args, **call.kwargs) for call in program.recording([program.model]).calls[program.model]]
         runs = {
-            "before": measure.runner(self.baseline, calls, training=training),
-            "after": measure.runner(program.model, calls, training=training),
+            "before": measure.runner(self.baseline, calls, training=program.training),
+            "after": measure.runner(program.model, calls, training=program.training),
         }
         return measure.time_candidates(runs)
 

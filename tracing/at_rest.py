@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .dynamic import user_class
-from .observe import FOUND
 
-__all__ = ["is_as_found", "note_found"]
+__all__ = ["FOUND", "is_as_found", "note_found"]
+
+FOUND = "_fxopt_found"
+"""In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)

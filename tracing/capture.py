@@ -17,7 +17,7 @@ from .dynamic import class_recipe
 from .guards import Guard
 from .portable import PortableGraph, copy_graph
 from .signature import Signature, signature_of
-from .sources import Argument, Source, reader
+from .sources import SELF, Argument, Source, is_training, reader
 
 __all__ = ["Capture", "RegionPlan", "Variant", "capture_of", "required_capture"]
 
@@ -49,6 +49,18 @@ class Variant:
         """Say whether all guards hold for a call whose arguments (and `self`) are `names`."""
         read = reader(names)
         return all(guard.holds_as_read(read) for guard in self.guards)
+
+    def runs_in_mode(self, module: nn.Module, *, flipped: bool = False) -> bool:
+        """Say whether it is for the mode that `module` and its children are in or, if `flipped`, for the other."""
+
+        def read(source: Source) -> Any:
+            if source == SELF:
+                return module
+            value = source.read(read)
+            return value is not flipped if is_training(source) else value
+
+        asked = (guard for guard in self.guards if guard.asks_for_training)
+        return all(guard.holds_as_read(read) for guard in asked)
 
 
 @dataclass(frozen=True, eq=False)

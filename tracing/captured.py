@@ -15,7 +15,8 @@ from ..compat import own_children
 from ..errors import CaptureError, ModeError
 from .at_rest import note_found
 from .capture import Capture, Variant, capture_of, required_capture
-from .dynamic import class_recipe, dynamic_class, same_kind, user_class
+from .compiled_class import dynamic_class
+from .dynamic import class_recipe, same_kind, user_class
 from .exclusive import alone
 from .generators import ANNOUNCES
 from .guards import Guard, GuardMiss

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from .expressions import DESCRIPTIONS
+from .leaf_functions import is_leaf_function
 from .objects import is_object
 from .structure import tensors_in
-from .whole_functions import is_whole_function
 
 __all__ = ["DataFlow"]
 
@@ -134,7 +134,7 @@ class DataFlow:
     def _counts_results(self, node: fx.Node) -> bool:
         """Tell whether a node asks how many results a module or function returned: that is up to its code."""
         source = node.all_input_nodes[0]
-        has_own_code = source.op == "call_module" or is_whole_function(source.target)
+        has_own_code = source.op == "call_module" or is_leaf_function(source.target)
         return node.target is len and has_own_code and type(self._examples.get(source)) is tuple
 
     def _holds_tensor_itself(self, node: fx.Node) -> bool:
@@ -142,7 +142,7 @@ class DataFlow:
 
     def _shapes_by_data(self, node: fx.Node) -> bool:
         name = _name(node)
-        if name in _SHAPED_BY_DATA or is_whole_function(node.target):
+        if name in _SHAPED_BY_DATA or is_leaf_function(node.target):
             return True
         if name == "where":
             return len(node.args) == 1

@@ -8,7 +8,6 @@ import operator
 import random
 import sys
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import all_modules, own_children
+from .class_cache import cached_by_class
 from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
 from .rollback import keep
@@ -91,7 +91,7 @@ def tree_draws_from_host(module: nn.Module) -> bool:
     return any(map(_class_draws_from_host, {type(inner) for inner in all_modules(module)}))
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def _class_draws_from_host(cls: type) -> bool:
     """Tell whether a method of a class, or a function in its files, draws from Python's generator or numpy's."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]

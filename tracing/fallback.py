@@ -67,7 +67,7 @@ class Repeating(Protocol):
             call: one that it holds for, with all calls inside it; it is not changed.
 
         Raises:
-            Unsuitable: if the graph must stay as it is.
+            MatchFailure: if the graph must stay as it is.
             Exception: whatever goes wrong in the user's code or in a pass.
         """
         ...

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import map_arg
 
+from ..compat import submodule
 from .capture import Capture, Variant, capture_of
 from .sources import Source, reader
-
-if TYPE_CHECKING:
-    from .program import Program
 
 __all__ = ["FlatNode", "FlatView"]
 
@@ -39,12 +37,13 @@ class FlatView:
     placeholders, and from its output to the users of the call. Calls of leaves and opaque modules stay. Read-only.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         graph: nx.DiGraph[FlatNode] = nx.DiGraph()
         self.graph = graph
-        if "" in program.captures:
-            self._add((), "")
+        root = self._capture("")
+        if root is not None:
+            self._add((), "", root)
 
     def __iter__(self) -> Iterator[FlatNode]:
         return iter(self.graph.nodes)
@@ -60,14 +59,16 @@ class FlatView:
         """Return the nodes whose values flow to a node directly."""
         return list(self.graph.predecessors(node))
 
-    def _add(self, path: tuple[str, ...], home: str) -> tuple[list[FlatNode], FlatNode | None]:
+    def _add(self, path: tuple[str, ...], home: str, capture: Capture) -> tuple[list[FlatNode], FlatNode | None]:
         """Add one call of `home`; return its placeholders and its output."""
         sources: dict[fx.Node, FlatNode] = {}
         output: FlatNode | None = None
-        for node in self._program.graph(home).nodes:
+        for node in capture.variants[0].graph.nodes:
             flat = FlatNode(path, home, node)
-            if node.op == "call_module" and self._capture(home, node) is not None:
-                sources[node] = self._add_call(flat, sources)
+            called = f"{home}.{node.target}" if home else str(node.target)
+            inner = self._capture(called) if node.op == "call_module" else None
+            if inner is not None:
+                sources[node] = self._add_call(flat, called, inner, sources)
                 continue
             self.graph.add_node(flat)
             self.graph.add_edges_from((sources[used], flat) for used in node.all_input_nodes)
@@ -75,21 +76,18 @@ class FlatView:
             output = flat if node.op == "output" else output
         return [flat for node, flat in sources.items() if node.op == "placeholder"], output
 
-    def _add_call(self, call: FlatNode, sources: Mapping[fx.Node, FlatNode]) -> FlatNode:
+    def _add_call(self, call: FlatNode, called: str, capture: Capture, sources: Mapping[fx.Node, FlatNode]) -> FlatNode:
         """Add what a call does, joined to its arguments; return where its value comes from."""
-        path, home, node = call
-        capture = self._capture(home, node)
-        assert capture is not None  # noqa: S101  the caller asked
-        inner = f"{home}.{node.target}" if home else str(node.target)
-        placeholders, output = self._add((*path, node.name), inner)
-        given = _given(capture, capture.variants[0], node)
+        placeholders, output = self._add((*call.path, call.node.name), called, capture)
+        given = _given(capture, capture.variants[0], call.node)
         for placeholder in placeholders:
             for used in given[placeholder.node.name]:
                 self.graph.add_edge(sources[used], placeholder)
         return call if output is None else output
 
-    def _capture(self, home: str, node: fx.Node) -> Capture | None:
-        capture = capture_of(self._program.callee(home, node))
+    def _capture(self, name: str) -> Capture | None:
+        module = submodule(self._model, name)
+        capture = None if module is None else capture_of(module)
         return capture if capture is not None and capture.variants else None
 
 

@@ -1,45 +1,24 @@
-"""Custom autograd functions: one node each, never broken open, with their own backward."""
+"""How functions are recorded that are one node each: custom autograd functions, and leaf functions of libraries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd import Function
 
 from ..compat import function_entries, is_reentrant_checkpoint
+from .autograd_functions import FunctionCall
 from .held_tensors import change_count
-from .proxy import UNKNOWN
+from .leaf_functions import LEAF_LIBRARY, leaf_function_places
+from .proxy import UNKNOWN, proxies_in
 from .structure import tensors_in
 
 if TYPE_CHECKING:
     from .session import Session
     from .tracer import ModuleTracer
 
-__all__ = ["FunctionCall", "patch_functions"]
-
-
-@dataclass(frozen=True)
-class FunctionCall:
-    """Call a custom autograd function; stands in graphs for `function.apply`, which is another object at each look.
-
-    Attributes:
-        function: the user's class.
-    """
-
-    function: type[Function]
-
-    def __post_init__(self) -> None:
-        # What torch.fx prints of a function.
-        object.__setattr__(self, "__name__", f"{self.function.__name__}.apply")
-        object.__setattr__(self, "__module__", self.function.__module__)
-
-    def __call__(self, *args: Any) -> Any:
-        """Apply the function."""
-        return cast("Any", self.function).apply(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FunctionCall, (self.function,)
+__all__ = ["patch_functions", "patch_leaf_functions"]
 
 
 def patch_functions(session: Session) -> None:
@@ -72,3 +51,23 @@ def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...])
         changed = any(change_count(tensor) != count for tensor, count in counts)
     node.meta["writes"] = changed or values is UNKNOWN
     return result
+
+
+def patch_leaf_functions(session: Session) -> None:
+    """Send calls that traced code makes of leaf functions to its tracer, also those from inside their library."""
+    for module, name, function in leaf_function_places():
+        session.patch(module, name, session.wrapper(function, _record))
+    aggregations = sys.modules.get(f"{LEAF_LIBRARY}.nn.aggr.base")
+    if aggregations is not None:
+        session.wrap(aggregations.Aggregation, "__call__", _call_aggregation)
+
+
+def _call_aggregation(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    """Record the call of a leaf that works on its arguments before `nn.Module.__call__` sees them."""
+    return tracer.children.call(original, args[0], args[1:], kwargs)
+
+
+def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    if next(proxies_in((args, kwargs)), None) is None:
+        return original(*args, **kwargs)
+    return tracer.create_proxy("call_function", original, args, kwargs)

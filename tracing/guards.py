@@ -185,6 +185,11 @@ class Guard:
         for source in (self.source, *self.check.parts):
             yield from source.all()
 
+    @property
+    def asks_for_training(self) -> bool:
+        """Say whether it is about the mode of a module."""
+        return any(map(is_training, self.sources()))
+
     def text(self, write: Writer) -> str:
         """Return the condition as Python."""
         return self.check.text(write(self.source), write)

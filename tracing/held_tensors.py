@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..compat import own_buffers, version_of
-from .observe import INTERNAL
+from .names import INTERNAL
 
 __all__ = ["ChangeCounts", "change_count", "plain_tensors"]
 

@@ -16,12 +16,11 @@ from torch import nn
 from ..compat import untraceable_entries
 from .checked import patch_checks
 from .exclusive import alone
-from .functions import patch_functions
+from .functions import patch_functions, patch_leaf_functions
 from .proxy import proxies_in
 from .record import calls_intercepted
 from .session import Session
 from .switches import patch_contexts
-from .whole_functions import patch_whole_functions
 
 if TYPE_CHECKING:
     from .tracer import ModuleTracer
@@ -74,7 +73,7 @@ def _prepared() -> Session:
     _patch_refused(session)
     patch_contexts(session)
     patch_functions(session)
-    patch_whole_functions(session)
+    patch_leaf_functions(session)
     patch_checks(session)
     return session
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..compat import all_modules, has_state_hooks, own_buffers, own_children, own_parameters, transient_buffers
+from .class_cache import cached_by_class
 
 __all__ = [
+    "INTERNAL",
     "ModelNames",
     "all_inside",
     "all_tensors",
     "is_meta",
     "tensors_by_name",
 ]
+
+INTERNAL = frozenset(nn.Module().__dict__)
+"""The attributes that torch gives every module."""
 
 
 def all_inside(modules: Iterable[nn.Module]) -> dict[nn.Module, None]:
@@ -153,7 +157,7 @@ def _is_saved_plainly(module: nn.Module) -> bool:
     return _has_plain_state(type(module)) and not replaced and not has_state_hooks(module)
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def _has_plain_state(cls: type[nn.Module]) -> bool:
     return all(getattr(cls, name) is getattr(nn.Module, name) for name in _SAVING)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .direct_reads import DirectReads
+from .dynamic import subclass
 from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, of_type
 from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
@@ -91,7 +92,7 @@ class NestedReads:
         cls = cast("type[Any]", type(value))
         if id(value) in self._places or not _can_be_lent(value):
             return
-        noting = types.new_class(cls.__name__, (Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls)))
+        noting = subclass(cls, (Quiet,), lambda: self._body(cls))
         self._places[id(value)] = root, source
         try:
             object.__setattr__(value, "__class__", noting)
@@ -100,7 +101,7 @@ class NestedReads:
             return
         self._lent.append((value, cls))
 
-    def _namespace(self, cls: type) -> dict[str, Any]:
+    def _body(self, cls: type) -> dict[str, Any]:
         read: Any = cls.__getattribute__
 
         def __getattribute__(holder: Any, name: str) -> Any:  # noqa: N807
@@ -116,7 +117,7 @@ class NestedReads:
             self._note(value, root, direct or Attribute(source, name))
             return value
 
-        return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        return {"__getattribute__": __getattribute__}
 
     def _direct(
         self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, Source]

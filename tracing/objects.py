@@ -7,11 +7,12 @@ import dataclasses
 import enum
 import types
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+
+from .class_cache import cached_by_class
 
 __all__ = [
     "copied_object",
@@ -40,7 +41,7 @@ def is_object(value: object) -> bool:
     return makes_objects(type(value))
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def makes_objects(cls: Any) -> bool:
     """Tell whether a class is one whose values `is_object` takes for objects."""
     package = cls.__module__.partition(".")[0]

@@ -10,21 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .at_rest import FOUND
+from .dynamic import Quiet, subclass
+from .names import INTERNAL
+
 __all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
 
-INTERNAL = frozenset(nn.Module().__dict__)
-"""The attributes that torch gives every module."""
-FOUND = "_fxopt_found"
-"""In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
 _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-class Quiet:
-    """Keep the user's `__init_subclass__` from seeing the classes made here."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,10 @@ class Observers:
     def _class(self, cls: type) -> Any:
         known = self._classes.get(cls)
         if known is None:
-            known = self._classes[cls] = types.new_class(
-                cls.__name__, (Quiet, cls), exec_body=lambda body: body.update(self._namespace(cls))
-            )
+            known = self._classes[cls] = subclass(cls, (Quiet,), lambda: self._body(cls))
         return known
 
-    def _namespace(self, cls: type) -> dict[str, Any]:
+    def _body(self, cls: type) -> dict[str, Any]:
         read: Any = cls.__getattribute__
 
         def __getattribute__(module: Any, name: str) -> Any:  # noqa: N807
@@ -83,7 +74,7 @@ class Observers:
             value = read(module, name)
             return self._wrappers.get(id(value), value) if type(value) is types.FunctionType else value
 
-        return {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        return {"__getattribute__": __getattribute__}
 
 
 def _taken_off(cls: type) -> set[str]:

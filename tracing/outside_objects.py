@@ -6,10 +6,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FrameType, MethodType
 from typing import Any, NamedTuple, cast
 
+from .class_cache import cached_by_class
 from .guards import Equals, Guard, Truth, equal
 from .outside_places import MISSING, Place, attributes_of, class_attribute, held, holds_attributes, own_method
 from .sources import Attribute, Call, Source, item_of, key_of, length_of
@@ -29,7 +29,7 @@ _PACKAGE = __name__.partition(".")[0]
 _KINDS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set)
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def is_watchable(cls: type) -> bool:
     """Say whether values of a class may hold what is the user's."""
     return cls in _CONTAINERS or holds_attributes(cls)

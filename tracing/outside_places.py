@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from collections.abc import Mapping
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+from .class_cache import cached_by_class
 from .reached_code import is_foreign, is_of_user
 
 __all__ = [
@@ -100,13 +100,12 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return {**found, **object.__getattribute__(owner, "__dict__")} if _has_dictionary(cls) else found
 
 
-@functools.lru_cache(maxsize=1024)
 def _slots(cls: type) -> list[tuple[str, MemberDescriptorType]]:
     members = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     return [(name, value) for name, value in members.items() if isinstance(value, MemberDescriptorType)]
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_class
 def _has_dictionary(cls: type) -> bool:
     return cls.__dictoffset__ != 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
 
@@ -14,6 +14,7 @@ from .captured import Capture, capture_of
 from .capturing import Opaque
 from .coverage import Coverage
 from .fallback import misses_in
+from .flat import FlatView
 from .inputs import Inputs
 from .model_capture import capture_model, inputs_for
 from .names import ModelNames
@@ -21,16 +22,13 @@ from .preserve import in_phase
 from .record import Recording, record
 from .regions import Region
 
-if TYPE_CHECKING:
-    from .flat import FlatView
-
-__all__ = ["Fact", "Facts", "Opaque", "Program", "capture_program"]
+__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class Fact(Protocol[_T_co]):
+class Analysis(Protocol[_T_co]):
     """A class whose `compute` works something out about a program."""
 
     @classmethod
@@ -47,17 +45,17 @@ class Pattern(Protocol[_T_co]):
         ...
 
 
-class Facts:
-    """Work out facts on demand, and keep them until the program changes."""
+class Analyses:
+    """Work out analyses on demand, and keep them until the program changes."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[Any, Any] = {}
 
-    def __getitem__(self, fact: type[Fact[_T]]) -> _T:
-        if fact not in self._known:
-            self._known[fact] = fact.compute(self._program)
-        return cast("_T", self._known[fact])
+    def __getitem__(self, analysis: type[Analysis[_T]]) -> _T:
+        if analysis not in self._known:
+            self._known[analysis] = analysis.compute(self._program)
+        return cast("_T", self._known[analysis])
 
     def forget(self) -> None:
         """Let go of everything that was worked out."""
@@ -72,7 +70,7 @@ class Program:
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
         opaque: name -> why that module runs its own forward.
-        facts: `program.facts[FactType]`, kept until the next change.
+        analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """
 
@@ -90,7 +88,7 @@ class Program:
         self.inputs = inputs
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training
-        self.facts = Facts(self)
+        self.analyses = Analyses(self)
         self.version = 0
         self._leaves = tuple(leaves)
         self._names = None if names is None else (self.version, names)
@@ -98,9 +96,9 @@ class Program:
         self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
 
     def touch(self) -> None:
-        """Note that a module or graph has changed: facts, names and recordings are worked out anew."""
+        """Note that a module or graph has changed: analyses, names and recordings are worked out anew."""
         self.version += 1
-        self.facts.forget()
+        self.analyses.forget()
         self._recordings.clear()
 
     @property
@@ -190,9 +188,7 @@ class Program:
 
     def flat(self) -> FlatView:
         """Return a read-only view of the whole dataflow, across module boundaries."""
-        from .flat import FlatView
-
-        return FlatView(self)
+        return FlatView(self.model)
 
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from ..compat import has_hooks, hooks_of
+from .class_cache import cached_by_class
 from .dynamic import user_class
 from .names import all_inside
 from .observe import INTERNAL
@@ -134,7 +135,7 @@ def is_foreign(module: str) -> bool:
     return module.partition(".")[0] in _FOREIGN
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def is_of_user(cls: type[Any]) -> bool:
     """Say whether a class is the user's, or of a package that is looked into, and its values are plain objects."""
     return not is_foreign(cls.__module__) and not issubclass(cls, _NO_OBJECTS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, own_children, process_count
-from ..errors import GuardError, Unsuitable
+from ..errors import GuardError, MatchFailure
 from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
 from .captured import install, own, recompile
 from .capturing import further_variant
@@ -231,7 +231,7 @@ class _Again:
             raise Untraceable("it is not rewritten like the others: some of it runs under a context")
         try:
             rewritten, children = repeating(self.module, variant, live.call)
-        except Unsuitable as refusal:
+        except MatchFailure as refusal:
             raise Untraceable(f"it is not rewritten like the others: {refusal}") from refusal
         conditions = frozenset(rewritten.guards)
         if any(frozenset(known.guards) == conditions for known in required_capture(self.module).variants):

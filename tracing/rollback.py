@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from .class_cache import cached_by_class
 from .generators import RandomState
 from .objects import copied_object, makes_objects, state_of
 
@@ -235,7 +236,7 @@ def _containers(value: object) -> list[Any]:
     return [value] if is_container else []
 
 
-@lru_cache(maxsize=4096)
+@cached_by_class
 def _ways_of_holding(kind: type) -> tuple[bool, bool]:
     """Say whether values of a type hold others as objects do, and whether they are containers."""
     return makes_objects(kind), issubclass(kind, (list, MutableMapping))

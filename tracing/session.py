@@ -140,7 +140,6 @@ class Session:
 
     def open(self) -> None:
         """Begin to intercept."""
-        self.observers = Observers(self._wrappers)
         self._thread = threading.get_ident()
         for patch in self._patches:
             patch.make()
@@ -150,6 +149,7 @@ class Session:
         self._undo.close()
         for patch in reversed(self._patches):
             patch.undo()
+        self.observers = Observers(self._wrappers)  # an idle session keeps no class of the user's alive
         self.autocasts.clear()
         self._patched_globals.clear()
         self._uses_numpy.clear()

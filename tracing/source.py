@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from ..compat import in_place_format, operator_format
+from .autograd_functions import FunctionCall
 from .conditions import fits
-from .functions import FunctionCall
 from .generators import ANNOUNCES, announce, generators_now, take_back
 from .guards import GuardMiss, require
 from .rollback import announce_changes

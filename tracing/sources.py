@@ -39,6 +39,7 @@ __all__ = [
     "children_of",
     "constant",
     "is_outside",
+    "is_training",
     "item_of",
     "key_of",
     "length_of",
@@ -302,6 +303,11 @@ def type_of(source: Source) -> Source:
 def item_of(source: Source, key: Any) -> Source:
     """Return an item of something, by a plain key."""
     return Item(source, key_of(key))
+
+
+def is_training(source: Source) -> bool:
+    """Say whether a source is the mode of a module."""
+    return isinstance(source, Attribute) and source.name == "training"
 
 
 def is_outside(source: Source) -> bool:

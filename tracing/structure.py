@@ -11,7 +11,16 @@ from torch import Tensor
 
 from .objects import copied_object, is_object
 
-__all__ = ["aliased", "are_plain", "copied", "is_namedtuple", "map_leaves", "map_tensors", "tensors_in"]
+__all__ = [
+    "aliased",
+    "are_plain",
+    "copied",
+    "is_namedtuple",
+    "map_leaves",
+    "map_structure",
+    "map_tensors",
+    "tensors_in",
+]
 
 
 def is_namedtuple(value: object) -> bool:
@@ -142,3 +151,21 @@ def _rebuild_mapping(value: Any, function: Callable[[Any], Any], leaf: type | No
     for key in list(value):
         new[key] = map_leaves(function, value[key], leaf)
     return new
+
+
+def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply `function` to the leaves of an fx argument: tuples, lists, dicts and slices are kept."""
+    if type(argument) is tuple:
+        return tuple([map_structure(item, function) for item in cast("tuple[Any, ...]", argument)])
+    if not isinstance(argument, (tuple, list, dict, slice)):
+        return function(argument)
+    if isinstance(argument, tuple):
+        items = [map_structure(item, function) for item in cast("tuple[Any, ...]", argument)]
+        kind: Any = type(cast("object", argument))
+        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
+    if isinstance(argument, list):
+        return [map_structure(item, function) for item in cast("list[Any]", argument)]
+    if isinstance(argument, dict):
+        return {key: map_structure(item, function) for key, item in cast("dict[Any, Any]", argument).items()}
+    parts = cast("slice[Any, Any, Any]", argument)
+    return slice(*(map_structure(part, function) for part in (parts.start, parts.stop, parts.step)))

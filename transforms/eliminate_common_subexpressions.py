@@ -10,8 +10,8 @@ from torch import fx
 
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, writes
-from ..passes.expansion import map_structure
 from ..passes.kinds import found_in_graphs
+from ..tracing.structure import map_structure
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit

@@ -12,9 +12,8 @@ from torch import fx, nn
 from ..compat import own_buffers, own_parameters, transient_buffers
 from ..layers.folded import expect_dimensions, fold_modules, is_folded
 from ..layers.members import seal
+from ..passes.analyses import CallSites, TensorOwners, TensorReads
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
-from ..passes.facts import CallSites, TensorOwners, TensorReads
-from ..passes.mode_guards import runs_in_mode
 from ..passes.opening import obstacle_to_opening
 from ..passes.operators import POINTWISE, canonical_name, operator_of_module
 from ..passes.state_map import Fold
@@ -161,7 +160,7 @@ def _pairs(program: Program, home: str) -> Sequence[_Pair]:
 def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
     """Return the graphs of a module that can run in evaluation mode, with their numbers."""
     module = program.module(home)
-    return [item for item in enumerate(required_capture(module).variants) if runs_in_mode(module, item[1], False)]
+    return [item for item in enumerate(required_capture(module).variants) if item[1].runs_in_mode(module)]
 
 
 def _obstacle(pair: _Pair, program: Program) -> str | None:
@@ -217,7 +216,7 @@ def _obstacle_in_calls(pair: _Pair, program: Program) -> str | None:
     graphs = _evaluated(program, pair.home)
     nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
     for what, module in pair.both:
-        if program.facts[CallSites].count(module) > 1:
+        if program.analyses[CallSites].count(module) > 1:
             return f"the {what} is called elsewhere too"
         if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.home, graphs)):
             return f"the {what} is called otherwise in another graph of the same module"
@@ -258,7 +257,7 @@ def _opaque_around(pair: _Pair, program: Program) -> str | None:
 
 
 def _obstacle_in_tensors(pair: _Pair, program: Program) -> str | None:
-    owners, reads, tensors = program.facts[TensorOwners], program.facts[TensorReads], pair.tensors
+    owners, reads, tensors = program.analyses[TensorOwners], program.analyses[TensorReads], pair.tensors
     for name, tensor in tensors.items():
         names = owners.names(name)
         if len(names) > 1:

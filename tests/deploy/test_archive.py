@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
-from fxopt.passes.copying import Outline
+from fxopt.passes.copying import outline_of
 from fxopt.passes.plan import Decision, Plan
 from fxopt.passes.record import Record
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("zoo")
 
 
 def record(model: nn.Module) -> Record:
-    return Record(PLAN, cast(Any, None), {}, {}, "", 0, 0, outline=Outline(model))
+    return Record(PLAN, cast(Any, None), {}, {}, "", 0, 0, skeleton=outline_of(model))
 
 
 def save(model: nn.Module, path: Path, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Copies of module trees, and outlines, whose modules are made when someone asks for them."""
+"""Copies of module trees, with their numbers or without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.copying import Outline, copied_module
+from fxopt.passes.copying import copied_module, outline_of
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [Block, mixed])
-@pytest.mark.parametrize("way", [copied_module, lambda module: Outline(module).module()])
+@pytest.mark.parametrize("way", [copied_module, outline_of])
 def test_copies_have_the_structure_of_the_original(make: Any, way: Any) -> None:
     original = make()
     handle = original.register_forward_hook(lambda *_: None)
@@ -66,19 +66,13 @@ def test_copies_have_the_structure_of_the_original(make: Any, way: Any) -> None:
 @pytest.mark.parametrize("make", [Block, mixed])
 def test_an_outline_keeps_what_is_shared_and_no_numbers(make: Any) -> None:
     original = make()
-    module = Outline(original).module()
+    module = outline_of(original)
     block = module if make is Block else module[0]
     assert block.also[0] is block.first
     assert block.first.weight.is_meta
     torch.testing.assert_close(block.scale, torch.ones(4))  # a state dict does not hold it
     if make is mixed:
         assert module[1].inner is block
-
-
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda outline: pickle.loads(pickle.dumps(outline))])
-def test_outlines_can_be_copied_and_pickled_before_anyone_asks(through: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 1)))
-    assert shape_of(through(Outline(model)).module()) == shape_of(model)
 
 
 class Remembers(nn.Module):
@@ -167,7 +161,7 @@ class Piped:
 def test_objects_that_copy_themselves_are_handed_tensors() -> None:
     model = Block()
     model.average = Average(model.first.weight)  # pyright: ignore[reportAttributeAccessIssue]
-    module: Any = Outline(model).module()
+    module: Any = outline_of(model)
     assert module.average.tensor is module.first.weight
     assert module.average.count == 16
     assert module.first.weight.is_meta
@@ -177,7 +171,7 @@ def test_parameters_as_keys_stay_apart() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.rates = {layer.weight: 0.1 for layer in model}
     model.held = [model[0].weight, model[1].weight]
-    module: Any = Outline(model).module()
+    module: Any = outline_of(model)
     assert list(module.rates) == [module[0].weight, module[1].weight] == module.held
 
 
@@ -185,9 +179,7 @@ def test_strides_flags_and_names_in_outlines() -> None:
     model: Any = nn.Linear(3, 3)
     model.weight = nn.Parameter(model.weight.detach().t(), requires_grad=False)
     model.sizes, model.parts, model.kept = (3, 3), [1, [2]], {"a", "b"}
-    outline = Outline(model)
-    assert outline.has("") and not outline.has("first")
-    module: Any = outline.module()
+    module: Any = outline_of(model)
     assert (module.weight.stride(), module.weight.requires_grad) == ((1, 3), False)
     assert (module.sizes, module.parts, module.kept) == ((3, 3), [1, [2]], {"a", "b"})
     assert module.parts[1] is not model.parts[1]

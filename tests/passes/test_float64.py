@@ -1,4 +1,4 @@
-"""Under the oracle, code that casts down or makes narrow tensors computes in float64 all the same."""
+"""Run for the reference, code that casts down or makes narrow tensors computes in float64 all the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxopt.passes.float64 import Float64Mode, double_defaults, narrow, widened
 X = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(3, 4) / 3
 
 
-def oracle(function: Callable[[Tensor], Tensor], x: Tensor = X) -> tuple[Tensor, Float64Mode]:
+def in_reference(function: Callable[[Tensor], Tensor], x: Tensor = X) -> tuple[Tensor, Float64Mode]:
     mode = Float64Mode()
     with double_defaults(), mode:
         return function(x), mode
@@ -46,7 +46,7 @@ def autocast(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CASTING)
 def test_nothing_is_lost_on_the_way(name: str) -> None:
-    result, _ = oracle(CASTING[name])
+    result, _ = in_reference(CASTING[name])
     assert result.dtype is torch.float64
     torch.testing.assert_close(result, X.exp(), rtol=1e-14, atol=1e-14)
 
@@ -55,7 +55,7 @@ CAST_DOWN = ["float", "half", "to dtype", "to tensor", "type", "softmax dtype", 
 
 
 @pytest.mark.parametrize("name", CAST_DOWN)
-def test_the_same_code_does_lose_without_the_oracle(name: str) -> None:
+def test_the_same_code_does_lose_without_promotion(name: str) -> None:
     """Otherwise the test above would show nothing."""
     assert not torch.allclose(CASTING[name](X).double(), X.exp(), rtol=1e-12, atol=1e-12)
 
@@ -76,19 +76,19 @@ def test_views_of_narrow_tensors_stay_views() -> None:
         cache[0] = 1
         return x
 
-    oracle(write)
+    in_reference(write)
     assert cache[0].tolist() == [1, 1, 1, 1]
 
 
 def test_integers_and_small_floats_are_left_alone() -> None:
-    result, mode = oracle(lambda x: x.to(torch.float8_e4m3fn))
+    result, mode = in_reference(lambda x: x.to(torch.float8_e4m3fn))
     assert (result.dtype, mode.promoted) == (torch.float8_e4m3fn, False)
-    result, mode = oracle(lambda x: x.to(torch.int32))
+    result, mode = in_reference(lambda x: x.to(torch.int32))
     assert (result.dtype, mode.promoted) == (torch.int32, False)
 
 
 def test_complex_numbers_are_widened_too() -> None:
-    result, mode = oracle(lambda x: x.to(torch.complex64))
+    result, mode = in_reference(lambda x: x.to(torch.complex64))
     assert (result.dtype, mode.promoted) == (torch.complex128, True)
 
 
@@ -120,7 +120,7 @@ CENSUS = {
 @pytest.mark.parametrize("name", CENSUS)
 def test_the_mode_notes_what_the_code_is_made_of(name: str) -> None:
     function, (promoted, random) = CENSUS[name]
-    _, mode = oracle(function)
+    _, mode = in_reference(function)
     assert (mode.promoted, mode.random) == (promoted, random)
 
 

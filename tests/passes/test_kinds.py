@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.expand import expand
 from fxopt.passes.kinds import Kinds
 from fxopt.tracing.names import ModelNames, tensors_by_name
 from fxopt.tracing.program import capture_program
+from fxopt.transforms.fuse_ensembles.inlining import expand
 
 
 def block() -> nn.Sequential:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.errors import PassError, PlanError, Unsuitable
+from fxopt.errors import MatchFailure, PassError, PlanError
 from fxopt.passes import measure
 from fxopt.passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from fxopt.passes.edit import Edit
@@ -155,7 +155,7 @@ class Lowerings(Subtractions):
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
         match site.choice:
             case "unsuitable":
-                raise Unsuitable("it cannot be written so")
+                raise MatchFailure("it cannot be written so")
             case "wrong":
                 return edit.call(torch.sub, node.args[1], node.args[0])
             case "first":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxopt.errors import PipelineError, UsageError
 from fxopt.passes.base import Pass
-from fxopt.passes.pipeline import format_pass, parse
+from fxopt.passes.pipeline import parse
 from fxopt.passes.suggest import did_you_mean
 
 
@@ -178,7 +178,7 @@ def test_prints_only_what_differs_from_the_default():
     assert str(FuseEnsembles(Lowering.BMM, minimum=2)) == "fuse_ensembles{lowering=bmm}"
     assert str(FuseEnsembles(label="a b", strict=True)) == "fuse_ensembles{strict=true,label='a b'}"
     assert str(Prune(0.5)) == "prune{amount=0.5}"
-    assert format_pass(Autocast(torch.float16, ("x",), (1, 2.5))) == "autocast{dtype=float16,only=[x],window=[1,2.5]}"
+    assert str(Autocast(torch.float16, ("x",), (1, 2.5))) == "autocast{dtype=float16,only=[x],window=[1,2.5]}"
     assert str(Odd(2j)) == "odd{thing=<complex>}"
 
 

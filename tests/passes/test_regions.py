@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import Unsuitable
+from fxopt.errors import MatchFailure
+from fxopt.passes.analyses import TensorOwners
 from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
-from fxopt.passes.facts import TensorOwners
 from fxopt.passes.regions import Region, inline, outline
 from fxopt.tracing.guards import require
 from fxopt.tracing.program import Program
@@ -135,7 +135,7 @@ def test_what_cannot_run_as_one_is_refused(program: Program, names: list[str]) -
     before = str(program.graph(""))
     edit = Edit(program, Site(program, "", {}), "test_pass")
     nodes = [node for node in edit.graph.nodes if node.name in names]
-    with pytest.raises(Unsuitable, match="computed outside of the region from inside of it"):
+    with pytest.raises(MatchFailure, match="computed outside of the region from inside of it"):
         outline(edit, nodes, name="region")
     edit.undo()
     assert str(program.graph("")) == before
@@ -144,7 +144,7 @@ def test_what_cannot_run_as_one_is_refused(program: Program, names: list[str]) -
 @pytest.mark.parametrize("names", [[], ["x"], ["output"], ["shared", "output"]])
 def test_regions_are_made_of_operations(program: Program, names: list[str]) -> None:
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    with pytest.raises(Unsuitable, match="one or more operations"):
+    with pytest.raises(MatchFailure, match="one or more operations"):
         outline(edit, [node for node in edit.graph.nodes if node.name in names], name="region")
 
 
@@ -199,7 +199,7 @@ def test_a_region_s_own_state_dict_is_empty(program: Program) -> None:
 
 def test_borrowed_tensors_are_not_tied(program: Program) -> None:
     outlined(program, "", "block", "add", "shared_1")
-    assert program.facts[TensorOwners].names("shared.weight") == ("shared.weight",)
+    assert program.analyses[TensorOwners].names("shared.weight") == ("shared.weight",)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -243,7 +243,7 @@ def test_checks_stay_at_home() -> None:
     program = fxopt.capture(model, (x,))
     names = [node.name for node in program.graph("").nodes if node.op not in ("placeholder", "output")]
     assert any(node.target is require for node in program.graph("").nodes)
-    with pytest.raises(Unsuitable, match="decides by 'eq'"):
+    with pytest.raises(MatchFailure, match="decides by 'eq'"):
         outlined(program, "", *names)
     outlined(program, "", *names[names.index("require") :])
     assert torch.equal(program.model(x), model(x))
@@ -291,7 +291,7 @@ def test_graphs_that_do_not_always_hold_are_not_inlined(child: nn.Module, reason
     program = fxopt.capture(CallsGuarded(child), (torch.randn(3, 2, 4),))
     edit = Edit(program, Site(program, "", {}), "test_pass")
     call = next(node for node in edit.graph.nodes if node.target == "child")
-    with pytest.raises(Unsuitable, match=reason):
+    with pytest.raises(MatchFailure, match=reason):
         inline(edit, call)
 
 
@@ -309,14 +309,14 @@ def test_inlining_a_child_keeps_it_in_its_place(program: Program) -> None:
 
 def test_a_leaf_has_nothing_to_inline(program: Program) -> None:
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    with pytest.raises(Unsuitable, match="'shared' has no single graph"):
+    with pytest.raises(MatchFailure, match="'shared' has no single graph"):
         inline(edit, next(node for node in edit.graph.nodes if node.target == "shared"))
 
 
 def test_a_hooked_child_is_not_inlined(program: Program) -> None:
     program.model.block.register_forward_hook(lambda module, args, output: -output)
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    with pytest.raises(Unsuitable, match="hooks"):
+    with pytest.raises(MatchFailure, match="hooks"):
         inline(edit, next(node for node in edit.graph.nodes if node.target == "block"))
 
 

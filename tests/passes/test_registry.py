@@ -116,7 +116,7 @@ def test_own_passes_win_and_carry_their_file_name(entries):
     for name, origin in registry.pass_names().items():
         if origin == "fxopt":
             found = registry.find_pass(name)
-            assert found.__module__ == f"fxopt.transforms.{name}"
+            assert f"{found.__module__}.".startswith(f"fxopt.transforms.{name}.")
             assert registry.available()[name].problem == ""
 
 

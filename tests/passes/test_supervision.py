@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fxopt.errors import CaptureError, PassError, Unsuitable
+from fxopt.errors import CaptureError, MatchFailure, PassError
 from fxopt.passes.supervision import collection_paused, supervised
 
 
@@ -88,7 +88,7 @@ def test_fxopt_s_own_errors_are_named_too() -> None:
         supervised(fail, what="pass 'odd'", seconds=5)
 
 
-@pytest.mark.parametrize("error", [Unsuitable("too small"), PassError("named already"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [MatchFailure("too small"), PassError("named already"), KeyboardInterrupt()])
 def test_what_is_no_failure_goes_on_as_it_is(error: BaseException) -> None:
     def fail() -> None:
         raise error

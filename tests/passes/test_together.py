@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.errors import PassError, Unsuitable
+from fxopt.errors import MatchFailure, PassError
 from fxopt.passes import measure, site_trial
 from fxopt.passes.base import Goal, Numerics, Pass, Refusal, Site
 from fxopt.passes.edit import Edit
@@ -71,7 +71,7 @@ class Subtractions(Pass):
         node = edit.graph_node("sub")
         left, number = node.args
         if number in self.unsuitable:
-            raise Unsuitable("not this one")
+            raise MatchFailure("not this one")
         if number in self.broken:
             raise ValueError("broken")
         if number in self.wrong:
@@ -276,7 +276,7 @@ def test_equal_blocks_follow_with_all_their_sites() -> None:
 
 def site(number: int, choices: tuple[str, ...] = ("wide", "bmm"), **options: object) -> Site:
     program = fxopt.capture(Net(), (X,))
-    return Site(program, "", {"node": f"sub_{number}"}, choices=choices, switchable=("wide", "bmm"), **options)
+    return Site(program, "", {"node": f"sub_{number}"}, choices=choices, **options)
 
 
 def test_sites_are_grouped_where_the_first_of_them_was_found() -> None:
@@ -291,13 +291,10 @@ def test_sites_are_grouped_where_the_first_of_them_was_found() -> None:
 
 
 def test_a_lowering_that_a_site_does_not_have_is_its_first() -> None:
-    part = site(0, ("bmm", "vmap"), rows_of="x")
+    part = site(0, ("bmm", "vmap"))
     assert resolved(part, "vmap").choice == "vmap"
     assert resolved(part, "wide").choice == "bmm"
     assert resolved(site(0, ()), "wide").choice is None
-    assert resolved(part, "wide up to 90 rows, then bmm", "x").choice == "bmm"
-    assert resolved(site(0, rows_of="x"), "wide up to 90 rows, then bmm", "x").choice == "wide up to 90 rows, then bmm"
-    assert resolved(site(0, rows_of="y"), "wide up to 90 rows, then bmm", "x").choice == "wide"
 
 
 def test_many_kinds_are_judged_several_at_a_time() -> None:

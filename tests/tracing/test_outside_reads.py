@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.mode_guards import child_guard, is_passed_on
 from fxopt.tracing import reached_code
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.class_questions import asks_for_classes
@@ -24,6 +23,7 @@ from fxopt.tracing.outside import cells_of
 from fxopt.tracing.outside_names import single_steps
 from fxopt.tracing.outside_reads import OutsideReads, guards_on
 from fxopt.tracing.sources import SELF, Attribute, type_of
+from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

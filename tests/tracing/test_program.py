@@ -83,7 +83,7 @@ def test_nodes_are_found_after_edits(program):
         program.node("", "fresh")
 
 
-def test_facts_are_kept_until_touched(program):
+def test_analyses_are_kept_until_touched(program):
     class Count:
         calls = 0
 
@@ -92,12 +92,12 @@ def test_facts_are_kept_until_touched(program):
             cls.calls += 1
             return len(program.graph("").nodes)
 
-    assert program.facts[Count] == program.facts[Count]
+    assert program.analyses[Count] == program.analyses[Count]
     assert Count.calls == 1
     version = program.version
     program.touch()
     assert program.version == version + 1
-    program.facts[Count]
+    program.analyses[Count]
     assert Count.calls == 2
 
 

@@ -1,0 +1,189 @@
+"""What rounding honestly does to each quantity, read off the original itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from .compare import Tolerance, deviation, scale_of
+from .reference import Reference
+from .reference_runs import epsilon_of
+from .translation import Quantities, is_gradient
+
+__all__ = ["Measured", "Tolerances"]
+
+_EXACT = {
+    torch.float64: Tolerance(1e-10, 2e-13),
+    torch.float32: Tolerance(2e-5, 2e-5),
+}
+"""What exact runs may differ by, relative to the element and to the tensor's scale."""
+
+_SAFETY = 64.0
+"""Rounding in another order is allowed this multiple of the rounding error that was seen."""
+
+_NATIVE_FACTOR = 4.0
+_NATIVE_UNITS = 8.0
+"""In its own types a rewrite may err 4 times as much as the original, plus 8 units in the last place of the scale."""
+
+_FLIPS_FACTOR = 4
+"""Integers may differ in 4 times as many places as rounding was seen to change."""
+
+_NOISE = 0.5
+"""A tensor of which the original, in its own types, gets half the scale wrong has no scale of its own."""
+
+_CANCELLED = 256.0
+"""A gradient that is zero in theory (of a bias before a batch norm) is as large as rounding makes its neighbours'."""
+
+_SMALL = 64
+"""A tensor with fewer elements may come out right by luck: its own error is then read off the other tensors too."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One sample of the original under the new names.
+
+    Attributes:
+        exact: what the exact run yielded.
+        native: what the run in the module's own types yielded, if there was one.
+    """
+
+    exact: Quantities
+    native: Quantities | None
+
+
+@dataclass
+class _Seen:
+    """How far rounding was seen to move tensors, by label: floats by distance, integers by number of places."""
+
+    distance: dict[str, float] = field(default_factory=dict[str, float])
+    places: dict[str, int] = field(default_factory=dict[str, int])
+
+    def note(self, label: str, distance: float, places: int = 0) -> None:
+        self.distance[label] = max(distance, self.distance.get(label, 0.0))
+        self.places[label] = max(places, self.places.get(label, 0))
+
+
+class Tolerances:
+    """Turn rounding errors that were seen into tolerances.
+
+    The first are the original's own, in its own types. Where these do not tell enough (a ReLU, an argmax or a chaotic
+    network may fall on either side), more is learned from runs whose inputs and state are off by rounding-sized noise.
+
+    Args:
+        reference: the original.
+        measured: its samples.
+        is_rounded: whether the rewritten module holds new tensors, which were computed in its own types: then its exact
+            runs cannot be better than that.
+    """
+
+    def __init__(self, reference: Reference, measured: Sequence[Measured], *, is_rounded: bool) -> None:
+        self.reference, self.is_rounded = reference, is_rounded
+        wide = epsilon_of(reference.wide)
+        self.wide_epsilon = reference.native_epsilon if wide is None else wide
+        self._exact, self._native = _Seen(), _Seen()
+        for sample in measured:
+            if sample.native is not None:
+                self.learn_native(sample.exact, sample.native)
+
+    @property
+    def native_is_coarser(self) -> bool:
+        """Say whether runs in the module's own types tell anything that the exact ones do not."""
+        return self.reference.native_epsilon > self.wide_epsilon
+
+    def learn_native(self, exact: Quantities, other: Quantities) -> None:
+        """Note how far `other`, which rounding in the module's own types moved, is from `exact`."""
+        shrink = self.wide_epsilon / self.reference.native_epsilon
+        for label, (scale, _) in _scales(exact).items():
+            moved, places = _moved(exact[label], other.get(label))
+            self._native.note(label, moved / scale if scale else 0.0, places)
+            if _is_float(exact[label]):
+                self._exact.note(label, moved * shrink if self.native_is_coarser else 0.0)
+
+    def learn_exact(self, exact: Quantities, other: Quantities) -> None:
+        """Note how far `other`, an exact run with the last bits of its inputs changed, is from `exact`."""
+        for label in _scales(exact):
+            self._exact.note(label, *_moved(exact[label], other.get(label)))
+
+    def for_meaning(self, sample: Measured, wide: torch.dtype | None) -> dict[str, Tolerance]:
+        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by."""
+        if self.is_rounded:
+            return self.for_precision(sample)
+        units = 4 * self.reference.native_epsilon
+        base = Tolerance(units, units) if wide is None else _EXACT[wide]
+        return {
+            label: Tolerance(
+                base.relative,
+                base.absolute * scale
+                + _SAFETY * self._exact.distance.get(label, 0.0)
+                + self.wide_epsilon * around * (_CANCELLED if is_gradient(label) else 1.0),
+                self._unit(label, scale, around),
+                _FLIPS_FACTOR * self._exact.places.get(label, 0),
+            )
+            for label, (scale, around) in _scales(sample.exact).items()
+        }
+
+    def for_precision(self, sample: Measured, budget: float | None = None) -> dict[str, Tolerance]:
+        """Return, for each tensor of a sample, what the rewritten module may err by in its own types.
+
+        A `budget` replaces what was seen; it is relative to the scale.
+        """
+        typical = _typical(self._native.distance.values())
+        return {
+            label: Tolerance(
+                0.0,
+                (self._share(sample, label, typical) if budget is None else budget) * max(scale, 1e-6 * around),
+                self._unit(label, scale, around),
+                _FLIPS_FACTOR * self._native.places.get(label, 0) if budget is None else sample.exact[label].numel(),
+            )
+            for label, (scale, around) in _scales(sample.exact).items()
+        }
+
+    def _unit(self, label: str, scale: float, around: float) -> float:
+        """Return what errors are reported relative to: for what is mere rounding noise, its neighbours' scale."""
+        is_noise = self._native.distance.get(label, 0.0) > _NOISE
+        return around if is_noise else max(scale, 1e-12 * around)
+
+    def _share(self, sample: Measured, label: str, typical: float) -> float:
+        """Return what part of its scale a tensor may be off by; `typical` tensors were."""
+        own = self._native.distance.get(label, 0.0)
+        if sample.exact[label].numel() < _SMALL:
+            own = max(own, typical)
+        return _NATIVE_FACTOR * own + _NATIVE_UNITS * self._epsilon(sample, label)
+
+    def _epsilon(self, sample: Measured, label: str) -> float:
+        native = (sample.native or {}).get(label)
+        if not isinstance(native, Tensor) or native.dtype is torch.float64 or not native.is_floating_point():
+            return self.reference.native_epsilon
+        return torch.finfo(native.dtype).eps
+
+
+def _moved(expected: Tensor, found: object) -> tuple[float, int]:
+    """Return how far a float tensor moved, or in how many places another one changed."""
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return 0.0, 0
+    if _is_float(expected):
+        return deviation(expected, found), 0
+    return 0.0, int((expected != found).sum())
+
+
+def _scales(exact: Quantities) -> dict[str, tuple[float, float]]:
+    """Return each tensor's scale, and the largest scale among its kind (gradients, or everything else)."""
+    tensors = {label: value for label, value in exact.items() if isinstance(value, Tensor)}
+    own = {label: scale_of(value) if _is_float(value) else 0.0 for label, value in tensors.items()}
+    around = {False: 0.0, True: 0.0}
+    for label, scale in own.items():
+        around[is_gradient(label)] = max(around[is_gradient(label)], scale)
+    return {label: (scale, around[is_gradient(label)]) for label, scale in own.items()}
+
+
+def _typical(errors: Iterable[float]) -> float:
+    known = [error for error in errors if error > 0]
+    return median(known) if known else 0.0
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -1,0 +1,56 @@
+"""Conditions of children become conditions of the module that opens them, whatever texts they compare with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.tracing.guards import Equals, Guard, Is, IsNot, Truth
+from fxopt.tracing.sources import SELF, Argument, Attribute, Source, item_of, key_of, module_at, type_of
+from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard
+
+KIND = "self"
+
+
+def _guards(module: Source) -> list[Guard]:
+    """Return guards in which a module occurs, and a text that says its name."""
+    return [
+        Guard(Attribute(module, "training"), Truth(False)),
+        Guard(Argument("x"), Equals(key_of("self"))),
+        Guard(item_of(module, "self"), Is(Attribute(module, "self"))),
+        Guard(Attribute(type_of(module), "myself"), IsNot(module)),
+    ]
+
+
+def test_only_the_module_is_replaced() -> None:
+    assert [child_guard(guard, "a") for guard in _guards(SELF)] == _guards(module_at(["a"]))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x * 2 if KIND == "self" else x
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+def test_members_that_read_such_a_text_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Heads().eval(), torch.randn(3, 4)
+    fast = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
+    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"]
+    torch.testing.assert_close(fast(x), model(x))
+    monkeypatch.setitem(globals(), "KIND", "other")
+    torch.testing.assert_close(fast(x), model(x))

@@ -1,0 +1,270 @@
+"""Fuse isomorphic, independent members into batched operations on stacked parameters."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from ...errors import MatchFailure
+from ...layers.members import separate
+from ...passes.analyses import TensorOwners, is_on_meta
+from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ...passes.owners import Owner, owner_of
+from ...tracing.regions import Region
+from .inlining import Case, Expansion, Operation, expand, is_chain
+from .search import (
+    Ensemble,
+    GradientReach,
+    Parameters,
+    Place,
+    find_ensembles,
+    may_share_memory,
+    places_of,
+    present_cases,
+    used_by,
+)
+from .stacking import common_name, fuse, tensor_of
+
+if TYPE_CHECKING:
+    from ...passes.edit import Edit
+    from ...passes.state_map import StateStep
+    from ...tracing.program import Program
+
+__all__ = ["FuseEnsembles", "Lowering"]
+
+LARGEST_UNMEASURED_WEIGHT = 16384
+"""Elements of one member's weight up to which fusing is the rule where nothing can be measured.
+
+From 128 heads of 16-32-4 (512 elements), which win at every batch size on a CPU, and 8 members of 256-512-64 (131,072),
+which lose: benchmarks/ensembles.py draws the line between them.
+"""
+
+
+MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
+"""Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
+
+
+class Lowering(enum.Enum):
+    """How the fused computation is written."""
+
+    AUTO = "auto"
+    WIDE = "wide"
+    WIDE_INPUT_FIRST = "wide_input_first"
+    BMM = "bmm"
+    GROUPED_CONV = "grouped_conv"
+    VMAP = "vmap"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class FuseEnsembles(Pass):
+    """Compute the members of an ensemble together, on stacked parameters.
+
+    Before: torch.cat([head(x) for head in self.heads], -1)
+    After:  concatenate_members(batched_linear(tanh(wide_linear(x, weight_0, bias_0)), weight_2, bias_2), -1)
+    Refuses: members with hooks or parametrizations, tied or shared parameters; in training, members that differ in
+        requires_grad or that do not always receive gradients together.
+
+    Options:
+        lowering: `auto` takes the fastest measured (without example inputs: `wide` where the members share their input,
+            else `bmm`, and nothing where one weight has over 16,384 elements or members have convolutions, attention or
+            recurrent layers); any other name is taken as asked.
+    """
+
+    lowering: Lowering = Lowering.AUTO
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        if self.lowering is Lowering.LOOP:
+            return
+        for home, capture in list(program.captures.items()):
+            if all(is_chain(variant.graph) for variant in capture.variants):
+                continue
+            closed: dict[str, str] = {}
+            seen: set[frozenset[Parameters]] = set()
+            for case in present_cases(program, home):
+                for path, reason in _closed_families(expand(program, home, case.variant)).items():
+                    if path not in closed:
+                        closed[path] = reason
+                        yield Refusal(reason, _qualified(home, path))
+                # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
+                for ensemble in sorted(find_ensembles(program, home, case.variant), key=_extent, reverse=True):
+                    positions = frozenset(ensemble.parameters)
+                    names = (name for operand in positions for name in operand.names)
+                    if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
+                        yield self._examine(ensemble, case, program, home)
+                    seen.add(positions)
+
+    def _examine(self, ensemble: Ensemble, case: Case, program: Program, home: str) -> Site | Refusal:
+        owner = owner_of(program.model, home)
+        at = _qualified(home, common_name(ensemble, owner))
+        try:
+            places = places_of(ensemble, case, program, home)
+        except MatchFailure as unlike:
+            return Refusal(str(unlike), at)
+        reason = next((o for place in places if (o := _obstacle(place, program, home, owner)) is not None), None)
+        if reason is not None:
+            return Refusal(reason, at)
+        phase, training_reason = _phase(places, program, home)
+        if training_reason is not None and program.training:
+            return Refusal(training_reason, at)
+        unmeasured = self.lowering is Lowering.AUTO and not program.inputs
+        doubt = _doubt(ensemble, program, home) if unmeasured else None
+        if doubt is not None:
+            return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
+        count = sum(1 for _ in ensemble.parameters)
+        members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
+        return Site(
+            program, home, dict(members), case.variant,
+            choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
+            detail=f"{ensemble.size} members, {count} parameters each", label=at,
+            kind=_kind(ensemble, program.module(home)),
+            tensors=frozenset(name for operand in ensemble.parameters for name in operand.names),
+        )  # fmt: skip
+
+    def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
+        if self.lowering is not Lowering.AUTO:
+            return (self.lowering.value,)
+        # Inside of vmap nothing is autocast.
+        return tuple(name for name in self._able(ensemble) if name != "vmap" or not _casts(owner))
+
+    @staticmethod
+    def _able(ensemble: Ensemble) -> tuple[str, ...]:
+        if not any(pack.operator == "linear" for pack in ensemble.packs):
+            return ("grouped_conv", "vmap")
+        if not ensemble.shares_input:
+            return ("bmm", "vmap", "grouped_conv")
+        return ("wide", "bmm", "wide_input_first", "vmap", "grouped_conv")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        fuse((site,), edit)
+
+    def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
+        fuse(sites, edit)
+
+    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
+        separate(home, dict.fromkeys(target.partition(".")[0] for step in steps for target in step.targets))
+
+
+# -- what may be fused ---------------------------------------------------------------------------------------------
+
+
+def _closed_families(expansion: Expansion) -> dict[str, str]:
+    """Return container -> why the calls of its children cannot be fused, where one of several cannot be opened."""
+    families: dict[str, list[Operation]] = {}
+    for operation in expansion.operations:
+        if operation.name in expansion.closed or operation.name in expansion.conditional:
+            families.setdefault(str(operation.target).rpartition(".")[0], []).append(operation)
+    closed: dict[str, str] = {}
+    for path, calls in families.items():
+        first = next((call for call in calls if call.name in expansion.closed), None)
+        independent = len({call.level for call in calls}) < len(calls)
+        call = first or (calls[0] if independent else None)
+        if path and call is not None:
+            reason = expansion.closed.get(call.name) or expansion.conditional[call.name]
+            closed[path] = f"member {str(call.target).rpartition('.')[2]} cannot be fused: {reason}"
+    return closed
+
+
+def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | None:
+    borrowed = _obstacle_in_region(place, program, home, owner)
+    if borrowed is not None:
+        return borrowed
+    owners = program.analyses[TensorOwners]
+    for operand in place.ensemble.parameters:
+        if len(set(operand.names)) < len(operand.names):
+            repeated = next(name for name in operand.names if operand.names.count(name) > 1)
+            return f"members share the parameter '{repeated}'"
+        for name in operand.names:
+            names = owners.names(owner.qualified(name))
+            if len(names) > 1:
+                return f"the parameter '{names[0]}' is tied to '{names[1]}'"
+    return _order_obstacle(place)
+
+
+def _obstacle_in_region(place: Place, program: Program, home: str, owner: Owner) -> str | None:
+    if isinstance(owner.module, Region):
+        return "they are called in a region, which does not own them"
+    if not owner.regions:
+        return None
+    other = used_by(program, home, [name for operand in place.ensemble.parameters for name in operand.names])
+    if other is not None:
+        return f"they are called under {owner.regions[0].context}, and {other} uses members too"
+    if _casts(owner, around=1):
+        return f"they are called under {owner.regions[0].context} within autocast, where they cannot be checked alone"
+    if _casts(owner) and (not program.inputs or is_on_meta(program.module(home))):
+        return "they are called under autocast; give example_inputs to compare the types that it casts to"
+    return None
+
+
+def _casts(owner: Owner, around: int = 0) -> bool:
+    """Say whether a region autocasts, or one that is `around` as many."""
+    return any(region.context.kind == "autocast" for region in owner.regions[around:])
+
+
+def _order_obstacle(place: Place) -> str | None:
+    ensemble, expansion, inside = place.ensemble, place.expansion, place.covered
+    writing = [operation for operation in expansion.writes if operation not in inside]
+    for pack in ensemble.packs:
+        first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
+        if any(first < write.index < last for write in writing):
+            return "a tensor is written in place between the members"
+    members = {member for pack in ensemble.packs for member in pack.members}
+    if any(may_share_memory(target, members) for write in writing for target in write.inputs[:1]):
+        return "a member's result is written in place"
+    return None
+
+
+def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase | None, str | None]:
+    """Return the phase that the rewrite is limited to, and why training is not covered."""
+    module, parameters = program.module(home), list(places[0].ensemble.parameters)
+    trains = False
+    for operand in parameters:
+        trainable = [tensor_of(module, name).requires_grad for name in operand.names]
+        if len(set(trainable)) > 1:
+            odd = operand.names[trainable.index(not trainable[0])]
+            return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
+        trains = trains or trainable[0]
+    if not trains:
+        return None, None
+    members = list(zip(*(operand.names for operand in parameters), strict=True))
+    other = used_by(program, home, [name for names in members for name in names])
+    if other is not None:
+        return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
+    trained = [place.expansion for place in places if place.is_for(training=True, now=module.training)]
+    reach = program.analyses[GradientReach]
+    if any(len(set(reach.reached(expansion, members))) > 1 for expansion in trained):
+        return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
+    return None, None
+
+
+def _kind(ensemble: Ensemble, home: nn.Module) -> Hashable:
+    """Return what is equal for ensembles of equal members that are equally many."""
+    packs = tuple((pack.operator, pack.function, repr(pack.arguments)) for pack in ensemble.packs)
+    tensors = tuple(tensor_of(home, operand.names[0]).shape for operand in ensemble.parameters)
+    return ensemble.size, packs, tensors, ensemble.shares_input
+
+
+def _extent(ensemble: Ensemble) -> int:
+    return sum(pack.size for pack in ensemble.packs)
+
+
+def _doubt(ensemble: Ensemble, program: Program, home: str) -> str | None:
+    """Return why it is not known without measuring whether an ensemble pays, or None where the rule is that it does."""
+    module = program.module(home)
+    if max(tensor_of(module, operand.names[0]).numel() for operand in ensemble.parameters) > LARGEST_UNMEASURED_WEIGHT:
+        return "the members are large"
+    if any(pack.operator.startswith(MEASURED_OPERATORS) for pack in ensemble.packs):
+        return "how much the members' convolutions, attention or recurrent layers compute is not known"
+    return None
+
+
+def _qualified(home: str, name: str) -> str:
+    return f"{home}.{name}" if home and name else home or name

@@ -1,0 +1,19 @@
+"""A module's dataflow with what it calls written out in the place of the calls."""
+
+from __future__ import annotations
+
+from .batchable_modules import module_signature, state_names
+from .dataflow import Expansion, Operation, is_chain
+from .inliner import expand
+from .mode_guards import Case, cases_of
+
+__all__ = [
+    "Case",
+    "Expansion",
+    "Operation",
+    "cases_of",
+    "expand",
+    "is_chain",
+    "module_signature",
+    "state_names",
+]

@@ -1,0 +1,61 @@
+"""The conditions of an opened module's graph, written as checks in the graph of what calls it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from ....tracing.guards import Equals, Guard, require
+from ....tracing.sources import Argument, Attribute, Call, Constant, Item, Source
+
+__all__ = ["write_checks"]
+
+
+def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, Any]] | None:
+    """Return a graph that checks conditions on ranks and sizes, and what its placeholders stand for.
+
+    Args:
+        guards: the conditions.
+        names: the arguments that they may look at; others make a condition one that cannot be written.
+
+    Returns:
+        None where a condition is of another form.
+    """
+    graph = fx.Graph()
+    inputs = {name: graph.placeholder(name) for name in names}
+    for guard in guards:
+        written = _comparison(guard, inputs, graph)
+        if written is None:
+            return None
+        graph.call_function(require, (*written, guard.reason, True))
+    graph.output(None)
+    return graph, {node.name: names[name] for name, node in inputs.items()}
+
+
+def _comparison(guard: Guard, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> tuple[fx.Node, int] | None:
+    match guard.check:
+        case Equals(Constant(value=int() as expected)):
+            value = _value(guard.source, inputs, graph)
+            return None if value is None or isinstance(expected, bool) else (value, expected)
+        case _:
+            return None
+
+
+def _value(source: Source, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> fx.Node | None:
+    match source:
+        case Argument(name) if name in inputs:
+            return inputs[name]
+        case Attribute(owner, "shape"):
+            read = _value(owner, inputs, graph)
+            return None if read is None else graph.call_function(getattr, (read, "shape"))
+        case Item(owner, Constant(value=int() as place)):
+            read = _value(owner, inputs, graph)
+            return None if read is None else graph.call_function(operator.getitem, (read, place))
+        case Call(function, (counted,)) if function is len:
+            read = _value(counted, inputs, graph)
+            return None if read is None else graph.call_function(len, (read,))
+        case _:
+            return None

@@ -1,0 +1,143 @@
+"""A module's dataflow with its children opened up, as plain records: what structural analyses read.
+
+Captured children and `torch.nn` leaves are expanded into the operators they call, so that a loop over Sequentials, a
+comprehension over user classes and a line of functional calls all look the same. Nothing here changes the program;
+each record knows the node it came from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+from torch import fx
+
+from ....errors import CaptureError
+from ....tracing.captured import Guard
+
+__all__ = ["Expansion", "Operation", "is_chain", "operations_in"]
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One operator, module call, attribute read, input or output of an expanded dataflow.
+
+    Attributes:
+        name: unique and stable: the home node's name, then those inside the children, joined by "/".
+        kind: the fx opcode.
+        target: the fx target; of a call_module or get_attr, qualified from the home module.
+        args, kwargs: like the node's, with operations in the place of nodes.
+        inputs: the operations in these, each as often as it is read.
+        operator: canonical operator name, or None.
+        node: the node it stands for; of an expanded child, the child's own node.
+        call: name of the home graph's node that it is part of.
+        index: position in execution order.
+        level: length of the longest path from an input.
+        users: the operations that read it, in order.
+        example: what is known of its value: shape, dtype, device of a tensor; None where nothing is.
+        mutates: whether it writes into one of its operands.
+        pattern: of what an opened module does, the operation that stands for this one in all modules of its kind.
+        form: what `forms` keeps about the operations of a pattern.
+    """
+
+    name: str
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operator: str | None
+    node: fx.Node
+    call: str
+    index: int
+    inputs: Sequence[Operation] = ()
+    level: int = 0
+    users: list[Operation] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
+    example: Any = None
+    mutates: bool = False
+    pattern: Operation | None = None
+    form: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.operator or self.target}>"
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The operations of one home graph in execution order.
+
+    Attributes:
+        operations: all of them, inputs and the output included.
+        results: name of each home node -> its value: an operation, or a structure of them.
+        closed: name of each module call that must stay one -> why.
+        conditional: name of each module call whose graph does not hold for every call -> under what it does.
+        opened: name of each home node -> the modules that were opened to see what it calls, qualified from the home.
+        assumed: name of each home node -> what is taken to be the mode of modules in it, as guards of the home.
+        may_restart: whether the home may run its own forward after having begun with its graph: it writes nothing.
+    """
+
+    operations: tuple[Operation, ...]
+    results: Mapping[str, Any]
+    closed: Mapping[str, str]
+    conditional: Mapping[str, str]
+    opened: Mapping[str, Sequence[str]]
+    assumed: Mapping[str, Sequence[Guard]]
+    may_restart: bool
+
+    def __getitem__(self, name: str) -> Operation:
+        for operation in self.operations:
+            if operation.name == name:
+                return operation
+        raise CaptureError(f"no operation '{name}' in the expanded graph any more")
+
+    @cached_property
+    def writes(self) -> Sequence[Operation]:
+        """Return the operations that write in place."""
+        return [operation for operation in self.operations if operation.mutates]
+
+    @cached_property
+    def operands(self) -> Sequence[Sequence[int] | None]:
+        """Return the indices of what each operation reads, if its arguments are that and nothing else; else None."""
+        return [
+            [operand.index for operand in o.inputs]
+            if len(o.args) == len(o.inputs) and all(map(operator.is_, o.args, o.inputs))
+            else None
+            for o in self.operations
+        ]
+
+    def by_name(self) -> dict[str, Operation]:
+        return {operation.name: operation for operation in self.operations}
+
+
+def is_chain(graph: fx.Graph) -> bool:
+    """Say whether each operation reads the one before it: then no two are independent, however they are opened."""
+    previous: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if previous is not None and previous not in node.all_input_nodes:
+            return False
+        previous = node
+    return True
+
+
+def operations_in(*arguments: Any) -> tuple[Operation, ...]:
+    """Return the operations in arguments, each as often as it is there."""
+    found: list[Operation] = []
+    _collect(arguments, found)
+    return tuple(found)
+
+
+def _collect(argument: Any, found: list[Operation]) -> None:
+    if isinstance(argument, Operation):
+        found.append(argument)
+    elif isinstance(argument, (tuple, list)):
+        for item in cast("list[Any]", argument):
+            _collect(item, found)
+    elif isinstance(argument, dict):
+        for item in cast("dict[Any, Any]", argument).values():
+            _collect(item, found)
+    elif isinstance(argument, slice):
+        _collect((argument.start, argument.stop, argument.step), found)

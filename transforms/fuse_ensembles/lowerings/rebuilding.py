@@ -1,0 +1,189 @@
+"""Write a graph anew around replaced operations, in an order that respects data and writes."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import fx
+
+from ....errors import MatchFailure
+from ....tracing.structure import map_structure
+from ..inlining import Expansion, Operation
+from ..search import writes_to_fresh_value
+
+__all__ = ["Unit", "Writer", "rebuild"]
+
+
+@dataclass
+class Unit:
+    """A piece of the new graph: what it reads, what it gives, and how it is written.
+
+    Attributes:
+        order: position among units that could come next; the smallest goes first.
+        needs, gives: keys of values: operations, or any object that stands for a new value.
+        emit: writes the nodes and stores what it gives in `writer.values`.
+        barrier: it writes into memory, so everything earlier stays before it and everything later behind.
+    """
+
+    order: int
+    needs: Sequence[Hashable]
+    gives: Sequence[Hashable]
+    emit: Callable[[Writer], None]
+    barrier: bool = False
+
+
+@dataclass
+class Writer:
+    """The new graph and the values written so far.
+
+    Attributes:
+        graph: the new one.
+        values: key -> node.
+        origins: node of the old graph -> the calls that it stood for at first; itself, if nothing was rewritten yet.
+    """
+
+    graph: fx.Graph
+    values: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    origins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def origin_of(self, members: Iterable[Operation]) -> tuple[str, ...]:
+        """Return the calls that the members of a pack were parts of at first."""
+        found = ((member.call, self.origins.get(member.call)) for member in members)
+        return tuple(origin if isinstance(origin, str) else call for call, origin in found)
+
+    def substitute(self, argument: Any) -> Any:
+        return map_structure(argument, lambda leaf: self.values[leaf] if isinstance(leaf, Operation) else leaf)
+
+
+def rebuild(
+    graph: fx.Graph, expansion: Expansion, replacements: Sequence[Unit], covered: Iterable[Operation]
+) -> fx.Graph:
+    """Return a new graph in which `replacements` stand for the `covered` operations.
+
+    Module calls of which nothing is covered are kept as they are; of the others, what is not covered is written out.
+
+    Raises:
+        MatchFailure: if the replacements depend on one another in a circle.
+    """
+    covered = set(covered)
+    opened = {operation.call for operation in covered}
+    needed = {key for unit in replacements for key in unit.needs}
+    units = [*replacements, *_kept(graph, expansion, covered, opened, needed)]
+    new = fx.Graph()
+    writer = Writer(new, origins=_origins(graph))
+    for unit in _scheduled(units):
+        unit.emit(writer)
+    return new
+
+
+def _kept(
+    graph: fx.Graph, expansion: Expansion, covered: set[Operation], opened: set[str], needed: set[Hashable]
+) -> Iterable[Unit]:
+    origins = _origins(graph)
+    for operation in expansion.operations:
+        idle = operation not in needed and _is_idle(operation, covered)
+        if operation.call in opened and operation not in covered and not idle:
+            yield _operation_unit(operation, origins[operation.call])
+    last = {operation.call: operation.index for operation in expansion.operations}
+    writing = {op.call for op in expansion.operations if op.mutates and not writes_to_fresh_value(op)}
+    for node in graph.nodes:
+        result = expansion.results[node.name]
+        idle = isinstance(result, Operation) and result not in needed and _is_idle(result, covered)
+        if node.name not in opened and not idle:
+            yield _node_unit(node, expansion, last.get(node.name, 0), node.name in writing)
+
+
+def _origins(graph: fx.Graph) -> dict[str, Any]:
+    return {node.name: node.meta.get("origin", node.name) for node in graph.nodes}
+
+
+def _is_idle(operation: Operation, covered: set[Operation]) -> bool:
+    """Say whether nothing but covered operations reads a tensor of the home, or what one of them picks from a value."""
+    picks = operation.operator == "getitem" and bool(operation.users)
+    return (picks or operation.kind == "get_attr") and all(user in covered for user in operation.users)
+
+
+def _operation_unit(operation: Operation, origin: Any) -> Unit:
+    def emit(writer: Writer) -> None:
+        node = writer.graph.create_node(
+            operation.kind, operation.target,
+            writer.substitute(operation.args), writer.substitute(operation.kwargs),
+            name=operation.name.replace("/", "_"),
+        )  # fmt: skip
+        # Verification's random draws are named after the call that this was a part of.
+        node.meta = {**operation.node.meta, "val": operation.example, "origin": origin}
+        writer.values[operation] = node
+
+    return Unit(operation.index, list(operation.inputs), [operation], emit, operation.mutates)
+
+
+def _node_unit(node: fx.Node, expansion: Expansion, order: int, mutating: bool) -> Unit:
+    needs = [leaf for source in node.all_input_nodes for leaf in _operations(expansion.results[source.name])]
+    result = expansion.results[node.name]
+    gives = [leaf for leaf in _operations(result) if leaf not in needs]
+
+    def emit(writer: Writer) -> None:
+        if node.target in (operator.getitem, len) and not gives:
+            return  # an item of a structure whose items are known, or their number
+        copy = writer.graph.node_copy(node, lambda source: writer.substitute(expansion.results[source.name]))
+        _give(result, copy, writer)
+
+    return Unit(order if node.op != "output" else order + 1, needs, gives, emit, mutating)
+
+
+def _give(result: Any, node: fx.Node, writer: Writer) -> None:
+    """Store what `node` gives, item by item where it is a structure."""
+    if isinstance(result, Operation):
+        writer.values.setdefault(result, node)
+    elif isinstance(result, (tuple, list, dict)):
+        items: Any = cast("Any", result)
+        for key in items if isinstance(result, dict) else range(len(items)):
+            if any(True for _ in _operations(items[key])):
+                _give(items[key], writer.graph.call_function(operator.getitem, (node, key)), writer)
+
+
+def _operations(structure: Any) -> Iterator[Operation]:
+    found: list[Operation] = []
+    map_structure(structure, lambda leaf: found.append(leaf) if isinstance(leaf, Operation) else None)
+    return iter(found)
+
+
+def _scheduled(units: Sequence[Unit]) -> Iterable[Unit]:
+    """Yield the units so that each comes after what it needs, earliest order first (Kahn, 1962)."""
+    givers = {key: number for number, unit in enumerate(units) for key in unit.gives}
+    waits: list[set[int]] = [{givers[key] for key in unit.needs if key in givers} for unit in units]
+    _add_barriers(units, waits)
+    followers: dict[int, list[int]] = defaultdict(list)
+    for number, sources in enumerate(waits):
+        sources.discard(number)
+        for source in sources:
+            followers[source].append(number)
+    ready = [(units[number].order, number) for number, sources in enumerate(waits) if not sources]
+    heapq.heapify(ready)
+    done = 0
+    while ready:
+        _, number = heapq.heappop(ready)
+        done += 1
+        yield units[number]
+        for follower in followers[number]:
+            waits[follower].discard(number)
+            if not waits[follower]:
+                heapq.heappush(ready, (units[follower].order, follower))
+    if done != len(units):
+        raise MatchFailure("the fused operations depend on one another in a circle")
+
+
+def _add_barriers(units: Sequence[Unit], waits: list[set[int]]) -> None:
+    for barrier, unit in enumerate(units):
+        if not unit.barrier:
+            continue
+        for number, other in enumerate(units):
+            if other.order < unit.order:
+                waits[barrier].add(number)
+            elif other.order > unit.order:
+                waits[number].add(barrier)

@@ -1,0 +1,35 @@
+"""Find members that compute alike: packs of operations, the ensembles that they make up, and what hinders fusing."""
+
+from __future__ import annotations
+
+from .canonicalization import gives_new_value, may_share_memory, same_shape, writes_to_fresh_value
+from .gradient_reach import GradientReach, used_by
+from .isomorphism import find_ensembles
+from .joins import Join, find_joins
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
+from .places import Place, places_of, present_cases, rewritten_variants
+
+__all__ = [
+    "Ensemble",
+    "Flags",
+    "Gathered",
+    "GradientReach",
+    "Join",
+    "Operand",
+    "Pack",
+    "Parameters",
+    "Place",
+    "Selected",
+    "Shared",
+    "find_ensembles",
+    "find_joins",
+    "gives_new_value",
+    "is_stacked",
+    "may_share_memory",
+    "places_of",
+    "present_cases",
+    "rewritten_variants",
+    "same_shape",
+    "used_by",
+    "writes_to_fresh_value",
+]

@@ -1,0 +1,166 @@
+"""Which outputs of a module a value can receive gradients from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....passes.owners import owner_of
+from ....tracing.regions import Region
+from ..inlining import Expansion, Operation
+
+if TYPE_CHECKING:
+    from ....tracing.program import Program
+
+__all__ = ["GradientReach", "differentiable_outputs", "used_by"]
+
+_STOPS = frozenset(
+    "detach detach_ argmax argmin argsort bitwise_and bitwise_or bitwise_xor bitwise_not eq ne lt le gt ge isnan isinf "
+    "isfinite logical_and logical_or logical_xor logical_not signbit item tolist numpy size dim numel shape".split()
+)
+
+
+def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
+    """Return for each operation a bit mask of the module's output leaves that it can receive gradients from.
+
+    A call that is not understood is taken to pass gradients on.
+    """
+    reach: dict[Operation, int] = {}
+    leaves = _output_leaves(expansion)
+    for operation in reversed(expansion.operations):
+        mask = leaves.get(operation, 0)
+        for user in operation.users:
+            if not _stops_gradients(user):
+                mask |= reach.get(user, 0)
+        reach[operation] = mask
+    return reach
+
+
+class GradientReach:
+    """Which outputs each tensor can receive gradients from, worked out once for each expansion."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Expansion, dict[str, int], bool]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> GradientReach:
+        return cls()
+
+    def reached(self, expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
+        """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
+        if id(expansion) not in self._known:
+            calls = any(operation.kind == "call_module" for operation in expansion.operations)
+            self._known[id(expansion)] = expansion, _masks(expansion), calls
+        _, masks, calls = self._known[id(expansion)]
+        # A module that is called may read any of its tensors.
+        wanted = [[path for name in names for path in _paths(name)] for names in groups] if calls else groups
+        return [_union([masks.get(path, 0) for path in paths]) for paths in wanted]
+
+
+def _masks(expansion: Expansion) -> dict[str, int]:
+    """Return the outputs that what an operation reads can receive gradients from, by the name of that."""
+    reach = differentiable_outputs(expansion)
+    masks: dict[str, int] = {}
+    for operation in expansion.operations:
+        if operation.kind in ("get_attr", "call_module"):
+            target = str(operation.target)
+            masks[target] = masks.get(target, 0) | reach[operation]
+    return masks
+
+
+def _union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield a name and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
+    """Return which module outside of `home` calls a part of it, or reads a tensor, that concerns these parameters.
+
+    Args:
+        program: the model.
+        home: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
+        names: of parameters, qualified from `home`.
+    """
+    borrowers, owner = program.analyses[_Borrowers].regions, owner_of(program.model, home)
+    if not home and not borrowers:
+        return None
+    users = program.analyses[_Users]
+    paths = dict.fromkeys(path for name in names for path in _paths(owner.qualified(name)))
+    borrowing = (region for path in paths for region in borrowers.get(path, ()))
+    region = next((region for region in borrowing if region not in owner.names), None)
+    if region is not None:
+        return f"region '{region}'"
+    if owner.regions:
+        return _used_beside(users, home, [path for path in paths if path.startswith(owner.inside)])
+    inside = f"{home}." if home else ""
+    for path in paths if home else ():
+        for other in users.modules.get(path, ()):
+            if path.startswith(inside) and other != home and not other.startswith(inside):
+                return f"module '{other or '(root)'}'"
+    return None
+
+
+def _used_beside(users: _Users, home: str, paths: Sequence[str]) -> str | None:
+    """Return what uses one of these modules or tensors beside `home` and those among them that are around it."""
+    for path in paths:
+        for other in users.modules.get(path, ()):
+            if other != home and not (other in paths and path.startswith(f"{other}.")):
+                return f"module '{other or '(root)'}'"
+    return None
+
+
+@dataclass(frozen=True)
+class _Borrowers:
+    """The regions that borrow a module, by its qualified name."""
+
+    regions: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def compute(cls, program: Program) -> _Borrowers:
+        regions: dict[str, list[str]] = {}
+        for name, module in program.names.modules.items():
+            for child in module.children() if isinstance(module, Region) else ():
+                regions.setdefault(program.name_of(child), []).append(name)
+        return cls(regions)
+
+
+@dataclass(frozen=True)
+class _Users:
+    """The modules whose graphs call a module or read a tensor, by its qualified name."""
+
+    modules: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def compute(cls, program: Program) -> _Users:
+        modules: dict[str, dict[str, None]] = {}
+        for place, graph in program.graphs.items():
+            other = place.partition("#")[0]
+            owner = owner_of(program.model, other)
+            for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
+                modules.setdefault(owner.qualified(str(node.target)), {})[other] = None
+        return cls({target: list(others) for target, others in modules.items()})
+
+
+def _output_leaves(expansion: Expansion) -> dict[Operation, int]:
+    output = next(op for op in reversed(expansion.operations) if op.kind == "output")
+    leaves: dict[Operation, int] = {}
+    for number, operation in enumerate(output.inputs):
+        leaves[operation] = leaves.get(operation, 0) | 1 << number
+    return leaves
+
+
+def _stops_gradients(operation: Operation) -> bool:
+    if operation.node.meta.get("detached"):
+        return True
+    name: Any = operation.operator or getattr(operation.target, "__name__", operation.target)
+    return str(name) in _STOPS

@@ -1,0 +1,364 @@
+"""Find independent, isomorphic computations: the packs of operations that one batched operation could replace.
+
+The search is superword-level parallelism (Larsen and Amarasinghe, PLDI 2000) on whole tensors: operations get a colour
+from what they compute and from the colours of what they read, operations of one colour form a pack, and packs grow
+along the dataflow from the linear layers on. Equal colours imply equal levels, so the members of a pack cannot depend
+on one another.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+
+from ....compat import own_tensor, submodule
+from ....passes.operators import POINTWISE, function_path
+from ..inlining import Expansion, Operation, expand, module_signature, state_names
+from .canonicalization import form_of, packable
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
+from .picks import is_one_of_several_places, selected, selection
+from .ranks import dimensional_slots, operand_ranks
+
+if TYPE_CHECKING:
+    from ....tracing.program import Program
+
+__all__ = ["Ensembles", "find_ensembles"]
+
+_SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
+_NUMBER = re.compile(r"\d+")
+
+
+class Ensembles:
+    """The ensembles of a program, each home's looked for once until the program changes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[str, int, bool], list[Ensemble]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> Ensembles:
+        return cls(program)
+
+    def of(self, home: str, variant: int, flipped: bool) -> list[Ensemble]:
+        key = (home, variant, flipped)
+        if key not in self._known:
+            expansion = expand(self._program, home, variant, flipped=flipped)
+            self._known[key] = _search(expansion, self._program.module(home))
+        return self._known[key]
+
+
+def find_ensembles(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> list[Ensemble]:
+    """Return the ensembles of at least two members in what `home` computes, in execution order; see `expand`."""
+    return program.analyses[Ensembles].of(home, variant, flipped)
+
+
+def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
+    """Look for members by their places in the module tree first, then among the rest by structure alone."""
+    found: list[Ensemble] = []
+    taken: set[Operation] = set()
+    for by_place in (True, False):
+        search = _Search(home, by_place)
+        for operation in expansion.operations:
+            if operation not in taken:
+                search.color(operation)
+        for members in list(search.classes.values()):
+            search.pack(members)
+        ensembles = [ensemble for ensemble in search.ensembles() if not _belongs_to_a_child(ensemble)]
+        found.extend(ensembles)
+        taken.update(member for ensemble in ensembles for pack in ensemble.packs for member in pack.members)
+    return found
+
+
+def _belongs_to_a_child(ensemble: Ensemble) -> bool:
+    """Say whether all of it lies in one opened call: then it is found there, without opening that call here."""
+    members = [member for pack in ensemble.packs for member in pack.members]
+    return all("/" in member.name for member in members) and len({member.call for member in members}) == 1
+
+
+class _Search:
+    """The state of one search: colours, packs and which pack each operation is in."""
+
+    def __init__(self, home: nn.Module, by_place: bool) -> None:
+        self.home = home
+        self.by_place = by_place
+        self.colors: dict[Operation, int] = {}
+        self.classes: dict[object, list[Operation]] = {}
+        self.numbers: dict[object, int] = {}
+        self.located: dict[Operation, tuple[Pack, int]] = {}
+        self.packs: list[Pack] = []
+        self.same: dict[Operation, Operation] = {}
+        self.sizes: dict[object, Operation] = {}
+        self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
+        self.values: dict[str, object] = {}
+        self.places: dict[str, tuple[str, bool]] = {}
+        self.modules: dict[str, nn.Module | None] = {"": home}
+
+    def color(self, operation: Operation) -> None:
+        """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
+        if not packable(operation):
+            return
+        if is_one_of_several_places(operation):
+            return
+        template, text, operands = self.form_of(operation)
+        seed = operation.operator == "linear" or (operation.operator in _SIZES and selected(operands[0]) is not None)
+        if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
+            self.number(operation, text, operands)
+            return
+        what = operation.operator if _in_one_spelling(operation) else function_path(operation.node)
+        signature = (what, text, *(self.describe(operand) for operand in operands))
+        self.forms[operation] = template, operands
+        self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
+        self.classes.setdefault(signature, []).append(operation)
+
+    def number(self, operation: Operation, text: str, operands: Sequence[Operation]) -> None:
+        """Let equal calculations with sizes, which each member does for itself, count as one value."""
+        if _is_size(operation):
+            key = (operation.operator, text, *(id(self.same.get(o, o)) for o in operands))
+            self.same[operation] = self.sizes.setdefault(key, operation)
+
+    def form_of(self, operation: Operation) -> tuple[tuple[Any, ...], str, list[Operation]]:
+        """Return an operation's arguments with slots for the operands, the text of these, and the operands."""
+        form = form_of(operation)
+        operands = [operation.inputs[place] for place in form.order]
+        if operation.kind != "call_module":
+            return form.arguments, form.text, operands
+        path = str(operation.target)
+        module = self.home.get_submodule(path)
+        state = [state_operand(operation, f"{path}.{name}") for name in state_names(module)]
+        template = (*form.arguments, module_signature(module), len(operands))
+        return template, repr(template), [*operands, *state]
+
+    def is_state(self, operand: Operation) -> bool:
+        return operand.kind == "get_attr" and isinstance(self.value(str(operand.target)), nn.Parameter)
+
+    def value(self, name: str) -> object:
+        """Return the attribute of a dotted name, looked up once."""
+        if name not in self.values:
+            path, _, last = name.rpartition(".")
+            module = self.module(path)
+            tensor = None if module is None else own_tensor(module, last)
+            self.values[name] = getattr(module, last, None) if tensor is None else tensor
+        return self.values[name]
+
+    def module(self, path: str) -> nn.Module | None:
+        """Return the module at a dotted path, looked up once."""
+        if path not in self.modules:
+            self.modules[path] = submodule(self.home, path)
+        return self.modules[path]
+
+    def describe(self, operand: Operation) -> object:
+        if operand in self.colors:
+            return "color", self.colors[operand]
+        if operand.kind == "get_attr":
+            return self.describe_attribute(str(operand.target))
+        if operand in self.same:
+            return "shared", self.same[operand].name
+        picked = selected(operand)
+        if picked is not None:
+            return "select", picked[0].name, picked[1]
+        if len(operand.users) > 1:
+            return "shared", operand.name
+        return "own", operand.level, repr(operand.example)
+
+    def describe_attribute(self, name: str) -> object:
+        value = self.value(name)
+        path, _, last = name.rpartition(".")
+        place = self.place(path, last) if self.by_place else ""
+        if isinstance(value, torch.Tensor):
+            return "attribute", place, value.shape, value.dtype, value.device
+        return ("flag", place) if _is_flag(name, value) else ("constant", name)
+
+    def place(self, path: str, last: str) -> str:
+        """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
+        if path not in self.places:
+            outer, _, name = path.rpartition(".")
+            in_dictionary = isinstance(self.module(path), (nn.ModuleDict, nn.ParameterDict))
+            self.places[path] = (self.place(outer, name) if path else "", in_dictionary)
+        around, in_dictionary = self.places[path]
+        return f"{around}.{'*' if in_dictionary else _without_numbers(last)}"
+
+    def pack(self, members: Sequence[Operation]) -> None:
+        for group in self.align(members):
+            pack = self.form(group) if len(group) > 1 else None
+            if pack is None:
+                continue
+            self.packs.append(pack)
+            for position, member in enumerate(group):
+                self.located[member] = pack, position
+
+    def align(self, members: Sequence[Operation]) -> list[list[Operation]]:
+        """Split one colour into groups ordered like the packs that they read; linears on outer inputs are one group."""
+        sources = [self.sources(member) for member in members]
+        if not any(sources):
+            return self.by_use(members)
+        groups: dict[tuple[int, int], dict[int, Operation]] = defaultdict(dict)
+        ranks: dict[tuple[int, int], int] = defaultdict(int)
+        for member, source in zip(members, sources, strict=True):
+            if not source:
+                continue
+            pack, position = source[0]
+            rank = ranks[id(pack), position]
+            ranks[id(pack), position] += 1
+            groups[id(pack), rank][position] = member
+        complete = {id(pack): pack.size for source in sources for pack, _ in source[:1]}
+        full = [
+            [group[i] for i in range(complete[pack])]
+            for (pack, _), group in groups.items()
+            if len(group) == complete[pack]
+        ]
+        # Members that are alike up to here and differ later: those still alike go on together.
+        grouped = {member for group in full for member in group}
+        return [*full, [member for member in members if member not in grouped]]
+
+    def by_use(self, members: Sequence[Operation]) -> list[list[Operation]]:
+        """Split operations into the first uses of their last operand (mostly a parameter), second uses and so on."""
+        uses: Counter[object] = Counter()
+        groups: list[list[Operation]] = []
+        for member in members:
+            read = self.forms[member][1][-1]
+            key = read.target if read.kind == "get_attr" else read
+            if uses[key] == len(groups):
+                groups.append([])
+            groups[uses[key]].append(member)
+            uses[key] += 1
+        return groups if len(groups[0]) > 1 else [list(members)]
+
+    def sources(self, member: Operation) -> list[tuple[Pack, int]]:
+        return [self.located[operand] for operand in self.forms[member][1] if operand in self.located]
+
+    def form(self, group: Sequence[Operation]) -> Pack | None:
+        """Return the pack of `group`, or None where an operand cannot be given to all members at once."""
+        first = group[0]
+        template, operations = self.forms[first]
+        columns = zip(*(self.forms[member][1] for member in group), strict=True)
+        operands = [self.operand(column) for column in columns]
+        if any(operand is None for operand in operands):
+            return None
+        found = tuple(operand for operand in operands if operand is not None)
+        if all(isinstance(operand, (Shared, Flags)) for operand in found):
+            return None  # one computation, several times: nothing to batch
+        if first.operator == "linear" and not _linear_is_batchable(found):
+            return None
+        state: tuple[str, ...] = ()
+        module = None
+        if first.kind == "call_module":
+            *template, _, inputs = template
+            module = self.home.get_submodule(str(first.target))
+            state = tuple(str(o.target).removeprefix(f"{first.target}.") for o in operations[inputs:])
+        path = "" if first.kind == "call_module" else function_path(first.node) or ""
+        ranks = tuple(operand_ranks(operand, self.home) for operand in found)
+        return Pack(
+            first.operator or "", tuple(group), tuple(template), found, ranks, dimensional_slots(found, self.home),
+            path, result_kind(first, found), state, module,
+        )  # fmt: skip
+
+    def operand(self, column: tuple[Operation, ...]) -> Operand | None:
+        """Return how all members' values of one argument are had at once, or None."""
+        column = tuple(self.same.get(operand, operand) for operand in column)
+        if all(_same_value(operand, column[0]) for operand in column):
+            return Shared(column[0])
+        pack = self.packed(column)
+        if pack is not None:
+            return pack
+        if all(operand.kind == "get_attr" for operand in column):
+            return self.attributes(tuple(str(operand.target) for operand in column))
+        distinct = len(set(column)) == len(column) and not any(map(_is_no_tensor, column))
+        return selection(column) or (Gathered(column) if distinct else None)
+
+    def attributes(self, names: tuple[str, ...]) -> Operand | None:
+        if all(_is_flag(name, self.value(name)) for name in names):
+            return Flags(names)
+        return Parameters(names) if all(map(self.is_lasting, names)) else None
+
+    def is_lasting(self, name: str) -> bool:
+        """Say whether `name` is a parameter or a buffer that state dicts hold."""
+        path, _, last = name.rpartition(".")
+        module = self.module(path)
+        if module is None:
+            return False
+        owner = vars(module)
+        kept = last in owner["_buffers"] and last not in owner["_non_persistent_buffers_set"]
+        return kept or isinstance(owner["_parameters"].get(last), nn.Parameter)
+
+    def packed(self, column: Sequence[Operation]) -> Pack | None:
+        """Return the pack that `column` is, in the same order, or None."""
+        places = [self.located.get(operand) for operand in column]
+        pack = places[0][0] if places[0] else None
+        if pack is None or any(place != (pack, i) for i, place in enumerate(places)) or pack.size != len(column):
+            return None
+        return pack
+
+    def ensembles(self) -> list[Ensemble]:
+        owner: dict[Pack, Ensemble] = {}
+        first: dict[Parameters, Pack] = {}
+        for pack in sorted(self.packs, key=lambda pack: max(member.index for member in pack.members)):
+            stacks = [first.setdefault(source, pack) for source in pack.operands if isinstance(source, Parameters)]
+            sources = [
+                source for source in (*pack.operands, *stacks) if isinstance(source, Pack) and source is not pack
+            ]
+            joined = dict.fromkeys(owner[source] for source in sources)
+            ensemble = Ensemble([p for part in joined for p in part.packs] + [pack])
+            owner.update(dict.fromkeys(ensemble.packs, ensemble))
+        unique = dict.fromkeys(owner.values())
+        for ensemble in unique:
+            ensemble.packs.sort(key=lambda pack: max(member.index for member in pack.members))
+        return [ensemble for ensemble in unique if any(True for _ in ensemble.parameters)]
+
+
+def _is_no_tensor(operation: Operation) -> bool:
+    return _is_size(operation) if operation.example is None else not hasattr(operation.example, "dtype")
+
+
+@functools.lru_cache(4096)
+def _without_numbers(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _is_flag(name: str, value: object) -> bool:
+    return isinstance(value, bool) and name.rpartition(".")[2] == "training"
+
+
+def _is_size(operation: Operation) -> bool:
+    """Say whether a value is a whole number or several: a size, or what was calculated with sizes."""
+    value = operation.example
+    if isinstance(value, tuple):
+        return all(type(item) is int for item in cast("tuple[object, ...]", value))
+    if value is not None:
+        return type(value) is int
+    calculated = operation.operator == "getitem" or operation.operator in POINTWISE
+    return operation.operator in _SIZES or (calculated and all(map(_is_size, operation.inputs)))
+
+
+def _in_one_spelling(operation: Operation) -> bool:
+    return operation.kind == "call_module" or operation.operator == "linear" or operation.operator in POINTWISE
+
+
+def state_operand(operation: Operation, name: str) -> Operation:
+    """Return the read of a tensor or flag that a module call implies."""
+    return Operation(name, "get_attr", name, (), {}, None, operation.node, operation.call, operation.index)
+
+
+def result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["stacked", "several", "common"]:
+    """Return what a batched call of the operation gives; see `Pack`."""
+    if operation.operator in _SIZES or not any(map(is_stacked, operands)):
+        return "common"
+    if operation.operator in ("chunk", "split", "tensor_split", "unbind", "recurrent"):
+        return "several"
+    return "several" if isinstance(operation.example, tuple) else "stacked"
+
+
+def _same_value(one: Operation, other: Operation) -> bool:
+    return one is other or (one.kind == other.kind == "get_attr" and one.target == other.target)
+
+
+def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
+    _, weight, *bias = operands
+    if isinstance(weight, Shared):
+        return all(isinstance(b, Shared) for b in bias)
+    return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)

@@ -1,0 +1,158 @@
+"""Where an ensemble is computed: a home may have several graphs, and its parameters are stacked for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx, nn
+
+from ....compat import modules_by_name, submodule
+from ....errors import MatchFailure
+from ....tracing.captured import Guard, Variant
+from ....tracing.portable import copy_graph
+from ..inlining import Case, Expansion, Operation, cases_of, expand
+from .isomorphism import find_ensembles
+from .joins import find_joins
+from .packs import Ensemble, Parameters
+
+if TYPE_CHECKING:
+    from ....tracing.program import Program
+
+__all__ = ["Place", "places_of", "present_cases", "rewritten_variants"]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An ensemble in one graph of its home, and in one mode.
+
+    Attributes:
+        case: which graph and mode.
+        expansion: of that graph in that mode.
+        ensemble: the members as they are there.
+    """
+
+    case: Case
+    expansion: Expansion
+    ensemble: Ensemble
+
+    @property
+    def assumed(self) -> tuple[Guard, ...]:
+        """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
+        calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
+        guards = (guard for call in calls for guard in self.expansion.assumed.get(call, ()))
+        return tuple(dict.fromkeys(guards))
+
+    @property
+    def covered(self) -> set[Operation]:
+        """Return the operations of the members, and those that join their results."""
+        members = {member for pack in self.ensemble.packs for member in pack.members}
+        return members | {
+            removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
+        }
+
+    def opened(self, home: nn.Module) -> Iterator[str]:
+        """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
+        covered = sorted(self.covered, key=lambda operation: operation.index)
+        for operation in covered:
+            if operation.kind == "call_module":
+                path = str(operation.target)
+                module = submodule(home, path)
+                yield from (
+                    f"{path}.{name}".rstrip(".") for name in ({} if module is None else modules_by_name(module))
+                )
+        for call in dict.fromkeys(operation.call for operation in covered):
+            yield from self.expansion.opened.get(call, ())
+
+    def is_for(self, training: bool, *, now: bool) -> bool:
+        """Say whether it may run in a mode, given the home's mode `now`."""
+        depends = self.case.asks or any(guard.asks_for_training for guard in self.assumed)
+        return not depends or (now is not self.case.flipped) is training
+
+
+def present_cases(program: Program, home: str) -> list[Case]:
+    """Return the graphs of a home that may run in its present mode."""
+    return [case for case in cases_of(program, home) if not case.flipped]
+
+
+def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> list[Place]:
+    """Return where an ensemble that was found in one graph is computed in all graphs of its home and in both modes.
+
+    Raises:
+        MatchFailure: if some graph computes with its parameters otherwise.
+    """
+    places = [Place(case, expand(program, home, case.variant, flipped=case.flipped), ensemble)]
+    for other in cases_of(program, home):
+        if other == case or _is_covered(other, places):
+            continue
+        expansion = expand(program, home, other.variant, flipped=other.flipped)
+        same = _same_ensemble(ensemble, other, program, home)
+        if same is not None:
+            places.append(Place(other, expansion, same))
+        elif _reads_any(expansion, [name for operand in ensemble.parameters for name in operand.names]):
+            raise MatchFailure(f"{_described(other, program, home)} computes with its members otherwise")
+    return places
+
+
+def rewritten_variants(
+    rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Variant]
+) -> tuple[list[Variant], list[int]]:
+    """Return all graphs of a home, some of them rewritten, and the numbers of those they were made from.
+
+    A row holds the places of all ensembles that were rewritten in one graph and mode; `graphs` has the graph of each.
+    Numbers stay what they are, for other sites of the same home; where one graph becomes two, the second comes last.
+    """
+    replaced = {row[0].case.variant for row in rows}
+    variants = [
+        variant if number in replaced else dataclasses.replace(variant, graph=copy_graph(variant.graph))
+        for number, variant in enumerate(before)
+    ]
+    made_from, rewritten = list(range(len(before))), set[int]()
+    for row, graph in zip(rows, graphs, strict=True):
+        number = row[0].case.variant
+        old = before[number]
+        guards = dict.fromkeys((*old.guards, *(guard for place in row for guard in place.assumed)))
+        new = dataclasses.replace(old, guards=tuple(guards), graph=graph)
+        if number in rewritten:
+            variants.append(new)
+            made_from.append(number)
+        else:
+            variants[number] = new
+        rewritten.add(number)
+    return variants, made_from
+
+
+def _is_covered(case: Case, places: Sequence[Place]) -> bool:
+    """Say whether the same graph was looked at in a mode on which nothing in the members depends."""
+    known = [place for place in places if place.case.variant == case.variant]
+    return bool(known) and not any(guard.asks_for_training for place in known for guard in place.assumed)
+
+
+def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, home: str) -> Ensemble | None:
+    wanted = _positions(ensemble)
+    found = find_ensembles(program, home, case.variant, flipped=case.flipped)
+    return next((other for other in found if _positions(other) == wanted), None)
+
+
+def _positions(ensemble: Ensemble) -> set[Parameters]:
+    return set(ensemble.parameters)
+
+
+def _reads_any(expansion: Expansion, names: Sequence[str]) -> bool:
+    """Say whether a graph reads one of these tensors, itself or in a call that stays closed."""
+    tensors = frozenset(names)
+    for operation in expansion.operations:
+        target = f"{operation.target}"
+        if operation.kind == "get_attr" and target in tensors:
+            return True
+        if operation.kind == "call_module" and any(name.startswith(f"{target}.") for name in names):
+            return True
+    return False
+
+
+def _described(case: Case, program: Program, home: str) -> str:
+    training = program.module(home).training is not case.flipped
+    kind = "the graph" if len(program.captures[home].variants) == 1 else f"graph {case.variant}"
+    return f"{kind} of this module in {'training' if training else 'evaluation'}"

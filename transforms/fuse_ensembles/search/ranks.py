@@ -1,0 +1,80 @@
+"""What decides how many dimensions an operand has: that may differ from call to call, so no example is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ....passes.operators import KEEP_RANK, POINTWISE
+from ..inlining import Operation
+from .packs import Operand, Pack, Parameters, Selected, Shared, attribute
+
+__all__ = ["dimensional_slots", "operand_ranks"]
+
+_HAVE_DIMENSIONS = frozenset(
+    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm "
+    "group_norm rms_norm batch_norm recurrent module embedding stack cat unsqueeze flatten unflatten chunk split glu "
+    "bmm pad interpolate scaled_dot_product_attention tril triu".split()
+)
+"""Operators whose results have one dimension at the least, whatever they read."""
+
+
+def operand_ranks(operand: Operand, home: nn.Module) -> frozenset[object]:
+    """Return what decides an operand's number of dimensions; nothing where it has one at the most."""
+    match operand:
+        case Pack():
+            return operand.ranks if operand.result == "stacked" else frozenset[object]()
+        case Shared() if _is_flat(operand.operation.example) or _is_flat_attribute(operand.operation, home):
+            return frozenset()
+        case Parameters() if _is_flat(attribute(home, operand.names[0])):
+            return frozenset()
+        case Selected():
+            return frozenset((Selected(operand.source, 0),))
+        case _:
+            return frozenset((operand,))
+
+
+def dimensional_slots(operands: Sequence[Operand], home: nn.Module) -> frozenset[int]:
+    """Return the positions of stacked operands of which each member has one dimension at the least, at every call."""
+    return frozenset(slot for slot, operand in enumerate(operands) if _has_dimensions(operand, home))
+
+
+def _has_dimensions(operand: Operand, home: nn.Module) -> bool:
+    if isinstance(operand, Parameters):
+        tensor = attribute(home, operand.names[0])
+        return isinstance(tensor, torch.Tensor) and tensor.dim() > 0
+    if not isinstance(operand, Pack):
+        return False
+    if operand.operator in POINTWISE:
+        return bool(operand.dimensional)
+    return operand.operator in _HAVE_DIMENSIONS or _keeps_dimensions(operand)
+
+
+def _keeps_dimensions(pack: Pack) -> bool:
+    """Say whether an operator keeps dimensions of its first operand, or is told how many to give."""
+    args, _ = pack.arguments
+    if pack.operator in ("view", "reshape", "expand"):
+        sizes: tuple[Any, ...] = args[1:]
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            return len(cast("Sequence[Any]", sizes[0])) > 0
+        return len(sizes) > 1
+    if pack.operator == "getitem":
+        index = args[1]
+        parts = cast("tuple[object, ...]", index if isinstance(index, tuple) else (index,))
+        source = pack.operands[0]
+        several = isinstance(source, Pack) and source.result == "several" and source.operator in _HAVE_DIMENSIONS
+        return several or any(part is None or isinstance(part, slice) for part in parts)
+    return pack.operator in KEEP_RANK and pack.has_dimensions(0)
+
+
+def _is_flat(value: object) -> bool:
+    """Say whether a value is a number, or a parameter or buffer with one dimension at the most."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
+
+
+def _is_flat_attribute(operation: Operation, home: nn.Module) -> bool:
+    return operation.kind == "get_attr" and _is_flat(attribute(home, str(operation.target)))

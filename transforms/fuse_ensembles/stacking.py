@@ -1,0 +1,280 @@
+"""Write ensembles into the graphs of their home: stack their tensors, and leave live views in the old places."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx, nn
+
+from ...compat import own_children, own_tensor, submodule
+from ...errors import MatchFailure
+from ...layers.members import FusedMembers, attach_member
+from ...passes.owners import Owner
+from ...passes.state_map import Stack
+from ...tracing.capture import capture_of, required_capture
+from ...tracing.observe import INTERNAL
+from .inlining import Case, Operation
+from .lowerings import Lowering, Unit, Writer, covered_operations, lower, rebuild
+from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
+
+if TYPE_CHECKING:
+    from ...passes.base import Site
+    from ...passes.edit import Edit
+    from ...tracing.program import Program
+
+__all__ = ["common_name", "fuse", "tensor_of"]
+
+
+def fuse(sites: Sequence[Site], edit: Edit) -> None:
+    """Rewrite sites of one home; ensembles that are computed in the same graphs are written at once.
+
+    Raises:
+        MatchFailure: if one of them cannot be written; `edit.site` is that one.
+    """
+    left = list(sites)
+    while left:
+        located = [_located(site, edit) for site in left]
+        cases = [each.cases for each in located]
+        count = next((n for n, other in enumerate(cases) if other != cases[0]), len(left))
+        _rewrite(located[:count], edit)
+        left = left[count:]
+
+
+def _choice(site: Site) -> str:
+    return site.choice or site.choices[0]
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A site's ensemble in the graphs as they are now."""
+
+    site: Site
+    ensemble: Ensemble
+    places: Sequence[Place]
+
+    @property
+    def cases(self) -> list[Case]:
+        return [place.case for place in self.places]
+
+
+def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
+    """Rewrite ensembles that are computed in the same graphs and modes."""
+    stacks = [_stack_parameters(each, edit) for each in located]
+    rows = list(zip(*(each.places for each in located), strict=True))
+    graphs = [_lowered(row, located, [names for _, _, names in stacks], edit) for row in rows]
+    site = located[0].site
+    edit.set_variants(*rewritten_variants(rows, graphs, required_capture(site.program.module(site.home)).variants))
+    for each, (store, stored, _) in zip(located, stacks, strict=True):
+        opened = [path for place in each.places for path in place.opened(edit.home)]
+        _close(_views(stored, store), opened, edit, store)
+
+
+def _lowered(
+    row: Sequence[Place], located: Sequence[_Located], names: Sequence[Mapping[tuple[str, ...], str]], edit: Edit
+) -> fx.Graph:
+    """Return a graph of the home with the ensembles in it written as batched operations."""
+    site, expansion = located[0].site, row[0].expansion
+    units: list[Unit] = []
+    covered: set[Operation] = set()
+    for place, each, stacked in zip(row, located, names, strict=True):
+        lowering = _lowering(place, each.site, stacked, edit)
+        with edit.at(each.site):
+            units += [_of_site(unit, each.site, edit) for unit in lower(lowering)]
+        covered |= covered_operations(lowering)
+    return rebuild(site.program.graph(site.home, row[0].case.variant), expansion, units, covered)
+
+
+def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
+    """Let what a unit writes, and what it cannot write, be known as the site's."""
+
+    def emit(writer: Writer) -> None:
+        with edit.at(site):
+            last = next(reversed(writer.graph.nodes), None)
+            unit.emit(writer)
+            for node in itertools.takewhile(lambda node: node is not last, reversed(writer.graph.nodes)):
+                edit.sign(node)
+
+    return dataclasses.replace(unit, emit=emit)
+
+
+def _lowering(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edit: Edit) -> Lowering:
+    name = f"vectorized_{common_name(place.ensemble, edit.owner)}".replace(".", "_")
+    return Lowering(
+        place.ensemble, _choice(site), names,
+        lambda module: edit.add_module(module, name=name),
+        place.expansion.may_restart,
+    )  # fmt: skip
+
+
+def _located(site: Site, edit: Edit) -> _Located:
+    """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
+    case = next(case for case in present_cases(site.program, site.home) if case.variant == site.variant)
+    found = site.program.analyses[_Members].of(site.home, site.variant)
+    ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
+    with edit.at(site):
+        if ensemble is None:
+            raise MatchFailure("an earlier rewrite took some of its members")
+        return _Located(site, ensemble, places_of(ensemble, case, site.program, site.home))
+
+
+class _Members:
+    """The ensembles of each graph by the names of their members' operations."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[str, int], dict[frozenset[str], Ensemble]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _Members:
+        return cls(program)
+
+    def of(self, home: str, variant: int) -> dict[frozenset[str], Ensemble]:
+        if (home, variant) not in self._known:
+            self._known[home, variant] = {
+                frozenset(_written_out(member.name) for pack in ensemble.packs for member in pack.members): ensemble
+                for ensemble in find_ensembles(self._program, home, variant)
+            }
+        return self._known[home, variant]
+
+
+def _written_out(name: str) -> str:
+    """Return the name that an operation inside an opened call gets as a node of the home."""
+    return name.replace("/", "_")
+
+
+def _stack_parameters(
+    located: _Located, edit: Edit
+) -> tuple[FusedMembers, dict[tuple[str, ...], str], dict[tuple[str, ...], str]]:
+    """Stack the members' tensors in one new child; return it, the names there and those in the home."""
+    home, ensemble = edit.home, located.ensemble
+    stored = _store_names(ensemble)
+    input_first = _weights_of_shared_input(ensemble) if "wide_input_first" in _choice(located.site) else ()
+    members = {stored[o.names]: [tensor_of(home, name) for name in o.names] for o in ensemble.parameters}
+    stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
+    stacked.update({stored[names]: _input_first(stacked[stored[names]]) for names in input_first})
+    parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
+    buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
+    store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
+    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.owner)}".replace(".", "_"))
+    for operand in ensemble.parameters:
+        edit.record_state(Stack(operand.names, f"{child}.{stored[operand.names]}"))
+    return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
+
+
+def _weights_of_shared_input(ensemble: Ensemble) -> list[tuple[str, ...]]:
+    """Return the weights of the linears that all read one input."""
+    linears = (pack.operands for pack in ensemble.packs if pack.operator == "linear")
+    return [o[1].names for o in linears if isinstance(o[0], Shared) and isinstance(o[1], Parameters)]
+
+
+def _input_first(weight: torch.Tensor) -> torch.Tensor:
+    """Return a stacked weight [N, out, in] whose memory is that of a contiguous [in, N, out]."""
+    return weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
+_Views = dict[str, dict[str, tuple[FusedMembers, str, int]]]
+
+
+def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
+    """Return path of a member's module -> name of its tensor -> the slice that takes its place."""
+    views: _Views = {}
+    for names, place in places.items():
+        for index, name in enumerate(names):
+            path, _, last = name.rpartition(".")
+            views.setdefault(path, {})[last] = (store, place, index)
+    return views
+
+
+def _close(views: _Views, opened: Iterable[str], edit: Edit, store: FusedMembers) -> None:
+    """Leave views of what was stacked, and refuse changes to members and opened modules that would have no effect."""
+    owner = edit.owner
+    views = {owner.path(path): slices for path, slices in views.items()}
+    seals, opened = _parents(views), dict.fromkeys(map(owner.path, opened))
+    if owner.regions:  # they would go on with the store that they borrowed
+        seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
+    alike: dict[frozenset[str], frozenset[str]] = {}  # members have the same settings: they share one set of names
+    undo: list[Callable[[], None]] = []
+    try:
+        for path in dict.fromkeys((*views, *seals, *opened)):
+            module, sealed = _module(owner.module, path), seals.get(path, _NOTHING)
+            names = frozenset((*sealed, *_settings(module), "forward") if path in opened else sealed)
+            undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
+    finally:
+        edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
+
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+def _module(home: nn.Module, path: str) -> nn.Module:
+    module = submodule(home, path)
+    if module is None:
+        raise LookupError(f"there is no module '{path}'")
+    return module
+
+
+def _settings(module: nn.Module) -> Iterable[str]:
+    """Return the attributes of a module that its graph was read from: its children, and settings such as a slope."""
+    capture = capture_of(module)
+    if capture is not None:
+        return *own_children(module), *capture.reads
+    return [name for name in vars(module) if not name.startswith("_") and name not in INTERNAL]
+
+
+def _parents(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return parent path -> names of the children on the way to a member."""
+    parents: dict[str, set[str]] = {}
+    for path in paths:
+        while path:
+            parent, _, last = path.rpartition(".")
+            parents.setdefault(parent, set()).add(last)
+            path = parent
+    return parents
+
+
+def _store_names(ensemble: Ensemble) -> dict[tuple[str, ...], str]:
+    """Name each stacked parameter after its place within a member: `heads.*.0.weight` becomes `weight_0`."""
+    operands = list(ensemble.parameters)
+    shared = len(_common_prefix([name.split(".") for operand in operands for name in operand.names]))
+    names: dict[tuple[str, ...], str] = {}
+    for operand in operands:
+        columns = list(zip(*(name.split(".") for name in operand.names), strict=False))[shared:-1]
+        place = [column[0] for column in columns if len(set(column)) == 1]
+        name = "_".join([operand.names[0].rpartition(".")[2], *place])
+        taken = set(names.values())
+        names[operand.names] = next(n for n in _numbered(name) if n not in taken)
+    return names
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in itertools.count(1):
+        yield f"{name}_{number}"
+
+
+def common_name(ensemble: Ensemble, owner: Owner) -> str:
+    """Return the container that the members have in common, as their owner calls it, or `members`."""
+    names = (owner.path(name) for operand in ensemble.parameters for name in operand.names)
+    prefix = _common_prefix([name.split(".")[:-1] for name in names])
+    return ".".join(prefix) or "members"
+
+
+def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    every = [tuple(path) for path in paths]
+    first, last = min(every), max(every)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
+
+
+def tensor_of(home: nn.Module, name: str) -> torch.Tensor:
+    """Return the tensor that a dotted name means."""
+    path, _, last = name.rpartition(".")
+    value = own_tensor(_module(home, path), last)
+    if value is None:
+        raise LookupError(f"'{name}' is not a tensor")
+    return value
