@@ -22,6 +22,7 @@ from .sources import (
     Term,
     Writer,
     constant,
+    is_training,
     key_of,
     reader,
     type_of,
