@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .guards import Equals, Guard, Has, Is, IsNot, equal, of_class, of_type
 from .record import Computed
-from .session import Untraceable
+from .recorder import Untraceable
 from .signature import Absent, Signature
 from .sources import Argument, Attribute, Call, Known, Source, item_of, key_of, length_of, type_of
 from .structure import is_namedtuple

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,10 +14,8 @@ from .changes import Change
 from .guards import Guard, Lacks, Truth, equal, is_tensor, of_type
 from .observe import INTERNAL
 from .proxy import ValueProxy
+from .recorder import Recorder
 from .sources import SELF, Attribute, Dictionary, Source, key_of, module_at
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["Assignments", "State", "assign"]
 
@@ -42,14 +40,28 @@ class Assignments:
 
     Args:
         tracer: the trace that they belong to.
+        by_calls: module -> its own attributes that calls set.
+        state: attributes that modules are to have, where they are not those that they have now.
+        keep: makes a node of a tensor that a module holds now.
 
     Attributes:
         nodes: those that set an attribute.
         names: of the traced module's own attributes that calls set.
         guards: conditions under which what was read of such attributes is the same again.
+        left: attributes that the call leaves, where the next one may need another graph; else None.
     """
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(
+        self,
+        tracer: Recorder,
+        by_calls: Mapping[nn.Module, frozenset[str]],
+        state: State,
+        keep: Callable[[Tensor], object],
+    ) -> None:
+        self.by_calls = by_calls
+        self.state = state
+        self.left: State | None = None
+        self._keep = keep
         self.nodes: list[fx.Node] = []
         self._tracer = tracer
         self.names: set[str] = set()
@@ -59,9 +71,9 @@ class Assignments:
         self._read: set[_Place] = set()
         self._written: dict[_Place, Any] = {}
 
-    def begin(self, state: State) -> None:
+    def begin(self) -> None:
         """Give modules the attributes that they had when the call to trace was recorded."""
-        for (module, name), value in state.items():
+        for (module, name), value in self.state.items():
             self._before.setdefault((module, name), _held(module, name))
             _put(module, name, value)
 
@@ -105,7 +117,7 @@ class Assignments:
         now = _held(module, name)
         self._start.setdefault((module, name), now)
         if isinstance(now, Tensor):
-            self._tracer.attributes.of_tensor(now)  # whoever holds it will go on with it, and not with the new one
+            self._keep(now)  # whoever holds it will go on with it, and not with the new one
         graph = self._tracer.graph
         setter = graph.get_attr(_setter(path))
         node = graph.call_function(assign, (setter, name, self._tracer.constant(value)))
@@ -118,7 +130,7 @@ class Assignments:
     def settle(self, seen: Collection[str]) -> None:
         """Make guards of what was read, and see what the call leaves; `seen` are names read of the module itself."""
         module = self._tracer.module
-        set_by_calls = self._tracer.assigned.get(module, frozenset())
+        set_by_calls = self.by_calls.get(module, frozenset())
         self._read |= {(module, name) for name in set_by_calls & set(seen) if (module, name) not in self._written}
         self.names = {name for owner, name in self._written if owner is module} | set_by_calls
         for owner, name in sorted(self._read, key=lambda place: place[1]):
@@ -132,7 +144,7 @@ class Assignments:
         after = {place: _example(value) for place, value in self._written.items()}
         for place in self._read & self._written.keys():
             if _guards_on(SELF, place[1], self._start[place]) != _guards_on(SELF, place[1], after[place]):
-                self._tracer.left = {**self._tracer.state, **after}
+                self.left = {**self.state, **after}
 
     def undo(self) -> None:
         """Put the attributes back as the call found them."""

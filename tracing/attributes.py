@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..compat import in_place_format
+from .assignments import Assignments
 from .child_questions import ChildQuestions
 from .expressions import question
-from .nested import items_of
+from .nested import NestedReads, items_of
 from .objects import has_attributes
 from .observe import INTERNAL
+from .open_contexts import OpenContexts
 from .proxy import ValueProxy
+from .recorder import Recorder
 from .sources import Source, attribute_at
 from .structure import copied
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["Attributes"]
 
@@ -31,17 +31,35 @@ class Attributes:
     Args:
         tracer: the trace they belong to.
         answers: what switches (`self.training`) are to answer, where it is not what they say now.
+        questions: what the forward asks of its children.
+        contexts: those that the forward opens.
+        assignments: the attributes that the forward sets.
+        nested: what the forward reads from plain objects.
+        called: tells whether a module, or one that it is inside of, was called.
     """
 
-    def __init__(self, tracer: ModuleTracer, answers: Mapping[Source, bool]) -> None:
+    def __init__(
+        self,
+        tracer: Recorder,
+        answers: Mapping[Source, bool],
+        questions: ChildQuestions,
+        contexts: OpenContexts,
+        assignments: Assignments,
+        nested: NestedReads,
+        called: Callable[[nn.Module], bool],
+    ) -> None:
         self._tracer = tracer
+        self.questions = questions
+        self._contexts = contexts
+        self._assignments = assignments
+        self._nested = nested
+        self._called = called
         self._answers = answers
         self._proxies: dict[str, ValueProxy] = {}
         self._names: dict[int, str] | None = None
         self._held: dict[int, ValueProxy] = {}
         self._new: set[int] = set()
         self.handed_on: set[int] = set()
-        self.questions = ChildQuestions(tracer)
 
     def proxy(self, target: str, value: Any) -> ValueProxy:
         """Return the proxy for the attribute called `target` as seen from the traced module."""
@@ -117,17 +135,17 @@ class Attributes:
 
     def note_plain(self, module: nn.Module, name: str, value: Any) -> None:
         """Note that an attribute of a module inside is read; the traced module's own are seen elsewhere."""
-        if name in self._tracer.assigned.get(module, frozenset()) and self._tracer.children.has_called(module):
+        if name in self._assignments.by_calls.get(module, frozenset()) and self._called(module):
             self._tracer.fail(f"it reads the attribute {name!r} of a child after a call that sets it")
-        if self._tracer.assignments.is_written(module, name):
+        if self._assignments.is_written(module, name):
             return
-        self._tracer.assignments.note_read(module, name)
+        self._assignments.note_read(module, name)
         if name in INTERNAL or name.startswith(("__", "_fxopt")) or isinstance(value, (Tensor, nn.Module)):
             return
         with self._tracer.session.aside():
             path = self._tracer.names.relative(self._tracer.home, module)
             if path:
-                self._tracer.nested.note_inside(path, name, value)
+                self._nested.note_inside(path, name, value)
 
     def read_training(self, module: nn.Module, value: bool) -> Any:
         """Answer a read of a training flag."""
@@ -144,8 +162,8 @@ class Attributes:
 
     def ask(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a question about a mode of torch; within a context that decides it, the answer never changes."""
-        args = tuple(self._tracer.contexts.plain(argument) for argument in args)
-        known = self._tracer.contexts.knows(function.__name__, args)
+        args = tuple(self._contexts.plain(argument) for argument in args)
+        known = self._contexts.knows(function.__name__, args)
         if known is not None:
             return known
         value = function(*args, **kwargs)
@@ -164,9 +182,9 @@ class Attributes:
         if path is None:
             return True
         target = f"{path}.{name}" if path else name
-        is_set = self._tracer.assignments.is_written(module, name)
+        is_set = self._assignments.is_written(module, name)
         if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
-            self._tracer.assignments.record(module, path, name, value)
+            self._assignments.record(module, path, name, value)
         return False
 
     def check_arrays(self, arrays: Iterable[tuple[Source, Any]]) -> None:

@@ -19,12 +19,12 @@ from .leaves import is_container, is_leaf, runs_as_sequential
 from .locate import raised_at
 from .names import ModelNames
 from .record import Call, Recording
+from .recorder import Untraceable
 from .sequential import SequentialCaptures
-from .session import Session, Untraceable
 from .signature import Signature, signature_of
 from .sources import Source
 from .spans import with_regions
-from .tracer import ModuleTracer
+from .tracer import ModuleTracer, TracingSession
 
 __all__ = ["Captures", "Opaque", "capture_modules", "further_variant", "variants_of_call"]
 
@@ -151,7 +151,7 @@ class _Case:
 
 
 class _Capturer:
-    def __init__(self, names: ModelNames, recording: Recording | None, session: Session) -> None:
+    def __init__(self, names: ModelNames, recording: Recording | None, session: TracingSession) -> None:
         self._names = names
         self._recording = recording
         self._session = session
@@ -276,8 +276,8 @@ class _Capturer:
                 continue
             flipped = [{**case.answers, f: not answer} for f, answer in tracer.decisions.flags.items()]
             found = [_Case(answers, case.attributes) for answers in flipped if answers.keys() != case.answers.keys()]
-            if tracer.left is not None and case.depth < _MAX_STATES:
-                found.append(_Case(case.answers, tracer.left, case.depth + 1))
+            if tracer.assignments.left is not None and case.depth < _MAX_STATES:
+                found.append(_Case(case.answers, tracer.assignments.left, case.depth + 1))
             pending += [case for case in found if case not in tried and case not in pending]
 
     def _fitting(self, module: nn.Module, calls: Sequence[Call | None]) -> list[Signature]:

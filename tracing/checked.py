@@ -67,7 +67,7 @@ def _span(position: tuple[int | None, int | None, int | None, int | None]) -> tu
     return line, column, end_line, end_column
 
 
-def patch_checks(session: Session) -> None:
+def patch_checks(session: Session[Any]) -> None:
     """Send the checks that traced code makes to its tracer."""
     session.wrap(torch, "_check", _check)
     library = sys.modules.get("transformers.utils.import_utils")

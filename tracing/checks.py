@@ -12,8 +12,8 @@ from .cleanup import late_checks
 from .decisions import Decisions
 from .draws import draws, function_draws_from_host, module_draws, tree_draws_from_host
 from .guards import require
+from .recorder import Untraceable
 from .rollback import Path, keep
-from .session import Untraceable
 
 __all__ = ["order_checks"]
 

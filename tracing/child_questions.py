@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -20,12 +20,11 @@ from .dynamic import user_class
 from .guards import Guard, Lacks, equal, of_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
+from .nested import NestedReads
 from .outside_places import class_attribute
 from .outside_reads import guards_on
+from .recorder import Recorder
 from .sources import Attribute, Method, key_of, module_at, type_of
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["ChildQuestions"]
 
@@ -41,9 +40,10 @@ class ChildQuestions:
         read: names of the module's own children that were read for more than to be called.
     """
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(self, tracer: Recorder, nested: NestedReads) -> None:
         self.read: set[str] = set()
         self._tracer = tracer
+        self._nested = nested
 
     def note_read(self, module: nn.Module, name: str, value: nn.Module | None, frame: FrameType) -> None:
         """Note that a child, or None in the place of one, is read from `module` by the code in `frame`."""
@@ -60,15 +60,15 @@ class ChildQuestions:
         registry = next(registry for registry in _REGISTRIES if name in getattr(module, registry))
         for path in self._paths(module):
             found = Method(Attribute(module_at(path), registry), "get", (key_of(name),))
-            self._tracer.nested.keep(equal(found, None, f"{'.'.join(path)}.{name} is None"))
+            self._nested.keep(equal(found, None, f"{'.'.join(path)}.{name} is None"))
 
     def note_class(self, module: nn.Module) -> None:
         """Note that the class of a module may decide something."""
         cls = user_class(type(module))
         for path in self._paths(module):
             source, reason = module_at(path), f"{'.'.join(path)} is a {cls.__name__}"
-            self._tracer.nested.keep(of_class(source, cls, reason))
-            self._tracer.nested.keep(equal(Attribute(type_of(source), "__module__"), cls.__module__, reason))
+            self._nested.keep(of_class(source, cls, reason))
+            self._nested.keep(equal(Attribute(type_of(source), "__module__"), cls.__module__, reason))
 
     def note_class_read(self, module: nn.Module, name: str, frame: FrameType) -> None:
         """Note that something is read that a module has from its class: a method, say, that is traced through."""
@@ -82,7 +82,7 @@ class ChildQuestions:
         for path in self._paths(module):
             told = f"{name} of the class of {'.'.join(path)}"
             for guard in guards_on(Attribute(type_of(module_at(path)), name), value, told):
-                self._tracer.nested.keep(guard)
+                self._nested.keep(guard)
 
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Note that an attribute is looked for in vain."""
@@ -92,7 +92,7 @@ class ChildQuestions:
         for path in self._paths(module):
             for registry in _REGISTRIES:
                 source = Attribute(module_at(path), registry)
-                self._tracer.nested.keep(Guard(source, Lacks(key_of(name)), f"{'.'.join(path)} has no {name}"))
+                self._nested.keep(Guard(source, Lacks(key_of(name)), f"{'.'.join(path)} has no {name}"))
 
     def note_called(self, module: nn.Module) -> None:
         """Note that a module is called, by code that may have asked for its type."""

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import all_modules
-from .changes import Change, Watch
+from .changes import Change, Changes, Watch
+from .child_questions import ChildQuestions
 from .leaves import is_leaf, is_library
 from .names import all_tensors
 from .objects import objects_in
 from .proxy import UNKNOWN, ValueProxy
 from .record import Call, Computed
+from .recorder import Recorder
 from .rollback import graft
 from .structure import map_leaves
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["Children"]
 
@@ -31,10 +30,14 @@ class Children:
     Args:
         tracer: the trace they belong to.
         call: the recorded call of the parent; None if there is none.
+        questions: what the forward asks of its children.
+        changes: what the forward changes that outlives the call.
     """
 
-    def __init__(self, tracer: ModuleTracer, call: Call | None) -> None:
+    def __init__(self, tracer: Recorder, call: Call | None, questions: ChildQuestions, changes: Changes) -> None:
         self._tracer = tracer
+        self._questions = questions
+        self._changes = changes
         self._called: set[nn.Module] = set()
         self._results: dict[nn.Module, deque[Call]] = {}
         for child, child_call in [] if call is None else call.children:
@@ -49,7 +52,7 @@ class Children:
             return original(module, *args, **kwargs)
         if not path:
             self._tracer.fail("it calls itself")
-        self._tracer.attributes.questions.note_called(module)
+        self._questions.note_called(module)
         value, lasting = self._outcome(original, module, args, kwargs)
         self._called.add(module)
         fixed = is_library(type(module)) and is_leaf(module)
@@ -66,7 +69,7 @@ class Children:
                 return call.example(call.output), None
         with self._tracer.session.aside():
             given = objects_in(self._tracer.values((args, kwargs)))
-            watch = Watch(self._tracer.changes, given)
+            watch = Watch(self._changes, given)
         value = self._value(original, module, args, kwargs, given)
         with self._tracer.session.aside():
             return value, watch.lasting()

@@ -7,18 +7,17 @@ import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, fx
 
+from .checked import Messages
 from .expressions import is_switch, source_of_node
 from .guards import Guard, IsNot, Tally, Truth, equal, is_tensor, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
+from .recorder import Recorder
 from .sources import Attribute, Call, Source, key_of, type_of
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["BY_DATA", "Decisions"]
 
@@ -47,7 +46,8 @@ class Decisions:
         by_data: the `require` nodes that ask what the data in a tensor decide.
     """
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(self, tracer: Recorder, messages: Messages) -> None:
+        self._messages = messages
         self.guards: dict[Guard, None] = {}
         self.flags: dict[Source, bool] = {}
         self.structural: set[fx.Node] = set()
@@ -80,7 +80,7 @@ class Decisions:
         frame, value = user_frame(), self._known(proxy)
         if frame is None:
             return format(self.plain(proxy), spec)
-        self._tracer.messages.note(proxy, frame, source_of())
+        self._messages.note(proxy, frame, source_of())
         with self._tracer.session.aside():
             return format(value, spec)
 
@@ -102,7 +102,7 @@ class Decisions:
 
     def settle(self) -> None:
         """Turn the integers that Python itself asked for, and the texts that are no mere messages, into guards."""
-        for proxy, source in self._tracer.messages.take_read():
+        for proxy, source in self._messages.take_read():
             if self._hangs_on_data(proxy):
                 self._tracer.fail(BY_DATA, source)
             self.plain(proxy, source)

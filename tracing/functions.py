@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch.autograd import Function
 
@@ -13,15 +13,12 @@ from .held_tensors import change_count
 from .leaf_functions import LEAF_LIBRARY, leaf_function_places
 from .proxy import UNKNOWN, proxies_in
 from .structure import tensors_in
-
-if TYPE_CHECKING:
-    from .session import Session
-    from .tracer import ModuleTracer
+from .tracer import ModuleTracer, TracingSession
 
 __all__ = ["patch_functions", "patch_leaf_functions"]
 
 
-def patch_functions(session: Session) -> None:
+def patch_functions(session: TracingSession) -> None:
     """Send calls of custom autograd functions made by traced code to its tracer."""
     (single, apply), (dead, unwrap) = function_entries()
     original = getattr(dead, unwrap)
@@ -53,7 +50,7 @@ def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...])
     return result
 
 
-def patch_leaf_functions(session: Session) -> None:
+def patch_leaf_functions(session: TracingSession) -> None:
     """Send calls that traced code makes of leaf functions to its tracer, also those from inside their library."""
     for module, name, function in leaf_function_places():
         session.patch(module, name, session.wrapper(function, _record))

@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,8 @@ from .exclusive import alone
 from .functions import patch_functions, patch_leaf_functions
 from .proxy import proxies_in
 from .record import calls_intercepted
-from .session import Session
 from .switches import patch_contexts
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
+from .tracer import ModuleTracer, TracingSession
 
 __all__ = ["tracing_session"]
 
@@ -33,12 +30,12 @@ _FACTORIES = (
     "tensor tril_indices triu_indices zeros finfo iinfo"
 ).split()
 _QUESTIONS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
-_idle: list[Session] = []
+_idle: list[TracingSession] = []
 """At most one session, which nobody uses now."""
 
 
 @contextmanager
-def tracing_session(modules: Iterable[nn.Module]) -> Generator[Session]:
+def tracing_session(modules: Iterable[nn.Module]) -> Generator[TracingSession]:
     """Intercept, while inside, what traced forwards do; code that is not traced runs as always.
 
     Args:
@@ -59,9 +56,9 @@ def tracing_session(modules: Iterable[nn.Module]) -> Generator[Session]:
             _idle[:] = [session]
 
 
-def _prepared() -> Session:
+def _prepared() -> TracingSession:
     """Return a session that knows what it will patch."""
-    session = Session()
+    session = TracingSession()
     for name in _FACTORIES:
         session.wrap(torch, name, _record)
     for name in _QUESTIONS:
@@ -92,7 +89,7 @@ def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
     return tracer.attributes.ask(original, args, kwargs)
 
 
-def _patch_refused(session: Session) -> None:
+def _patch_refused(session: TracingSession) -> None:
     """Give up on what fx would drop or break open without a word."""
     refusals = [
         (torch, "manual_seed", "the random seed is set inside the forward"),
@@ -104,7 +101,7 @@ def _patch_refused(session: Session) -> None:
         _refuse(session, owner, name, reason)
 
 
-def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
+def _refuse(session: TracingSession, owner: Any, name: str, reason: str) -> None:
     original = cast("Callable[..., Any]", vars(owner)[name])
 
     @functools.wraps(original)
@@ -116,7 +113,7 @@ def _refuse(session: Session, owner: Any, name: str, reason: str) -> None:
     session.patch(owner, name, refused)
 
 
-def _call_handler(session: Session) -> Callable[..., Any]:
+def _call_handler(session: TracingSession) -> Callable[..., Any]:
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         tracer = session.tracer
         if tracer is None:
@@ -126,7 +123,7 @@ def _call_handler(session: Session) -> Callable[..., Any]:
     return call
 
 
-def _redirect_modules(session: Session) -> None:
+def _redirect_modules(session: TracingSession) -> None:
     """Send reads of tensors and of children, those in vain, and assignments to the tracer."""
 
     def read_attribute(read: Callable[..., Any], module: nn.Module, name: str) -> Any:
@@ -155,7 +152,7 @@ def _redirect_modules(session: Session) -> None:
     session.redirect(nn.Module.__delattr__, delete_attribute)
 
 
-def _patch_training(session: Session) -> None:
+def _patch_training(session: TracingSession) -> None:
     """Send reads of the training flag to the tracer."""
 
     def training(module: nn.Module) -> Any:
@@ -170,7 +167,7 @@ def _patch_training(session: Session) -> None:
     session.patch(nn.Module, "training", property(training, set_training))
 
 
-def _patch_plain_reads(session: Session, classes: Iterable[type[nn.Module]]) -> None:
+def _patch_plain_reads(session: TracingSession, classes: Iterable[type[nn.Module]]) -> None:
     """Show the tracer which plain attributes of modules inside the traced one are read."""
     readers: set[Any] = set()
     for cls in sorted(classes, key=lambda cls: len(cls.__mro__)):  # a class comes before those that inherit from it
@@ -181,7 +178,7 @@ def _patch_plain_reads(session: Session, classes: Iterable[type[nn.Module]]) -> 
             session.patch_now(cls, "__getattribute__", reader)
 
 
-def _reader(session: Session, read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+def _reader(session: TracingSession, read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     """Return what reads an attribute by `read`, and tells the tracer."""
 
     def read_any(module: nn.Module, name: str) -> Any:

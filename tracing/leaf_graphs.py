@@ -7,7 +7,7 @@ from torch import fx, nn
 from ..errors import CaptureError
 from .interception import tracing_session
 from .names import ModelNames
-from .session import Untraceable
+from .recorder import Untraceable
 from .signature import signature_of
 from .tracer import ModuleTracer
 

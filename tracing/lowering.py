@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .attributes import Attributes
 from .made_functions import made_function
 from .numpy_values import is_array, is_scalar
 from .proxy import ValueProxy
+from .recorder import Recorder
 from .structure import is_namedtuple
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
 
 __all__ = ["PLAIN", "Lowering"]
 
@@ -27,8 +26,9 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum
 class Lowering:
     """Replace proxies by their nodes and tensors by get_attr nodes, containers included."""
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(self, tracer: Recorder, attributes: Attributes) -> None:
         self._tracer = tracer
+        self._attributes = attributes
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a node."""
@@ -48,7 +48,7 @@ class Lowering:
         if kind is slice:
             return slice(self.value(value.start), self.value(value.stop), self.value(value.step))
         if isinstance(value, Tensor):
-            return self._tracer.attributes.of_tensor(value).node
+            return self._attributes.of_tensor(value).node
         if issubclass(kind, (tuple, list, dict)) and not dataclasses.is_dataclass(value):
             return self._container(value)
         return self._object(value)
@@ -70,7 +70,7 @@ class Lowering:
         return items if isinstance(value, list) else tuple(items)
 
     def _object(self, value: Any) -> Any:
-        held = self._tracer.attributes.of_object(value)
+        held = self._attributes.of_object(value)
         if held is not None:
             return held.node
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

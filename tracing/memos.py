@@ -40,7 +40,7 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def patch_memos(session: Session, cls: type) -> None:
+def patch_memos(session: Session[Any], cls: type) -> None:
     """Send calls of the memoised functions in a class and its bases, made by traced code, to its tracer."""
     for owner in cls.__mro__:
         if owner.__module__.partition(".")[0] in ("torch", "builtins") or not session.is_new(owner):

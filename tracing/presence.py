@@ -7,17 +7,16 @@ import itertools
 import operator
 from functools import lru_cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx
 
 from ..compat import operator_format
 from .cleanup import only_reads
+from .decisions import Decisions
 from .guards import require
 from .locate import source_of, user_frame
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
+from .recorder import Recorder
 
 __all__ = ["Presence", "is_statement"]
 
@@ -31,17 +30,19 @@ class Presence:
 
     Args:
         tracer: the trace they belong to.
+        decisions: keep the checks.
     """
 
-    def __init__(self, tracer: ModuleTracer) -> None:
+    def __init__(self, tracer: Recorder, decisions: Decisions) -> None:
         self._tracer = tracer
+        self._decisions = decisions
         self._found: dict[fx.Node, str] = {}
         self._changing: set[fx.Node] = set()
 
     def note(self, node: fx.Node, *, changes: bool) -> None:
         """Note a node that has a value, which may be None in another call; one that `changes` does more than read."""
         read = self._tracer.data.is_read(node)
-        if read and self._tracer.decisions.present(node, source_of(), lifted=True):
+        if read and self._decisions.present(node, source_of(), lifted=True):
             return
         if (read and not (node.op == "call_method" and is_statement())) or self._is_part(node):
             self._found[node] = source_of()
@@ -60,7 +61,7 @@ class Presence:
         for node, place in self._found.items():
             tensor = isinstance(self._tracer.examples[node], Tensor) and not self._is_part(node)
             if (tensor and node not in self._changing) or not _raises(node):
-                self._tracer.decisions.present(node, place)
+                self._decisions.present(node, place)
 
 
 def is_statement() -> bool:

@@ -6,14 +6,12 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, fx
 
 from .numpy_values import is_number, is_scalar
-
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
+from .recorder import Recorder
 
 __all__ = ["UNKNOWN", "MethodProxy", "ValueProxy", "proxies_in"]
 
@@ -36,10 +34,10 @@ class ValueProxy(fx.Proxy):
     """
 
     node: fx.Node
-    tracer: ModuleTracer
+    tracer: Recorder
     fxopt_value: Any
 
-    def __init__(self, node: fx.Node, tracer: ModuleTracer, value: Any) -> None:
+    def __init__(self, node: fx.Node, tracer: Recorder, value: Any) -> None:
         attributes = self.__dict__
         attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
 
@@ -166,7 +164,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _call_numpy(tracer: ModuleTracer, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+def _call_numpy(tracer: Recorder, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
     """Record a call of one of numpy's functions, on plain numbers; its operators on tensors are torch's."""
     name = getattr(function, "__name__", "")
     if not all(is_number(proxy.fxopt_value) for proxy in proxies_in((args, kwargs))):

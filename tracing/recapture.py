@@ -24,10 +24,10 @@ from .names import ModelNames
 from .objects import copied_object, is_object
 from .observe import FOUND
 from .record import Call, Computed
+from .recorder import Untraceable
 from .rollback import announce_changes
 from .selection import call_names, explain_miss
 from .sequential import SequentialCaptures
-from .session import Untraceable
 from .shared_slices import unshared
 from .sources import Argument, Source, item_of
 from .spans import counting

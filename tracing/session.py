@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -22,30 +22,16 @@ from .memos import call_memo, is_memoised
 from .objects import is_whole
 from .observe import Observers
 from .proxy import ValueProxy
+from .recorder import Recorder
 from .redirect import redirect
 from .stand_ins import stand_in
 
-if TYPE_CHECKING:
-    from .tracer import ModuleTracer
+__all__ = ["Session"]
 
-__all__ = ["Session", "Untraceable"]
+TracerT = TypeVar("TracerT", bound=Recorder)
 
 _MISSING = object()
 _isinstance = builtins.isinstance
-
-
-class Untraceable(Exception):
-    """A forward does something that a graph cannot say.
-
-    Attributes:
-        reason: one clause about the forward ("it calls itself").
-        location: the user's line, as "file.py:12"; empty if unknown.
-    """
-
-    def __init__(self, reason: str, location: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.location = location
 
 
 class _Suspension:
@@ -53,7 +39,7 @@ class _Suspension:
 
     __slots__ = ("_functions", "_session", "_tracer")
 
-    def __init__(self, session: Session, functions: AbstractContextManager[None] | None) -> None:
+    def __init__(self, session: Session[Any], functions: AbstractContextManager[None] | None) -> None:
         self._session = session
         self._functions = functions
 
@@ -114,7 +100,7 @@ class _Space:
         self._names.update(self._before)
 
 
-class Session:
+class Session(Generic[TracerT]):
     """Know which tracer, if any, the code that runs now belongs to.
 
     What is patched is worked out once; a session that is closed may be opened again.
@@ -128,7 +114,7 @@ class Session:
         self._wrappers: dict[int, Any] = {}
         self.observers = Observers(self._wrappers)
         self.autocasts: dict[int, tuple[object, Mapping[str, Any]]] = {}
-        self._tracer: ModuleTracer | None = None
+        self._tracer: TracerT | None = None
         self._thread = threading.get_ident()
         self._patched_globals: set[int] = set()
         self._uses_numpy: dict[int, bool] = {}
@@ -160,16 +146,16 @@ class Session:
         return len(sys.modules) == self._loaded and all(patch.is_current() for patch in self._patches)
 
     @property
-    def tracer(self) -> ModuleTracer | None:
+    def tracer(self) -> TracerT | None:
         """Return the tracer; code of other threads belongs to none."""
         return self._tracer if threading.get_ident() == self._thread else None
 
     @tracer.setter
-    def tracer(self, tracer: ModuleTracer | None) -> None:
+    def tracer(self, tracer: TracerT | None) -> None:
         self._tracer = tracer
 
     @contextmanager
-    def tracing(self, tracer: ModuleTracer) -> Generator[None]:
+    def tracing(self, tracer: TracerT) -> Generator[None]:
         """Send what happens inside to `tracer`."""
         with _Mode(self):
             self.tracer = tracer
@@ -188,7 +174,7 @@ class Session:
         if type(value) is ValueProxy:
             return value.tracer.is_instance(value, kinds)
         if kinds is not nn.Module and _isinstance(value, nn.Module) and self.tracer is not None:
-            self.tracer.attributes.questions.note_class(value)
+            self.tracer.note_class(value)
         return _isinstance(value, kinds)
 
     def suspended(self) -> _Suspension:
@@ -290,7 +276,7 @@ class Session:
         return random.getstate(), numpy.random.get_state()[2:] if known and numpy is not None else None
 
 
-def _length(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+def _length(tracer: Recorder, original: Any, args: Any, kwargs: Any) -> Any:
     """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
     if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, Tensor):
         return tracer.decisions.length_of_tensor(args[0])
@@ -300,7 +286,7 @@ def _length(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
 class _Mode(TorchFunctionMode):
     """Send every torch function that traced code calls to the tracer, also those on plain tensors."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session[Any]) -> None:
         super().__init__()
         self._session = session
 

@@ -1,109 +1,22 @@
-"""Follow the contexts that a forward opens while it is traced: what happens under one is marked in the graph."""
+"""How contexts are recorded that a forward opens: autocast, gradients switched off, checkpoints."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from ..compat import autocast_settings, checkpoint_generator
 from .contexts import Context
-from .locate import source_of
-from .proxy import ValueProxy
-from .spans import mark
+from .tracer import ModuleTracer, TracingSession
 
-if TYPE_CHECKING:
-    from .session import Session
-    from .tracer import ModuleTracer
-
-__all__ = ["OpenContexts", "patch_contexts"]
+__all__ = ["patch_contexts"]
 
 
-class _Open(NamedTuple):
-    key: object
-    context: Context
-    source: str
-    undo: Callable[[], None] | None
-
-
-class OpenContexts:
-    """Know which contexts are open at the place in a forward that is being traced.
-
-    Attributes:
-        used: whether any was opened.
-    """
-
-    def __init__(self, tracer: ModuleTracer) -> None:
-        self.used = False
-        self._tracer = tracer
-        self._open: list[_Open] = []
-
-    def enter(self, key: object, context: Context, undo: Callable[[], None] | None = None) -> None:
-        """Note that `key`, a context manager, opens a context; `undo` closes it where the forward never does."""
-        self.used = True
-        self._open.append(_Open(key, context, source_of(), undo))
-        mark(self._tracer.graph, context)
-
-    def leave(self, key: object, error: object = None) -> None:
-        """Note that `key` closes its context, perhaps because of an error.
-
-        Raises:
-            Untraceable: if it is not the last one that was opened.
-        """
-        place = next((i for i, entry in reversed(list(enumerate(self._open))) if entry.key is key), None)
-        entry = None if place is None else self._open.pop(place)
-        if self._tracer.failure is not None:
-            return
-        if entry is None or place != len(self._open):
-            self._tracer.fail("it does not close contexts in the order in which it opened them")
-        mark(self._tracer.graph, None)
-        if error is not None:
-            self._tracer.give_up(f"an exception leaves {entry.context.kind}")
-
-    def close(self) -> None:
-        """Close what the forward left open."""
-        while self._open:
-            undo = self._open.pop().undo
-            if undo is not None:
-                undo()
-
-    def check(self) -> None:
-        """Make sure that everything was closed.
-
-        Raises:
-            Untraceable: if it was not.
-        """
-        if self._open:
-            last = self._open[-1]
-            self._tracer.fail(f"it leaves {last.context.kind} switched on when it returns", last.source)
-
-    def knows(self, question: str, args: tuple[Any, ...]) -> bool | None:
-        """Return the answer to a question about a mode that the open contexts decide, or None where they do not.
-
-        Args:
-            question: the name of torch's function.
-            args: what it is called with.
-        """
-        for entry in reversed(self._open):
-            context, settings = entry.context, entry.context.settings
-            if question == "is_grad_enabled" and context.gradients is not None:
-                return context.gradients
-            if question == "is_inference_mode_enabled" and context.kind == "inference_mode":
-                return bool(settings["mode"])
-            if question == "is_autocast_enabled" and settings.get("device_type") == (args[0] if args else "cuda"):
-                with self._tracer.session.suspended():
-                    return torch.is_autocast_enabled(settings["device_type"])
-        return None
-
-    def plain(self, value: Any) -> Any:
-        """Return what a proxy stands for, as a decision; other values as they are."""
-        return self._tracer.decisions.plain(value) if issubclass(type(value), ValueProxy) else value
-
-
-def patch_contexts(session: Session) -> None:
+def patch_contexts(session: TracingSession) -> None:
     """Send what traced code does with contexts to its tracer."""
     for kind in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         _patch_mode(session, kind)
@@ -112,7 +25,7 @@ def patch_contexts(session: Session) -> None:
     _patch_checkpoint(session)
 
 
-def _replace(session: Session, owner: Any, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(session: TracingSession, owner: Any, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
     """Let traced code run `handler(tracer, self, ...)` in the place of a method; return the method."""
     original = cast("Callable[..., Any]", getattr(owner, name))
 
@@ -126,7 +39,7 @@ def _replace(session: Session, owner: Any, name: str, handler: Callable[..., Any
     return original
 
 
-def _patch_mode(session: Session, owner: type) -> None:
+def _patch_mode(session: TracingSession, owner: type) -> None:
     """Follow a context that switches gradients; while tracing they are off, whatever it says."""
 
     def enter(tracer: ModuleTracer, self: Any) -> None:
@@ -141,7 +54,7 @@ def _leave(tracer: ModuleTracer, self: Any, error: Any = None, *_: Any) -> None:
     tracer.contexts.leave(self, error)
 
 
-def _patch_set_grad_enabled(session: Session) -> None:
+def _patch_set_grad_enabled(session: TracingSession) -> None:
     """Follow `set_grad_enabled`, which switches when it is made, with or without a `with` around it."""
 
     def make(tracer: ModuleTracer, self: Any, mode: Any) -> None:
@@ -158,7 +71,7 @@ def _patch_set_grad_enabled(session: Session) -> None:
         _replace(session, torch.set_grad_enabled, name, handler)
 
 
-def _patch_autocast(session: Session) -> None:
+def _patch_autocast(session: TracingSession) -> None:
     """Follow autocast, and switch it: the example values are to have its types."""
     signature = inspect.signature(torch.autocast.__init__)
     given = session.autocasts
@@ -186,7 +99,7 @@ def _patch_autocast(session: Session) -> None:
     really_leave = _replace(session, torch.autocast, "__exit__", leave)
 
 
-def _patch_checkpoint(session: Session) -> None:
+def _patch_checkpoint(session: TracingSession) -> None:
     """Follow checkpointing that does not reenter: what runs meanwhile is to be run, and computed again, as one."""
     owner, name = checkpoint_generator()
     original = getattr(owner, name)

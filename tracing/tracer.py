@@ -20,6 +20,7 @@ from .capture import Variant
 from .changes import Change, Changes, Watch
 from .checked import Messages
 from .checks import order_checks
+from .child_questions import ChildQuestions
 from .children import Children
 from .cleanup import drop_unused
 from .dataflow import DataFlow
@@ -33,18 +34,19 @@ from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
 from .observe import Seen
+from .open_contexts import OpenContexts
 from .outside_reads import OutsideReads
 from .presence import Presence, is_statement
 from .preserve import AttributeState
 from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
-from .session import Session, Untraceable
+from .recorder import Untraceable
+from .session import Session
 from .signature import Signature
 from .sources import Source
 from .structure import copied
-from .switches import OpenContexts
 
-__all__ = ["ModuleTracer"]
+__all__ = ["ModuleTracer", "TracingSession"]
 
 _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_memory_ numpy set_ resize_ cuda".split())
 """Methods that no graph may hold: they reach outside the forward, or make a tensor another one."""
@@ -66,14 +68,11 @@ class ModuleTracer:
         assigned: module -> its own attributes that calls set.
         answers: what switches (`self.training`) are to answer, where it is not what they say now.
         state: attributes that modules are to have, where they are not those that they have now.
-
-    Attributes:
-        left: attributes that the call leaves, where the next one may need another graph; else None.
     """
 
     def __init__(
         self,
-        session: Session,
+        session: Session[ModuleTracer],
         names: ModelNames,
         home: str,
         call: Call | None,
@@ -92,22 +91,22 @@ class ModuleTracer:
         self.failure: Untraceable | None = None
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
-        self.decisions = Decisions(self)
         self.messages = Messages()
-        self.attributes = Attributes(self, dict(answers or {}))
-        self.children = Children(self, call)
+        self.decisions = Decisions(self, self.messages)
+        self.changes = Changes()
         self.contexts = OpenContexts(self)
-        self.nested = NestedReads(self.module, self.attributes.tensor_names)
-        self.presence = Presence(self)
-        self._lowering = Lowering(self)
-        self.assigned = assigned
-        self.assignments = Assignments(self)
-        self.left: State | None = None
-        self.state: State = state or {}
+        self.nested = NestedReads(self.module, self._tensor_names)
+        self.assignments = Assignments(self, assigned, state or {}, self._tensor)
+        questions = ChildQuestions(self, self.nested)
+        self.children = Children(self, call, questions, self.changes)
+        self.attributes = Attributes(
+            self, dict(answers or {}), questions, self.contexts, self.assignments, self.nested, self.children.has_called
+        )
+        self.presence = Presence(self, self.decisions)
+        self._lowering = Lowering(self, self.attributes)
         self._stateful = stateful
         self._call = call
         self._lasting: dict[fx.Node, Change] = {}
-        self.changes = Changes()
 
     def trace(self, signature: Signature) -> Variant:
         """Return the module's graph for the call at hand.
@@ -120,7 +119,7 @@ class ModuleTracer:
         forward = type(self.module).forward
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
-        self.assignments.begin(self.state)
+        self.assignments.begin()
         state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
@@ -146,7 +145,7 @@ class ModuleTracer:
         guards += (*self.decisions.guards, *outside.guards(plain))
         self.attributes.check_arrays(self.nested.arrays)
         reads = plain - self.nested.compared | self.attributes.questions.read
-        volatile = bool(self.state or self.assignments.nodes)
+        volatile = bool(self.assignments.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.places, frozenset(reads), volatile)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
@@ -178,6 +177,14 @@ class ModuleTracer:
         args, kwargs = self._call.forward_arguments
         return arguments.of_call(signature.bind(args, dict(kwargs)))
 
+    # What is read before there are attributes to be asked.
+
+    def _tensor_names(self) -> Mapping[int, str]:
+        return self.attributes.tensor_names()
+
+    def _tensor(self, tensor: Tensor) -> ValueProxy:
+        return self.attributes.of_tensor(tensor)
+
     def _placeholder(self, name: str, value: Any) -> ValueProxy:
         identifier = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
         return self.source_node("placeholder", identifier, self._example(value))
@@ -203,9 +210,13 @@ class ModuleTracer:
         self.decisions.settle()
         self.presence.settle()
         drop_unused(self.graph)
-        marks = bool(self._lasting or self.assigned)
+        marks = bool(self._lasting or self.assignments.by_calls)
         order_checks(self.graph, self.module, self.decisions, self._lasting_change, marks=marks)
         self.examples.clear()
+
+    def note_class(self, module: nn.Module) -> None:
+        """Note that traced code asks for the class of a module."""
+        self.attributes.questions.note_class(module)
 
     def seen_names(self) -> set[str]:
         """Return the names of the module's own attributes that were read so far."""
@@ -222,7 +233,7 @@ class ModuleTracer:
         callee = self.module.get_submodule(str(node.target))
         if self._stateful(callee):
             return Change(revocable=False)
-        places = [(m, name) for m in all_modules(callee) for name in sorted(self.assigned.get(m, ()))]
+        places = [(m, name) for m in all_modules(callee) for name in sorted(self.assignments.by_calls.get(m, ()))]
         return change if not places else self.assignments.change(places, change)
 
     # Nodes
@@ -391,3 +402,7 @@ def _is_repeatable(holder: fx.Node, name: str) -> bool:
     """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
     reads = (user for user in holder.users if user.target is not setattr)
     return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
+
+
+TracingSession = Session[ModuleTracer]
+"""What intercepts the traced forwards of a model."""
