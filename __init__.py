@@ -13,6 +13,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .api import (
         capture,
+        export,
         graphs,
         list_passes,
         load,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         state_dict,
         translate_optimizer,
     )
-    from .deploy.flat_model import FlatModel
     from .errors import (
         ArchiveError,
         CaptureError,
@@ -58,10 +58,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
-        "capture graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
         "translate_optimizer"
     ),
-    "deploy.flat_model": "FlatModel",
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
         "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
@@ -88,7 +87,6 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
-    "FlatModel",
     "FoldBatchnorm",
     "FoldConstants",
     "FuseEnsembles",
@@ -120,6 +118,7 @@ __all__ = [
     "__version__",
     "anything",
     "capture",
+    "export",
     "graphs",
     "list_passes",
     "load",

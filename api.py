@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from .compat import all_modules
-from .deploy import archive, reproducer, standalone
-from .deploy.flat_model import program_of
+from .deploy import archive, reproducer
+from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, UsageError
 from .passes import optimizer_state
@@ -36,6 +36,7 @@ from .tracing.resting import rest_askers
 
 __all__ = [
     "capture",
+    "export",
     "graphs",
     "list_passes",
     "load",
@@ -176,14 +177,9 @@ def report(model: nn.Module) -> Report:
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
     """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them.
 
-    The graphs of a `FlatModel` are called "", "#1", ... after the root.
-
     Raises:
         StateError: the model was not optimized.
     """
-    flat = program_of(model)
-    if flat is not None and record_of(model) is None:
-        return {f"#{index}" if index else "": variant.flat.graph for index, variant in enumerate(flat.code.variants)}
     _record(model)
     return Program(model).graphs
 
@@ -247,42 +243,64 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     return optimizer_state.translate_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, kind: str = "recipe", factory: str | None = None) -> None:
-    """Save a model, whole or not at all; never a pickle.
+def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
+    """Save an optimized model, whole or not at all: how to build the original, the plan and the weights; no pickle.
+
+    Loading gives the user's class back. What is to run without the user's code is exported instead.
 
     Args:
-        model: an optimized model; for `"standalone"` also what `capture` or `load` gave.
+        model: an optimized model.
         path: where to.
-        kind: `"recipe"`: how to build the original, the plan and the weights; loading gives the user's class back.
-            `"standalone"`: one flat graph over torch's own functions and the weights; loading needs no class, and gives
-            a `FlatModel`.
-        factory: of a recipe: `package.module:function` that builds the unoptimized model; by default the model's class,
-            if it can be built without arguments.
+        factory: `package.module:function` that builds the unoptimized model; by default the model's class, if it can be
+            built without arguments.
 
     Raises:
-        ArchiveError: a tensor cannot be stored, or for `"standalone"` some of the model has no graph, or does what no
-            archive can say; the message names the module, the line and the reason.
+        ArchiveError: a tensor cannot be stored.
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
-    if kind == "standalone" and factory is None:
-        standalone.save(model, path)
-    elif kind == "recipe":
-        archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
-    else:
-        raise UsageError(f"kind={kind!r}, factory={factory!r}; use 'recipe', or 'standalone' without a factory")
+    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+
+
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: object,
+    *,
+    dynamic_batch: bool = True,
+) -> None:
+    """Write what a model computes in evaluation mode as a `.pt2` file, which runs without the user's code.
+
+    The file is read back and compared with the model before it takes its place: on every example call, and on the first
+    one with other numbers of rows. Outputs come as tuples, lists and dictionaries: a dataclass as its fields by name.
+
+    Args:
+        model: any module, optimized or not; it is left as it is, in its mode.
+        path: where to; a file there is replaced.
+        example_inputs: as for `optimize`. The first call is exported; the others have the same arguments. Sizes that
+            differ between calls are free in the file.
+        dynamic_batch: leave the batch size free, too: the first dimension of the first tensor, and of every other
+            tensor in which it is as large. Otherwise it is that of the example, unless calls differ in it.
+
+    Raises:
+        ArchiveError: torch cannot export the model, or what it exported does something else; the message says what.
+        InputError: the model refuses its example inputs.
+        UsageError: there are no example inputs, or they are no plain values.
+        OSError: the file cannot be written.
+    """
+    export_model(model, path, normalize_inputs(example_inputs), dynamic_batch=dynamic_batch)
 
 
 def load(
     path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] | bool = ()
 ) -> nn.Module:
-    """Load a model from an archive of either kind, from a `.pt2` file, or, trusted, from a pickle.
+    """Load a model from an archive, from a `.pt2` file, or, trusted, from a pickle.
 
     Args:
         path: of the file; its content tells what it is.
-        model: of a recipe: the unoptimized model to use instead of importing the archive's factory.
-        trust: packages (or one) from which a recipe's factory may be imported and run. True trusts the file altogether:
-            any factory, and pickles (`torch.save(model, path)`), which run any code.
+        model: of an archive: the unoptimized model to use instead of importing the archive's factory.
+        trust: packages (or one) from which an archive's factory may be imported and run. True trusts the file
+            altogether: any factory, and pickles (`torch.save(model, path)`), which run any code.
 
     Raises:
         ArchiveError: unreadable, corrupt, too new, or it would run code that is not trusted.

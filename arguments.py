@@ -12,7 +12,6 @@ from . import api
 from .deploy.archive import factory_of
 from .deploy.exported import load_exported
 from .deploy.factory import build_model
-from .deploy.flat_model import FlatModel
 from .deploy.opening import FileKind, kind_of_file
 from .deploy.source import inputs_beside, load_weights, read_inputs
 from .errors import UsageError
@@ -63,7 +62,7 @@ def _read(path: Path, trust: Sequence[str] | None) -> tuple[nn.Module, object]:
 
 
 def factory_for(model: str) -> str | None:
-    """Return how MODEL is built, for a recipe to say; None where its file leaves that open.
+    """Return how MODEL is built, for an archive to say; None where its file leaves that open.
 
     Raises:
         UsageError: it is a file that holds the whole model.
@@ -71,11 +70,10 @@ def factory_for(model: str) -> str | None:
     if not Path(model).is_file():
         return model
     if kind_of_file(Path(model)) is not FileKind.RECIPE:
-        raise UsageError(f"{model} does not say how its model is built, as a recipe must; add --kind standalone")
+        raise UsageError(f"{model} does not say how its model is built, so no archive can; leave -o out, or export it")
     return factory_of(model)
 
 
 def graphs_of(model: nn.Module, example_inputs: object) -> Mapping[str, fx.Graph]:
     """Return the graphs that a model runs, or would run if it were captured."""
-    known = record_of(model) is not None or isinstance(model, FlatModel)
-    return api.graphs(model) if known else api.capture(model, example_inputs).graphs
+    return api.graphs(model) if record_of(model) is not None else api.capture(model, example_inputs).graphs

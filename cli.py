@@ -36,13 +36,6 @@ app = typer.Typer(
 )
 
 
-class KindOption(StrEnum):
-    """What a saved model is."""
-
-    RECIPE = "recipe"
-    STANDALONE = "standalone"
-
-
 class PhaseOption(StrEnum):
     """What the model is optimized for."""
 
@@ -96,9 +89,6 @@ def optimize(
         str | None, typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
-    kind: Annotated[
-        KindOption, typer.Option(help="Of the saved result; standalone needs no code of yours.")
-    ] = KindOption.RECIPE,
     weights: Weights = None,
     inputs: Inputs = None,
     phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
@@ -133,9 +123,30 @@ def optimize(
     if save_plan is not None:
         api.plan(fast).save(save_plan)
     if output is not None:
-        api.save(fast, output, kind=kind.value, factory=factory_for(model) if kind is KindOption.RECIPE else None)
+        api.save(fast, output, factory=factory_for(model))
     report = api.report(fast)
     _show(report.to_json() if as_json else report.table(), as_json)
+
+
+@app.command()
+def export(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the .pt2 file here.")],
+    weights: Weights = None,
+    inputs: Inputs = None,
+    dynamic_batch: Annotated[bool, typer.Option(help="Leave the batch size free.")] = True,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
+    """Write what a model computes in evaluation mode as a .pt2 file, which runs without its code.
+
+    Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
+    """
+    from . import api
+
+    opened, example_inputs = _open(model, weights, inputs, trust)
+    api.export(opened, output, example_inputs, dynamic_batch=dynamic_batch)
+    _show({"path": str(output)} if as_json else f"wrote {output}, equal to the model\n", as_json)
 
 
 @app.command()
@@ -155,11 +166,10 @@ def inspect(
     """
     from . import api
     from .arguments import graphs_of
-    from .deploy.flat_model import FlatModel
     from .errors import UsageError
     from .passes.record import record_of
     from .passes.suggest import did_you_mean
-    from .reporting.inspection import inspection, inspection_json, inspection_of_graphs, inspection_of_graphs_json
+    from .reporting.inspection import inspection, inspection_json
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     if graph is not None:
@@ -171,9 +181,6 @@ def inspect(
     if record_of(opened) is not None:
         report = api.report(opened)
         return _show(report.to_json() if as_json else report.table(), as_json)
-    if isinstance(opened, FlatModel):
-        graphs = api.graphs(opened)
-        return _show(inspection_of_graphs_json(graphs) if as_json else inspection_of_graphs(graphs), as_json)
     program = api.capture(opened, example_inputs)
     return _show(inspection_json(program) if as_json else inspection(program), as_json)
 

@@ -15,7 +15,7 @@ import torch._functorch.utils as functorch_utils  # pyright: ignore[reportPrivat
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
-from torch.fx.graph import inplace_methods, magic_methods
+from torch.fx.graph import Graph, inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
@@ -28,6 +28,7 @@ __all__ = [
     "DispatchMode",
     "all_modules",
     "autocast_settings",
+    "batches_by_vmap",
     "checkpoint",
     "checkpoint_generator",
     "checkpoints_off",
@@ -47,7 +48,6 @@ __all__ = [
     "load_exported_program",
     "modules_by_name",
     "native_functions",
-    "native_torch_functions",
     "operator_format",
     "own_buffers",
     "own_children",
@@ -82,6 +82,12 @@ def autocast_settings(context: torch.autocast) -> dict[str, Any]:
         "enabled": own["_enabled"],
         "cache_enabled": own["_cache_enabled"],
     }
+
+
+def batches_by_vmap(graph: Graph) -> bool:
+    """Say whether an exported graph opens and closes levels of `torch.vmap`, which only functorch can run."""
+    module = "torch._functorch.predispatch"
+    return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
 
 
 def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
@@ -237,12 +243,6 @@ def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str,
 def native_functions() -> Any:
     """Return the module that holds what `F.linear`, `F.gelu` and others really are."""
     return getattr(torch._C, "_nn")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  it is not declared
-
-
-def native_torch_functions() -> list[str]:
-    """Return the names of torch's functions that are operators of its own, written in C++."""
-    native = getattr(torch._C, "_VariableFunctions")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  undeclared
-    return [name for name in dir(native) if getattr(torch, name, None) is getattr(native, name)]
 
 
 def operator_format(function: Any) -> str | None:

@@ -36,7 +36,8 @@ ENSEMBLES = "transforms/fuse_ensembles"
 FILES = (
     "transforms/eliminate_dead_code.py", "transforms/eliminate_common_subexpressions.py",
     "transforms/fold_constants.py", "transforms/fold_batchnorm.py", f"{ENSEMBLES}/fusion.py",
-    f"{ENSEMBLES}/search/isomorphism.py", f"{ENSEMBLES}/search/joins.py", f"{ENSEMBLES}/lowerings/writing.py",
+    f"{ENSEMBLES}/search/isomorphism.py", f"{ENSEMBLES}/search/joins.py", f"{ENSEMBLES}/lowerings/packwise.py",
+    f"{ENSEMBLES}/lowerings/leaving.py", f"{ENSEMBLES}/lowerings/vmap.py", f"{ENSEMBLES}/lowerings/operands.py",
     f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
     "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py", "layers/folded.py",
     "layers/members.py", "layers/templates.py",

@@ -1,4 +1,4 @@
-"""Archives of kind *recipe*: how to build the original model, what was done to it, and its weights; never a pickle."""
+"""Archives: how to build the original model, what was done to it, and its weights; never a pickle."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, home_of, is_trusted, module_of, name_class
 from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
-__all__ = ["Replay", "factory_of", "load", "save"]
+__all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
 
 KIND = "recipe"
+FORMER_KIND = "standalone"
 PLAN = "plan.json"
 
 
@@ -117,13 +118,27 @@ def factory_of(path: str | os.PathLike[str]) -> str | None:
     return _Description(where, read_container(where, (PLAN, WEIGHTS))[0]).factory
 
 
+def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:
+    """Make sure that an archive says how to build its model; one kind did not, and is not written any more.
+
+    Raises:
+        ArchiveError: if it does not.
+    """
+    kind = manifest.get("kind")
+    if kind == FORMER_KIND:
+        raise ArchiveError(
+            f"{where} is a standalone archive, which this fxopt does not read; write the model again with fxopt.export"
+        )
+    if kind != KIND:
+        raise ArchiveError(f"{where} is of kind {kind!r}; this fxopt loads {KIND!r}")
+
+
 class _Description:
     """The manifest, its entries checked for their types as they are read."""
 
     def __init__(self, where: Path, manifest: Mapping[str, Any]) -> None:
         self.where, self.manifest = where, manifest
-        if manifest.get("kind") != KIND:
-            raise ArchiveError(f"{where} is of kind {manifest.get('kind')!r}; this fxopt loads {KIND!r}")
+        check_kind(where, manifest)
         self.training: bool = self._of_type("training", bool)
 
     @property

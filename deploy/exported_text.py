@@ -34,7 +34,7 @@ _FUNCTIONS = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|Mod|Abs|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Piecewise|floor|ceiling|"
     r"sqrt|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural|"
     r"FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|TruncToInt|RoundToInt|"
-    r"RoundDecimal|ToFloat|Identity|size|stride|storage_offset|dim|item"
+    r"RoundDecimal|ToFloat|Identity|size|stride|storage_offset|dim|item|min|max"
 )
 _SYMBOL = re.compile(r"[a-z]\d+|oo|true|false|L|args|kwargs")
 _SIZES = frozenset("size stride storage_offset dim shape ndim".split())

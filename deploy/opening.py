@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import ArchiveError, InputError, UsageError, one_line
-from . import archive, standalone
+from . import archive
+from .archive import check_kind
 from .container import MANIFEST, UNREADABLE, read_manifest, regular_file
 from .exported import is_exported, load_exported
 
@@ -22,7 +23,6 @@ class FileKind(enum.Enum):
     """What a file holds."""
 
     RECIPE = "recipe"
-    STANDALONE = "standalone"
     EXPORTED = "pt2"
     PICKLE = "pickle"
 
@@ -34,8 +34,8 @@ def open_file(
 
     Args:
         path: of the file.
-        replay: applies a recipe's plan.
-        model: the original that a recipe is for.
+        replay: applies an archive's plan.
+        model: the original that an archive is for.
         trust: packages whose factories may be imported and called; True stands for anything, pickles too.
 
     Raises:
@@ -46,9 +46,7 @@ def open_file(
     if kind is FileKind.RECIPE:
         return archive.load(path, replay=replay, model=model, trust=trust)
     if model is not None:
-        raise UsageError(f"{path} is no recipe: it holds the whole model, so leave model= out")
-    if kind is FileKind.STANDALONE:
-        return standalone.load(path)
+        raise UsageError(f"{path} is no fxopt archive: it holds the whole model, so leave model= out")
     if kind is FileKind.EXPORTED:
         return load_exported(path)[0]
     return load_pickle(path, trusted=trust is True)
@@ -73,11 +71,8 @@ def kind_of_file(path: Path) -> FileKind:
         )
     if start[:1] == b"\x80" or (MANIFEST not in names and any(name.endswith("/data.pkl") for name in names)):
         return FileKind.PICKLE
-    kind = read_manifest(path).get("kind")
-    known = {FileKind.RECIPE.value: FileKind.RECIPE, FileKind.STANDALONE.value: FileKind.STANDALONE}
-    if not isinstance(kind, str) or kind not in known:
-        raise ArchiveError(f"{path} is of kind {kind!r}, which this fxopt does not know")
-    return known[kind]
+    check_kind(path, read_manifest(path))
+    return FileKind.RECIPE
 
 
 def _outline(path: Path) -> tuple[bytes, list[str]]:

@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Distance", "Tolerance", "bitwise_problem", "deviation", "distance", "form_problem", "scale_of"]
+__all__ = [
+    "NATIVE_UNITS",
+    "Distance",
+    "Tolerance",
+    "bitwise_problem",
+    "deviation",
+    "distance",
+    "form_problem",
+    "rounding",
+    "scale_of",
+]
+
+NATIVE_UNITS = 8.0
+"""In its own types a tensor may be off by these units in the last place of its scale, whatever else it may err."""
 
 _STANDS_FOR_INFINITY = 1e30
 """Masks are filled with finfo.min; such values must agree, but they are nobody's scale."""
@@ -75,6 +88,13 @@ def scale_of(tensor: Tensor) -> float:
     """Return the largest magnitude in `tensor`, leaving out what is not finite or stands for infinity."""
     size = _comparable(tensor).abs()
     return _largest(torch.where(size < _STANDS_FOR_INFINITY, size, 0.0))
+
+
+def rounding(expected: Tensor) -> Tolerance:
+    """Return what the last places of a tensor's scale allow, in its own type; integers and booleans nothing."""
+    if not expected.is_floating_point() and not expected.is_complex():
+        return Tolerance(0.0, 0.0)
+    return Tolerance(0.0, NATIVE_UNITS * torch.finfo(expected.dtype).eps * scale_of(expected))
 
 
 def deviation(expected: Tensor, actual: Tensor) -> float:

@@ -93,9 +93,6 @@ def record_of(model: nn.Module) -> Record | None:
 
 
 def state_map_of(model: nn.Module) -> StateMap | None:
-    """Return the map from the original names to today's, or None where there is none.
-
-    An optimized model has it on record; a flat model, which has no record, keeps it as `_fxopt_state_map`.
-    """
+    """Return the map from an optimized model's original names to today's, or None for any other model."""
     record = record_of(model)
-    return getattr(model, "_fxopt_state_map", None) if record is None else record.state_map
+    return None if record is None else record.state_map

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from .compare import Tolerance, deviation, scale_of
+from .compare import NATIVE_UNITS, Tolerance, deviation, scale_of
 from .reference import Reference
 from .reference_runs import epsilon_of
 from .translation import Quantities, is_gradient
@@ -26,8 +26,7 @@ _SAFETY = 64.0
 """Rounding in another order is allowed this multiple of the rounding error that was seen."""
 
 _NATIVE_FACTOR = 4.0
-_NATIVE_UNITS = 8.0
-"""In its own types a rewrite may err 4 times as much as the original, plus 8 units in the last place of the scale."""
+"""In its own types a rewrite may err 4 times as much as the original, plus units in the last place of the scale."""
 
 _FLIPS_FACTOR = 4
 """Integers may differ in 4 times as many places as rounding was seen to change."""
@@ -152,7 +151,7 @@ class Tolerances:
         own = self._native.distance.get(label, 0.0)
         if sample.exact[label].numel() < _SMALL:
             own = max(own, typical)
-        return _NATIVE_FACTOR * own + _NATIVE_UNITS * self._epsilon(sample, label)
+        return _NATIVE_FACTOR * own + NATIVE_UNITS * self._epsilon(sample, label)
 
     def _epsilon(self, sample: Measured, label: str) -> float:
         native = (sample.native or {}).get(label)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Change", "flatten", "map_tensors", "structure"]
+__all__ = ["Change", "flatten", "map_tensors", "plain", "structure"]
 
 Change = Callable[[Tensor], Tensor]
 
@@ -74,6 +74,17 @@ def flatten(value: Any, path: str = "") -> dict[str, Any]:
 def structure(value: Any) -> tuple[tuple[str, str], ...]:
     """Return the shape of `value` without its leaves' values: every path, and the type found there."""
     return tuple((where, type(item).__name__) for where, item, _ in _walk(value, ""))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as tuples, lists and dictionaries: a dataclass as its fields, as a `.pt2` file gives it."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [plain(item) for item in cast("list[Any]", value)]
+    return tuple(plain(item) for item in cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Any, bool]]:

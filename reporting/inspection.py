@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .wording import clipped, printable
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from ..tracing.program import Program
 
-__all__ = ["inspection", "inspection_json", "inspection_of_graphs", "inspection_of_graphs_json"]
+__all__ = ["inspection", "inspection_json"]
 
 SCHEMA_VERSION = 1
 
@@ -36,24 +33,6 @@ def inspection_json(program: Program) -> dict[str, Any]:
         "coverage": str(program.coverage()),
         "graphs": {name: len(graph.nodes) for name, graph in program.graphs.items()},
         "opaque": [{"module": o.name, "location": o.location, "reason": o.reason} for o in program.opaque.values()],
-    }
-
-
-def inspection_of_graphs(graphs: Mapping[str, fx.Graph]) -> str:
-    """Return what a model without modules of its own computes: how many graphs, and how large each is."""
-    count = "1 graph" if len(graphs) == 1 else f"{len(graphs)} graphs"
-    lines = [f"standalone: {count}, one for each kind of call; --graph NAME prints one", ""]
-    lines += [f"  {clipped(name) or '(root)':<44} {len(graph.nodes)} nodes" for name, graph in graphs.items()]
-    return "\n".join(lines) + "\n"
-
-
-def inspection_of_graphs_json(graphs: Mapping[str, fx.Graph]) -> dict[str, Any]:
-    """Return what `inspection_of_graphs` says, under the keys of `inspection_json`."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "coverage": "standalone",
-        "graphs": {name: len(graph.nodes) for name, graph in graphs.items()},
-        "opaque": [],
     }
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,6 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..passes.record import state_map_of
+from ..passes.tree import plain
 from ..passes.verify import Verdict, reference, verify
 from ..tracing.capture import capture_of
 from ..tracing.inputs import Inputs
@@ -87,7 +87,7 @@ def compare_models(
 ) -> Comparison:
     """Run two models on the same calls and compare what they give, in float64 and in their own types.
 
-    Dataclasses among the outputs count as the dictionaries of their fields, as a flat model returns them. Parameters
+    Dataclasses among the outputs count as the dictionaries of their fields, as a `.pt2` file returns them. Parameters
     and buffers are compared under the names that both have, once those of an optimized model are translated.
 
     Args:
@@ -113,7 +113,7 @@ def compare_models(
     verdicts: list[Verdict] = []
     with ExitStack() as stack:
         for model in {id(model): model for model in (before, after)}.values():
-            stack.callback(model.register_forward_hook(lambda _, __, output: _plain(output)).remove)
+            stack.callback(model.register_forward_hook(lambda _, __, output: plain(output)).remove)
         for call in calls:
             taken = reference(before, [call], training=training, gradients=gradients, seed=seed, keyed=keyed)
             verdicts.append(verify(taken, after, map_state=translated))
@@ -122,17 +122,6 @@ def compare_models(
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(model.named_buffers(remove_duplicate=False))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with dictionaries in place of dataclasses."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, list):
-        return [_plain(item) for item in cast("list[Any]", value)]
-    return tuple(_plain(item) for item in cast("tuple[Any, ...]", value)) if type(value) is tuple else value
 
 
 def _finite(error: float) -> float | None:

@@ -85,9 +85,8 @@ def save(fxopt: Fxopt, out: str, *options: str, model: str = "zoo:heads", passes
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("kind", ["recipe", "standalone"])
-def test_equal_models_exit_with_0(kind: str, fxopt: Fxopt):
-    save(fxopt, "out.fxopt", "--kind", kind)
+def test_equal_models_exit_with_0(fxopt: Fxopt):
+    save(fxopt, "out.fxopt")
     done = fxopt("verify", "zoo:heads", "out.fxopt", "--trust", "zoo")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
@@ -97,8 +96,8 @@ def test_equal_models_exit_with_0(kind: str, fxopt: Fxopt):
 
 @pytest.mark.parametrize("phase", ["eval", "train"])
 def test_gradients_are_compared_when_asked_for(phase: str, fxopt: Fxopt):
-    save(fxopt, "out.fxopt", "--kind", "standalone", model="zoo:dropping", passes="eliminate_dead_code")
-    done = fxopt("verify", "zoo:dropping", "out.fxopt", "--gradients", "--phase", phase, "--json")
+    save(fxopt, "out.fxopt", model="zoo:dropping", passes="eliminate_dead_code")
+    done = fxopt("verify", "zoo:dropping", "out.fxopt", "--gradients", "--phase", phase, "--json", "--trust", "zoo")
     assert done.code == 0, done.out
     assert done.json["gradients"] is True
     assert [call["checked"] for call in done.json["calls"]] == ["float64", "float64"]
@@ -194,42 +193,38 @@ def test_a_crafted_pt2_runs_nothing(fxopt: Fxopt, zoo: Path):
     assert not (zoo / "ran").exists()
 
 
-def test_a_standalone_archive_needs_no_trust_and_no_class(fxopt: Fxopt, zoo: Path):
-    save(fxopt, "heads.fxopt", "--kind", "standalone")
-    save_file({"x": torch.randn(2, 4)}, zoo / "x.safetensors")
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_model_needs_no_trust_and_no_class(fxopt: Fxopt, zoo: Path):
+    save(fxopt, "heads.fxopt")
+    save_file({"0": torch.randn(2, 4)}, zoo / "x.safetensors")
+    inputs = ("--inputs", "x.safetensors")
+    done = fxopt("export", "heads.fxopt", "--trust", "zoo", *inputs, "-o", "heads.pt2")
+    assert (done.code, done.out) == (0, "wrote heads.pt2, equal to the model\n"), done.err
+    assert fxopt("verify", "heads.pt2", "zoo:heads", "--inputs", "x.safetensors").code == 0
     (zoo / "zoo.py").unlink()
     sys.modules.pop("zoo")
-    assert fxopt("verify", "heads.fxopt", "heads.fxopt", "--inputs", "x.safetensors").code == 0
-    assert "wide_linear" in fxopt("inspect", "heads.fxopt", "--graph", "").out
-    assert fxopt("diff", "heads.fxopt", "heads.fxopt").code == 0
-    again = (
-        "optimize",
-        "heads.fxopt",
-        "--inputs",
-        "x.safetensors",
-        "-p",
-        "inference",
-        "-o",
-        "again.fxopt",
-        "--no-measure",
-    )
-    recipe = fxopt(*again)
-    assert recipe.code == 2
-    assert "does not say how its model is built, as a recipe must; add --kind standalone" in recipe.err
-    assert fxopt(*again, "--kind", "standalone").code == 0
-    assert fxopt("verify", "heads.fxopt", "again.fxopt", "--inputs", "x.safetensors").code == 0
+    assert fxopt("inspect", "heads.pt2").code == 0
+    again = fxopt("optimize", "heads.pt2", "-p", "inference", "-o", "again.fxopt", "--no-measure")
+    assert again.code == 2
+    assert "does not say how its model is built, so no archive can; leave -o out, or export it" in again.err
+    done = fxopt("export", "heads.pt2", *inputs, "-o", "fixed.pt2", "--no-dynamic-batch", "--json")
+    assert (done.code, done.json["path"]) == (0, "fixed.pt2"), done.err
 
 
-def test_what_cannot_be_standalone_is_refused_by_name(fxopt: Fxopt, zoo: Path):
-    done = fxopt("optimize", "zoo:deciding", "-p", "eliminate_dead_code", "-o", "out", "--kind", "standalone")
+def test_what_cannot_be_exported_is_refused(fxopt: Fxopt, zoo: Path):
+    save_file({"0": torch.randn(2, 4)}, zoo / "x.safetensors")
+    done = fxopt("export", "zoo:deciding", "--inputs", "x.safetensors", "-o", "out")
     assert done.code == 3
-    assert "module '(root)' (zoo.py:" in done.err
+    assert "torch cannot export this Deciding" in done.err
+    assert "example call 1 has other arguments" in fxopt("export", "zoo:heads", "-o", "out").err
+    without = fxopt("export", "bare:heads", "-o", "out")
+    assert without.code == 2
+    assert "give example inputs" in without.err
     assert not (zoo / "out").exists()
-    assert fxopt("optimize", "zoo:heads", "-o", "out", "--kind", "other").code == 2
 
 
 def test_damaged_files_exit_with_3_and_one_line(fxopt: Fxopt, zoo: Path):
-    save(fxopt, "heads.fxopt", "--kind", "standalone")
+    save(fxopt, "heads.fxopt")
     content = bytearray((zoo / "heads.fxopt").read_bytes())
     content[len(content) // 2] ^= 1
     (zoo / "heads.fxopt").write_bytes(content)

@@ -298,6 +298,3 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if restart:
         raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
-
-
-GUARD_NAMES: dict[str, Any] = {}

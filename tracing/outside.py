@@ -54,6 +54,3 @@ def _found(forward: FunctionType) -> list[tuple[str, CellType]]:
             found += [(f"{depth}:{name}", cell) for name, cell in pairs if name != "__class__"]
         function = function.__dict__.get("__wrapped__")
     return found
-
-
-looks_outside = None

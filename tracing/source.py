@@ -337,7 +337,3 @@ def _attribute(target: str) -> str:
     *parents, name = target.split(".")
     owner = _module_text(parents)
     return attribute_text(owner, name)
-
-
-attribute_expression = attribute_text
-module_expression = _module_text

@@ -188,7 +188,12 @@ def test_a_model_on_the_meta_device_gets_no_values(zoo: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("kind", "standalone", "is of kind 'standalone'"),
+        (
+            "kind",
+            "standalone",
+            "is a standalone archive, which this fxopt does not read; write the model again with",
+        ),
+        ("kind", "other", "is of kind 'other'; this fxopt loads 'recipe'"),
         ("kind", None, "is of kind None"),
         ("training", 1, "no proper 'training'"),
         ("frozen", None, "no proper 'frozen'"),

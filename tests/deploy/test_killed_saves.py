@@ -29,7 +29,7 @@ from torch import nn
 import fxopt
 
 torch.set_num_threads(1)
-kind, seed, rounds, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+seed, rounds, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
 
 def model(value):
@@ -40,8 +40,7 @@ def model(value):
 
 
 def save(which):
-    factory = "torch.nn:Sequential" if kind == "recipe" else None
-    fxopt.save(models[which], folder / "model", kind=kind, factory=factory)
+    fxopt.save(models[which], folder / "model", factory="torch.nn:Sequential")
 
 
 models, contents, draw = [model(1.0), model(2.0)], [], random.Random(seed)
@@ -72,9 +71,8 @@ print(json.dumps({"counts": counts, "left": len(rest), "strange": strange}))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
-@pytest.mark.parametrize("kind", ["recipe", "standalone"])
-def test_the_old_file_or_the_new_one_is_there(kind: str, tmp_path: Path):
-    command = [sys.executable, "-c", SCRIPT, kind, "0", "40", str(tmp_path)]
+def test_the_old_file_or_the_new_one_is_there(tmp_path: Path):
+    command = [sys.executable, "-c", SCRIPT, "0", "40", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr[-2000:]
     result = json.loads(finished.stdout)

@@ -39,12 +39,12 @@ class Bomb:
 def test_the_content_tells_the_kind_whatever_the_name(zoo: Any, tmp_path: Path):
     model = fxopt.optimize(zoo.Net(), [], example_inputs=(torch.randn(2, 3),))
     fxopt.save(model, tmp_path / "a.pt2")
-    fxopt.save(model, tmp_path / "b.pkl", kind="standalone")
+    fxopt.export(model, tmp_path / "b.pkl", (torch.randn(2, 3),))
     torch.save(zoo.Net(), tmp_path / "c.fxopt")
     (tmp_path / "d").write_bytes(pickle.dumps(zoo.Net()))
     torch.save(zoo.Net(), tmp_path / "e", _use_new_zipfile_serialization=False)
     kinds = [kind_of_file(tmp_path / name) for name in ("a.pt2", "b.pkl", "c.fxopt", "d", "e")]
-    assert kinds == [FileKind.RECIPE, FileKind.STANDALONE, FileKind.PICKLE, FileKind.PICKLE, FileKind.PICKLE]
+    assert kinds == [FileKind.RECIPE, FileKind.EXPORTED, FileKind.PICKLE, FileKind.PICKLE, FileKind.PICKLE]
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path):

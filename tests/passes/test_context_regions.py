@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import ArchiveError, MatchFailure
+from fxopt.errors import MatchFailure
 from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
 from fxopt.passes.regions import inline, outline
@@ -205,11 +205,14 @@ def test_preset_on_contexts() -> None:
         assert_equal(fxopt.optimize(model, passes="inference", example_inputs=X, measure=False), model)
 
 
-def test_the_flat_view_says_where_and_standalone_archives_refuse(tmp_path) -> None:
+def test_the_flat_view_says_where() -> None:
     model = Twins().eval()
     program = fxopt.capture(model, X)
     homes = {node.home for node in program.flat()}
     assert {"", "no_grad_0", "autocast_0"} <= homes
-    fast = fxopt.optimize(model, passes=[], example_inputs=X, measure=False)
-    with pytest.raises(ArchiveError, match=r"opens no_grad\(\)"):
-        fxopt.save(fast, tmp_path / "m.fxopt", kind="standalone")
+
+
+def test_contexts_are_exported(tmp_path) -> None:
+    fast = fxopt.optimize(Twins().eval(), passes="inference", example_inputs=X, measure=False)
+    fxopt.export(fast, tmp_path / "m.pt2", X)
+    torch.testing.assert_close(fxopt.load(tmp_path / "m.pt2")(*X), fast(*X))

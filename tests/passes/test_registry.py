@@ -131,3 +131,14 @@ def test_listing_imports_no_pass():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_is_a_pass_if_its_front_door_names_the_class(monkeypatch, tmp_path):
+    for name, text in {"a_pass": '__all__ = ["APass"]', "no_pass": "APass = 1"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "in_a_file.py").write_text("\nclass InAFile(Pass): ...\n")
+    transforms = registry.importlib.import_module(registry._TRANSFORMS)
+    monkeypatch.setattr(transforms, "__path__", [str(tmp_path)])
+    assert registry._own_names() == ["a_pass", "in_a_file"]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import ArchiveError
 from fxopt.tracing.fallback import misses_in, release
 from fxopt.tracing.names import ModelNames
 from fxopt.tracing.program import capture_program
@@ -303,12 +302,6 @@ def test_optimized_models_are_equal_and_restored(kind):
             expected = model(x)
             assert torch.allclose(fast(x), expected)
             assert torch.allclose(restored(x), expected)
-
-
-def test_archives_refuse_by_name(tmp_path):
-    fast = fxopt.optimize(nn.Sequential(nn.Linear(4, 4), Recurrent()).eval(), [], example_inputs=(X,))
-    with pytest.raises(ArchiveError, match="module '1': its attributes are set while the model runs"):
-        fxopt.save(fast, tmp_path / "m", kind="standalone")
 
 
 def test_setting_the_attribute_from_outside_is_seen(misses):

@@ -147,9 +147,3 @@ def test_members_before_one_are_fused():
     assert gradient.keys() == model.state_dict().keys()
     torch.testing.assert_close(fast(*X), model(*X))
     torch.testing.assert_close(fast.linear.weight.grad, model.linear.weight.grad)
-
-
-def test_standalone_archives_refuse(tmp_path):
-    fast = fxopt.optimize(Heads(), passes=[], example_inputs=X, measure=False)
-    with pytest.raises(fxopt.FxoptError, match="which archives do not"):
-        fxopt.save(fast, tmp_path / "m.fxopt", kind="standalone")

@@ -524,15 +524,6 @@ def test_what_members_read_is_asked_for_where_they_are_fused() -> None:
         torch.testing.assert_close(fast(X), model(X))
 
 
-def test_archives_keep_the_value(tmp_path: Any) -> None:
-    model = Scaled()
-    expected = model(X)
-    fast = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(X,), measure=False)
-    fxopt.save(fast, tmp_path / "model", kind="standalone")
-    globals()["SCALE"] = 3.0
-    torch.testing.assert_close(fxopt.load(tmp_path / "model")(X), expected)
-
-
 def test_guards_ask_for_little() -> None:
     fast = fxopt.capture(Scaled(), (X,)).model
     outside = [guard.reason for guard in capture_of(fast).variants[0].guards if "SCALE" in str(guard)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -16,6 +15,7 @@ from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ...passes.owners import Owner, owner_of
 from ...tracing.regions import Region
 from .inlining import Case, Expansion, Operation, expand, is_chain
+from .lowerings import Lowering, lowerings_for
 from .search import (
     Ensemble,
     GradientReach,
@@ -46,18 +46,6 @@ which lose: benchmarks/ensembles.py draws the line between them.
 
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
-
-
-class Lowering(enum.Enum):
-    """How the fused computation is written."""
-
-    AUTO = "auto"
-    WIDE = "wide"
-    WIDE_INPUT_FIRST = "wide_input_first"
-    BMM = "bmm"
-    GROUPED_CONV = "grouped_conv"
-    VMAP = "vmap"
-    LOOP = "loop"
 
 
 @dataclass(frozen=True)
@@ -132,16 +120,7 @@ class FuseEnsembles(Pass):
     def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
         if self.lowering is not Lowering.AUTO:
             return (self.lowering.value,)
-        # Inside of vmap nothing is autocast.
-        return tuple(name for name in self._able(ensemble) if name != "vmap" or not _casts(owner))
-
-    @staticmethod
-    def _able(ensemble: Ensemble) -> tuple[str, ...]:
-        if not any(pack.operator == "linear" for pack in ensemble.packs):
-            return ("grouped_conv", "vmap")
-        if not ensemble.shares_input:
-            return ("bmm", "vmap", "grouped_conv")
-        return ("wide", "bmm", "wide_input_first", "vmap", "grouped_conv")
+        return lowerings_for(ensemble, autocast=_casts(owner))
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         fuse((site,), edit)

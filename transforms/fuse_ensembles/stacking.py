@@ -19,7 +19,7 @@ from ...passes.state_map import Stack
 from ...tracing.capture import capture_of, required_capture
 from ...tracing.observe import INTERNAL
 from .inlining import Case, Operation
-from .lowerings import Lowering, Unit, Writer, covered_operations, lower, rebuild
+from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
 
 if TYPE_CHECKING:
@@ -45,15 +45,12 @@ def fuse(sites: Sequence[Site], edit: Edit) -> None:
         left = left[count:]
 
 
-def _choice(site: Site) -> str:
-    return site.choice or site.choices[0]
-
-
 @dataclass(frozen=True)
 class _Located:
     """A site's ensemble in the graphs as they are now."""
 
     site: Site
+    rule: LoweringRule
     ensemble: Ensemble
     places: Sequence[Place]
 
@@ -82,10 +79,10 @@ def _lowered(
     units: list[Unit] = []
     covered: set[Operation] = set()
     for place, each, stacked in zip(row, located, names, strict=True):
-        lowering = _lowering(place, each.site, stacked, edit)
+        task = _task(place, stacked, edit)
         with edit.at(each.site):
-            units += [_of_site(unit, each.site, edit) for unit in lower(lowering)]
-        covered |= covered_operations(lowering)
+            units += [_of_site(u, each.site, edit) for u in (*each.rule.write(task), *leaving_units(task))]
+        covered |= task.covered
     return rebuild(site.program.graph(site.home, row[0].case.variant), expansion, units, covered)
 
 
@@ -102,13 +99,9 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
     return dataclasses.replace(unit, emit=emit)
 
 
-def _lowering(place: Place, site: Site, names: Mapping[tuple[str, ...], str], edit: Edit) -> Lowering:
+def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
     name = f"vectorized_{common_name(place.ensemble, edit.owner)}".replace(".", "_")
-    return Lowering(
-        place.ensemble, _choice(site), names,
-        lambda module: edit.add_module(module, name=name),
-        place.expansion.may_restart,
-    )  # fmt: skip
+    return Task(place.ensemble, names, lambda module: edit.add_module(module, name=name), place.expansion.may_restart)
 
 
 def _located(site: Site, edit: Edit) -> _Located:
@@ -119,7 +112,8 @@ def _located(site: Site, edit: Edit) -> _Located:
     with edit.at(site):
         if ensemble is None:
             raise MatchFailure("an earlier rewrite took some of its members")
-        return _Located(site, ensemble, places_of(ensemble, case, site.program, site.home))
+        rule = rule_called(site.choice or site.choices[0])
+        return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.home))
 
 
 class _Members:
@@ -153,7 +147,7 @@ def _stack_parameters(
     """Stack the members' tensors in one new child; return it, the names there and those in the home."""
     home, ensemble = edit.home, located.ensemble
     stored = _store_names(ensemble)
-    input_first = _weights_of_shared_input(ensemble) if "wide_input_first" in _choice(located.site) else ()
+    input_first = _weights_of_shared_input(ensemble) if located.rule.input_first else ()
     members = {stored[o.names]: [tensor_of(home, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
     stacked.update({stored[names]: _input_first(stacked[stored[names]]) for names in input_first})

@@ -151,12 +151,10 @@ def test_checkpoints_copies_and_restoring(make: Callable[[], nn.Module]) -> None
 
 
 @pytest.mark.parametrize("make", [Home, Members, Both, Deep])
-def test_standalone_archives(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_the_evaluation_mode_is_exported(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     model, x = make(), torch.randn(5, 4)
-    fxopt.save(fused(model, x), tmp_path / "fused.fxopt", kind="standalone")
-    loaded = fxopt.load(tmp_path / "fused.fxopt")
-    for mode in (False, True):
-        torch.testing.assert_close(loaded.train(mode)(x), model.train(mode)(x))
+    fxopt.export(fused(model, x), tmp_path / "fused.pt2", (x,))
+    torch.testing.assert_close(fxopt.load(tmp_path / "fused.pt2")(x), model.eval()(x))
 
 
 @pytest.mark.parametrize("make", [Home, Members, Both])

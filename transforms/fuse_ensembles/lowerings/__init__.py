@@ -1,8 +1,20 @@
-"""Write ensembles as batched operations."""
+"""Write ensembles into graphs; `table` holds the lowerings there are."""
 
 from __future__ import annotations
 
+from .leaving import leaving_units
 from .rebuilding import Unit, Writer, rebuild
-from .writing import Lowering, covered_operations, lower
+from .table import Lowering, LoweringRule, lowerings_for, rule_called
+from .task import Task
 
-__all__ = ["Lowering", "Unit", "Writer", "covered_operations", "lower", "rebuild"]
+__all__ = [
+    "Lowering",
+    "LoweringRule",
+    "Task",
+    "Unit",
+    "Writer",
+    "leaving_units",
+    "lowerings_for",
+    "rebuild",
+    "rule_called",
+]

@@ -1,0 +1,96 @@
+"""The lowerings that `fuse_ensembles` chooses between, one row each.
+
+A new one is a name in `Lowering`, a row in `LOWERINGS` and, where it writes what no other does, a file beside this one
+with a function from a task to units of graph. What the rewritten graph calls at run time belongs to `fxopt.layers`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ....errors import MatchFailure
+from ....layers import ensemble as batched
+from ..search import Ensemble
+from .packwise import Packwise
+from .rebuilding import Unit
+from .task import Task
+from .vmap import vmapped
+
+__all__ = ["LOWERINGS", "Lowering", "LoweringRule", "lowerings_for", "rule_called"]
+
+
+class Lowering(enum.Enum):
+    """How the fused computation is written: the fastest, as one row of the table says, or not at all."""
+
+    AUTO = "auto"
+    WIDE = "wide"
+    WIDE_INPUT_FIRST = "wide_input_first"
+    BMM = "bmm"
+    GROUPED_CONV = "grouped_conv"
+    VMAP = "vmap"
+    LOOP = "loop"
+
+
+@dataclass(frozen=True)
+class LoweringRule:
+    """One lowering.
+
+    Attributes:
+        write: returns the units of graph that compute the packs of an ensemble.
+        suits: says of an ensemble whether this computes it in another way than the other rows do.
+        input_first: whether weights [N, out, in] of linears that read one input lie in memory as [in, N, out].
+        in_autocast: whether it may stand where a region autocasts.
+    """
+
+    write: Callable[[Task], Sequence[Unit]]
+    suits: Callable[[Ensemble], bool]
+    input_first: bool = False
+    in_autocast: bool = True
+
+
+def _shares_input(ensemble: Ensemble) -> bool:
+    return ensemble.shares_input
+
+
+def _has_linears(ensemble: Ensemble) -> bool:
+    return any(pack.operator == "linear" for pack in ensemble.packs)
+
+
+def _any(ensemble: Ensemble) -> bool:  # noqa: ARG001
+    return True
+
+
+_WIDE = Packwise(batched.wide_linear, batched.batched_linear)
+
+LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
+    {
+        Lowering.WIDE: LoweringRule(_WIDE, _shares_input),
+        Lowering.BMM: LoweringRule(Packwise(batched.shared_batched_linear, batched.batched_linear), _has_linears),
+        Lowering.WIDE_INPUT_FIRST: LoweringRule(_WIDE, _shares_input, input_first=True),
+        Lowering.GROUPED_CONV: LoweringRule(Packwise(batched.shared_grouped_linear, batched.grouped_linear), _any),
+        # Inside of vmap nothing is autocast.
+        Lowering.VMAP: LoweringRule(vmapped, _any, in_autocast=False),
+    }
+)
+"""In order of preference: the first is taken where nothing is measured, and of those that are equally fast."""
+
+
+def lowerings_for(ensemble: Ensemble, *, autocast: bool) -> tuple[str, ...]:
+    """Return the names of the lowerings to try for an ensemble, in order of preference."""
+    rules = LOWERINGS.items()
+    return tuple(name.value for name, rule in rules if rule.suits(ensemble) and (rule.in_autocast or not autocast))
+
+
+def rule_called(name: str) -> LoweringRule:
+    """Return the lowering of a name.
+
+    Raises:
+        MatchFailure: there is none, as where a plan was made by another version.
+    """
+    rules = {lowering.value: rule for lowering, rule in LOWERINGS.items()}
+    if name not in rules:
+        raise MatchFailure(f"there is no lowering '{name}'; there are {', '.join(rules)}")
+    return rules[name]

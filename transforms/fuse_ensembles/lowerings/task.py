@@ -1,0 +1,42 @@
+"""One ensemble that is to be written into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from ..inlining import Operation
+from ..search import Ensemble, Join, Pack, find_joins
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One ensemble that is to be written into a graph, and what is at hand for that.
+
+    Attributes:
+        ensemble: what to write.
+        names: the parameters of each position -> the name of the stacked tensor that holds them.
+        add_module: registers a module in the home and returns its name.
+        may_restart: whether the home may run its own forward after having begun with its graph.
+    """
+
+    ensemble: Ensemble
+    names: Mapping[tuple[str, ...], str]
+    add_module: Callable[[nn.Module], str]
+    may_restart: bool
+
+    @cached_property
+    def joins(self) -> Mapping[Pack, list[Join]]:
+        """Return where the members of each pack come together again."""
+        return {pack: list(find_joins(pack)) for pack in self.ensemble.packs}
+
+    @cached_property
+    def covered(self) -> set[Operation]:
+        """Return the operations that are replaced."""
+        packed = {member for pack in self.ensemble.packs for member in pack.members}
+        return packed | {removed for joins in self.joins.values() for join in joins for removed in join.removed}
