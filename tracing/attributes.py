@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, cast
 
@@ -59,7 +59,6 @@ class Attributes:
         self._names: dict[int, str] | None = None
         self._held: dict[int, ValueProxy] = {}
         self._new: set[int] = set()
-        self.handed_on: set[int] = set()
 
     def proxy(self, target: str, value: Any) -> ValueProxy:
         """Return the proxy for the attribute called `target` as seen from the traced module."""
@@ -107,7 +106,6 @@ class Attributes:
         for holder, path in self._holders():
             for name, held in cast("dict[str, Any]", vars(holder)).items():
                 if held is value and name.isidentifier():
-                    self.handed_on.add(id(value))
                     return self._part(path, name, value)
         return None
 
@@ -186,17 +184,6 @@ class Attributes:
         if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
             self._assignments.record(module, path, name, value)
         return False
-
-    def check_arrays(self, arrays: Iterable[tuple[Source, Any]]) -> None:
-        """Give up on arrays that were read and are too large to be compared, each with how it was reached.
-
-        Raises:
-            Untraceable: if there is one that no node was given.
-        """
-        for source, array in arrays:
-            if id(array) not in self.handed_on:
-                reason = f"it reads {source}, a large numpy array that may change; a buffer would do"
-                self._tracer.fail(reason, "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.home, module)

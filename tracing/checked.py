@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ __all__ = ["Messages", "patch_checks"]
 class _Text(NamedTuple):
     proxy: ValueProxy
     frame: FrameType
-    instruction: int
+    line: int
     source: str
 
 
@@ -38,7 +39,7 @@ class Messages:
 
     def note(self, proxy: ValueProxy, frame: FrameType, source: str) -> None:
         """Note that the text of a value was asked for by `frame`, which stands in the line `source`."""
-        self._unread.append(_Text(proxy, frame, frame.f_lasti, source))
+        self._unread.append(_Text(proxy, frame, frame.f_lineno, source))
 
     def close(self, frame: FrameType | None) -> None:
         """Note that `frame` calls a check: the texts that the arguments in this call are made of are nobody else's."""
@@ -52,19 +53,9 @@ class Messages:
 
 
 def _is_in_call(text: _Text, frame: FrameType) -> bool:
-    """Tell whether a text was asked for inside of the parentheses of the call that `frame` is making."""
-    positions = list(frame.f_code.co_positions())
-    line, column, end_line, end_column = _span(positions[frame.f_lasti // 2])
-    at, at_column, at_end, at_end_column = _span(positions[text.instruction // 2])
-    return (line, column) <= (at, at_column) and (at_end, at_end_column) <= (end_line, end_column)
-
-
-def _span(position: tuple[int | None, int | None, int | None, int | None]) -> tuple[int, int, int, int]:
-    """Return first line and column, last line and column; what is not known is nowhere."""
-    line, end_line, column, end_column = position
-    if line is None or end_line is None or column is None or end_column is None:
-        return 0, 0, 0, 0
-    return line, column, end_line, end_column
+    """Tell whether a text was asked for in the lines of the call that `frame` is making."""
+    line, end_line, *_ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return line is not None and end_line is not None and line <= text.line <= end_line
 
 
 def patch_checks(session: Session[Any]) -> None:

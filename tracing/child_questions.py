@@ -21,8 +21,8 @@ from .guards import Guard, Lacks, equal, of_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
 from .nested import NestedReads
-from .outside_places import class_attribute
 from .outside_reads import guards_on
+from .reached_code import class_attribute
 from .recorder import Recorder
 from .sources import Attribute, Method, key_of, module_at, type_of
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .attributes import Attributes
-from .made_functions import made_function
-from .numpy_values import is_array, is_scalar
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .structure import is_namedtuple
@@ -43,6 +40,8 @@ class Lowering:
         kind = cast("type[object]", type(value))
         if issubclass(kind, ValueProxy):
             return self._node(value)
+        if isinstance(value, float):  # numpy's, too
+            return float(value)
         if kind in PLAIN or isinstance(value, _CONSTANTS):
             return value
         if kind is slice:
@@ -75,13 +74,6 @@ class Lowering:
             return held.node
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._dataclass(value)
-        if is_scalar(value):
-            return value
-        made = made_function(value) if isinstance(value, FunctionType) else None
-        if made is not None:
-            return made
-        if is_array(value):
-            return self._tracer.fail("it uses a numpy array that is no attribute of the module; a buffer would do")
         return self._tracer.fail(f"it passes on a {type(value).__name__}")
 
     def _dataclass(self, value: Any) -> Any:

@@ -10,19 +10,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .direct_reads import DirectReads
 from .dynamic import subclass
 from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, of_type
-from .numpy_values import is_array, is_scalar
 from .observe import INTERNAL, Quiet
-from .sources import SELF, Attribute, Call, Dictionary, Method, Source, item_of, key_of, length_of, module_at
+from .sources import SELF, Attribute, Call, Dictionary, Source, item_of, key_of, length_of, module_at
 
 __all__ = ["NestedReads", "items_of"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
-_MOST_BYTES = 1024
-"""Larger arrays are not compared."""
 _DEEPEST = 3
 """Containers in containers that are looked into."""
 
@@ -40,9 +36,6 @@ class NestedReads:
         self._places: dict[int, tuple[str, Source]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
-        self._reads: dict[int, tuple[DirectReads, dict[str, Any]]] = {}
-        self.arrays: list[tuple[Source, Any]] = []
-        """Arrays that were read and are too large to be compared at each call, each with how it was reached."""
         self._read: dict[Guard, str] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own)."""
         self.compared: set[str] = set()
@@ -82,7 +75,7 @@ class NestedReads:
             if _holds_tensors_only(value):
                 self._keep(of_type(source, type(value), f"{source} is a {type(value).__name__}"), name)
                 self.compared.add(name)
-            if type(value) in (*_MUTABLE, tuple) or is_array(value):
+            if type(value) in (*_MUTABLE, tuple):
                 self._note(value, name, source)
         return [guard for guard, root in self._read.items() if not root or root in plain]
 
@@ -122,23 +115,16 @@ class NestedReads:
     def _direct(
         self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, Source]
     ) -> Source | None:
-        """Return how a guard reads an attribute from the dictionary of its object, if it is there.
+        """Return how a guard reads an attribute from the dictionary of its object, in a tenth of the time; else None.
 
         So it does not look like a tensor's, either: moving the model changes types and devices of those.
         """
         root, source = place
-        known = self._reads.get(id(held))
-        if known is None:
-            known = self._reads[id(held)] = DirectReads(cls, held), held
-        found = known[0].of(name)
-        if found is None or held.get(found.key, found) is not value:
-            placed = isinstance(value, (torch.dtype, torch.device)) and name in held
-            return item_of(Dictionary(source), name) if placed else None
+        if held.get(name, self) is not value:
+            return None
         if source != Attribute(SELF, root):  # what is set on the module itself is noticed
             self._keep(of_class(source, cls, f"{source} is a {cls.__qualname__}"), root)
-        for key in sorted(found.missing):
-            self._keep(Guard(Dictionary(source), Lacks(key_of(key)), f"{source} has no {key}"), root)
-        return item_of(Dictionary(source), found.key)
+        return item_of(Dictionary(source), name)
 
     def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
         self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
@@ -151,8 +137,8 @@ class NestedReads:
         if guard is not None:
             self._keep(guard, root)
             return
-        if type(value) is float or is_array(value) or is_scalar(value):
-            self._note_number(value, root, source)
+        if type(value) is float:  # no number
+            self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
             return
         self._lend(value, root, source)
         items = items_of(value) if depth else []
@@ -176,18 +162,6 @@ class NestedReads:
         *owners, last = name.split(".")
         registered = Call(getattr, (module_at(owners), key_of(last), key_of(None)))
         self._keep(Guard(source, Is(registered), f"{source} is {name}"), root)
-
-    def _note_number(self, value: Any, root: str, source: Source) -> None:
-        """Note a number without a spelling, or an array of numpy's: guards compare what is in it, if that is little."""
-        if type(value) is float:
-            self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
-        elif value.nbytes <= _MOST_BYTES:
-            reason = f"{source} holds what it held"
-            self._keep_equal(Attribute(Attribute(source, "dtype"), "str"), value.dtype.str, root, reason)
-            self._keep_equal(Attribute(source, "shape"), value.shape, root, reason)
-            self._keep_equal(Method(source, "tobytes", ()), value.tobytes(), root, reason)
-        else:
-            self.arrays.append((source, value))
 
     def _keep_equal(self, source: Source, value: Any, root: str, reason: str) -> None:
         self._keep(Guard(source, Equals(key_of(value)), reason), root)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["cells_of", "globals_of", "own_cells"]
+__all__ = ["LIBRARIES", "cells_of", "globals_of", "own_cells"]
 
-_LIBRARIES = "site-packages"
+LIBRARIES = "site-packages"
 """In the path of installed code: it is full of functions that close over settings which nobody changes."""
 _cells: weakref.WeakKeyDictionary[FunctionType, Mapping[str, CellType]] = weakref.WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def _found(forward: FunctionType) -> list[tuple[str, CellType]]:
     for depth in range(8):
         if not isinstance(function, FunctionType):
             break
-        if _LIBRARIES not in function.__code__.co_filename:
+        if LIBRARIES not in function.__code__.co_filename:
             pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             # What `super()` closes over, the class, leads back to the forward, which would be kept for ever.
             found += [(f"{depth}:{name}", cell) for name, cell in pairs if name != "__class__"]

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from .numpy_values import is_number, is_scalar
 from .recorder import Recorder
 
 __all__ = ["UNKNOWN", "MethodProxy", "ValueProxy", "proxies_in"]
@@ -91,10 +90,10 @@ class ValueProxy(fx.Proxy):
         return self.tracer.fail("it turns a value into a numpy array")
 
     def __array_ufunc__(self, function: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
-        return _call_numpy(self.tracer, function if method == "__call__" else None, args, kwargs)
+        return self.tracer.fail("it gives a value to numpy")
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        return _call_numpy(self.tracer, function, args, kwargs)
+        return self.tracer.fail("it gives a value to numpy")
 
     @property
     def keys(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  it may be a field, too
@@ -154,28 +153,6 @@ def proxies_in(value: Any) -> Iterator[ValueProxy]:
             yield from proxies_in(item)
     elif isinstance(value, slice):
         yield from proxies_in((value.start, value.stop, value.step))
-
-
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
-    "true_divide": operator.truediv, "floor_divide": operator.floordiv, "remainder": operator.mod,
-    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
-    "greater_equal": operator.ge, "equal": operator.eq, "not_equal": operator.ne,
-}  # fmt: skip
-
-
-def _call_numpy(tracer: Recorder, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    """Record a call of one of numpy's functions, on plain numbers; its operators on tensors are torch's."""
-    name = getattr(function, "__name__", "")
-    if not all(is_number(proxy.fxopt_value) for proxy in proxies_in((args, kwargs))):
-        if name not in _OPERATORS or not is_scalar(args[0]) or kwargs:
-            tracer.fail("it gives a tensor to numpy")
-        function = _OPERATORS[name]
-        return tracer.create_proxy("call_function", function, args, kwargs)
-    if function is None:
-        tracer.fail("it reduces numbers by a function of numpy")
-    result = tracer.create_proxy("call_function", function, args, kwargs)
-    return result if is_number(result.fxopt_value) else tracer.fail("it makes a numpy array")
 
 
 def _in_place(name: str) -> Callable[[ValueProxy, Any], Any]:

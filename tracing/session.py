@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import torch_functions_off
-from .made_functions import call_whole, takes_functions
 from .memos import call_memo, is_memoised
 from .objects import is_whole
 from .observe import Observers
@@ -252,8 +251,6 @@ class Session(Generic[TracerT]):
                 wrapper = self._stand_ins[id(value)] = stand_in(value, self._make)
             if wrapper is None and is_memoised(value):
                 wrapper = self.stand_in(value, call_memo)
-            if wrapper is None and takes_functions(value):
-                wrapper = self.stand_in(value, call_whole)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)

@@ -116,14 +116,14 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.places)
-        forward = type(self.module).forward
+        forward, outside = type(self.module).forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
         patch_memos(self.session, type(self.module))
         self.assignments.begin()
-        state, draws, outside = AttributeState(self.module), self.session.host_draws(forward), OutsideReads(self.module)
+        state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with outside.watching(), self._observed() as seen, self.session.tracing(self):
+            with self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._lowering.value(result))
                 self._check(state, forward, draws)
@@ -132,9 +132,6 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
-            changed = outside.put_back()
-        if changed or seen.set_on_class:
-            raise Untraceable(changed or f"it changes what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -143,7 +140,6 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         guards += (*self.decisions.guards, *outside.guards(plain))
-        self.attributes.check_arrays(self.nested.arrays)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.places, frozenset(reads), volatile)

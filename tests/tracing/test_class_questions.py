@@ -63,10 +63,6 @@ def _closing_over(ask: Any) -> Callable[[Any, Tensor], object]:
     return lambda self, x: ask(self.block) is Block
 
 
-def _by_default(self: Any, x: Tensor, *, ask: Any = type) -> object:
-    return ask(self.block) is Block
-
-
 ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: type(self.block) is Block,
     lambda self, x: Block == type(self.block),  # noqa: E721
@@ -75,6 +71,9 @@ ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: BLOCKS[type(self.block)],
     lambda self, x: BLOCKS.get(type(self.block)),
     lambda self, x: isinstance(x, type(self.block)),
+    lambda self, x: (type(self.block) if x is None else type(self)) is Block,
+    lambda self, x: (type(self.block) if x is None else list) is Block,
+    lambda self, x: (kind := type(self.block)) is list or kind is Block,
     lambda self, x: self.block.__class__ is Block,
     lambda self, x: {type(m) for m in self.children()},
     lambda self, x: list(map(type, self.children())),
@@ -88,12 +87,7 @@ ASKING: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: (lambda module: type(module))(self.block),  # noqa: PLC3002
     _decorated(lambda self, x: x),
     _closing_over(type),
-    _by_default,
-    lambda self, x, ask=type: ask(self.block) is Block,
-    lambda self, x: getattr(self.block, "__class__") is Block,  # noqa: B009
     lambda self, x: builtins.type(self.block) is Block,
-    lambda self, x: getattr(builtins, "type")(self.block) is Block,  # noqa: B009
-    lambda self, x: vars(builtins)["type"](self.block) is Block,
 ]
 QUIET: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: self.block(x),
@@ -108,13 +102,14 @@ QUIET: list[Callable[[Any, Tensor], object]] = [
     lambda self, x: f"a {type(self.block)} {self.block.__class__.__name__}",
     lambda self, x: str(type(self.block)),
     lambda self, x: type(self.block).weight,
-    lambda self, x: getattr(type(self.block), "weight", None),
     lambda self, x: type(self.block)(),
     lambda self, x: issubclass(type(self.block), Block),
     lambda self, x: type(x) is Tensor,
     lambda self, x: type(x) in (list, tuple),
     lambda self, x: type(x) in PLAIN,
-    lambda self, x: KINDS.get(type(x)),
+    lambda self, x: KINDS[type(x)],
+    lambda self, x: type(x) is str,
+    lambda self, x: x.shape[0] if self.training else type(self).__name__,
     lambda self, x: x is None,
     lambda self, x: self.settings.copied(),
 ]
@@ -142,17 +137,11 @@ def test_other_functions_of_that_name() -> None:
     assert not asks_for_classes([holder(names["forward"])])
 
 
-def test_code_without_a_text_asks_if_it_may() -> None:
-    names: dict[str, Any] = {}
-    exec("def forward(self, x):\n    return type(x) is list", names)
-    assert asks_for_classes([holder(names["forward"])])
-
-
 class Quiet(Holder):
     def forward(self, x: Tensor) -> Tensor:
         if x is None:
-            raise TypeError(f"no tensor for {[type(child) for child in self.children()]}")
-        assert self.block, type(self.block)
+            raise TypeError("no tensor for", type(self.block))
+        assert self.block, f"{type(self.block)}"
         return self.block(x)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.captured import capture_of
-from fxopt.tracing.direct_reads import DirectRead, DirectReads
 from fxopt.tracing.fallback import misses_in
 
 switch = False
@@ -133,7 +132,8 @@ def test_a_refusal_that_comes_later_is_raised():
 def test_reasons_name_attributes():
     variant = capture_of(fxopt.capture(Net(), (X,)).model).variants[0]
     reasons = {str(guard): guard.reason for guard in variant.guards}
-    assert reasons["self.config.n_width == 2.0"] == "self.config.n_width is 2.0"
+    assert reasons["self.config.width == 2.0"] == "self.config.width is 2.0"
+    assert reasons["self.config.b == 5.0"] == "self.config.b is 5.0"
     assert reasons["self.config.inner.shift == 1.0"] == "self.config.inner.shift is 1.0"
 
 
@@ -151,41 +151,3 @@ def test_a_guard_that_cannot_be_asked_is_a_miss():
     del fast.inner.shift
     assert torch.equal(fast(X), X + 4)
     assert [miss.calls for miss in misses_in(fast.modules())] == [1]
-
-
-def found(cls: type, name: str, **held: Any) -> DirectRead | None:
-    return DirectReads(cls, held).of(name)
-
-
-def test_where_reads_end():
-    assert found(Inner, "shift", shift=1) == DirectRead("shift", frozenset())
-    assert found(Config, "width", n_width=1) == DirectRead("n_width", frozenset({"refused"}))
-    assert found(Config, "width", n_width=1, refused="") is None
-    assert found(Config, "kind", _kind=1).key == "_kind"
-    for name in ("first", "switched", "missing", "default", "names"):
-        assert found(Config, name, a=1, b=2, n_width=3) is None
-
-
-class Walks:
-    def __getattribute__(self, name: str) -> Any:
-        return next(iter(object.__getattribute__(self, "__dict__").values()))
-
-
-class Descriptor:
-    def __get__(self, holder: Any, cls: Any) -> Any:
-        return vars(holder)["value"]
-
-    def __set__(self, holder: Any, value: Any) -> None: ...
-
-
-class Described:
-    value = Descriptor()
-
-
-class Slotted(int):
-    pass
-
-
-@pytest.mark.parametrize("cls", [Walks, Described, Slotted])
-def test_what_cannot_be_followed_is_not(cls):
-    assert found(cls, "value", value=1) is None
