@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .guards import Equals, Guard, Has, Is, IsNot, equal, of_class, of_type
+from .guards import Equals, Guard, Has, Is, IsNot, equal, of_class, same_type
 from .record import Computed
 from .recorder import Untraceable
 from .signature import Absent, Signature
@@ -124,7 +124,7 @@ class Arguments:
             return self._object(source, name, value)
         reason = f"{source} is a {kind.__name__} of {len(value)}"
         if kind in _CONTAINERS[:3]:
-            self._guard(of_type(source, kind, reason))
+            self._guard(same_type(source, value, reason))
         else:
             self._guard(equal(Attribute(type_of(source), "__name__"), kind.__name__, reason))
         self._guard(equal(length_of(source), len(value), reason))
@@ -167,7 +167,7 @@ class Arguments:
             return False
         guard = equal(source, value, reason)
         if guard is not None and isinstance(guard.check, Equals) and type(value) in _LITERALS:
-            self._guard(of_type(source, type(value), reason))  # 1 == 1.0
+            self._guard(same_type(source, value, reason))  # 1 == 1.0
         self._guard(guard)
         return guard is not None
 

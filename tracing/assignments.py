@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from .attribute_watch import MISSING
 from .changes import Change
-from .guards import Guard, Lacks, Truth, equal, is_tensor, of_type
+from .guards import Guard, Lacks, Truth, equal, is_tensor, same_type
 from .observe import INTERNAL
 from .proxy import ValueProxy
 from .recorder import Recorder
@@ -211,7 +211,7 @@ def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
     guard = equal(source, value, reason) if _can_be_set(value) else None
     if guard is None:
         return [Guard(key_of(False), Truth(True), reason)]
-    return [guard] if value is None else [of_type(source, type(value), reason), guard]
+    return [guard] if value is None else [same_type(source, value, reason), guard]
 
 
 def _described(value: Any) -> str:

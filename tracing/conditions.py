@@ -65,7 +65,7 @@ def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[o
     answer = fresh("fits")
     return [
         "try:",
-        f"    {answer} = {text}",
+        f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
         f"except {name(NOT_HELD)}:",
         f"    {answer} = False",
     ], answer

@@ -109,6 +109,6 @@ def _part(argument: Any, arguments: Mapping[str, Source]) -> Source | None:
     if isinstance(argument, fx.Node):
         return _source(argument, arguments)
     if isinstance(argument, slice):
-        limits = _parts((argument.start, argument.stop, argument.step), arguments)
+        limits = _parts(cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step)), arguments)
         return None if limits is None else Call(slice, tuple(limits))
     return constant(argument)

@@ -43,8 +43,8 @@ __all__ = [
     "equal",
     "is_tensor",
     "of_class",
-    "of_type",
     "require",
+    "same_type",
 ]
 
 NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
@@ -214,9 +214,9 @@ def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
     return Guard(source, check, reason or f"{source} is {expected}")
 
 
-def of_type(source: Source, kind: type[Any], reason: str) -> Guard:
-    """Return a guard on the type of a value, exactly one of Python's own."""
-    return Guard(type_of(source), Is(Known(kind)), reason)
+def same_type(source: Source, value: Any, reason: str) -> Guard:
+    """Return a guard on the type of a value: exactly that of another one, which is one of Python's own or torch's."""
+    return Guard(type_of(source), Is(Known(type(value))), reason)
 
 
 def of_class(source: Source, cls: type[Any], reason: str) -> Guard:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .dynamic import subclass
-from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, of_type
+from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, same_type
 from .observe import INTERNAL, Quiet
 from .sources import SELF, Attribute, Call, Dictionary, Source, item_of, key_of, length_of, module_at
 
@@ -73,7 +73,7 @@ class NestedReads:
         for name in sorted(plain):
             value, source = attributes.get(name), Attribute(SELF, name)
             if _holds_tensors_only(value):
-                self._keep(of_type(source, type(value), f"{source} is a {type(value).__name__}"), name)
+                self._keep(same_type(source, value, f"{source} is a {type(value).__name__}"), name)
                 self.compared.add(name)
             if type(value) in (*_MUTABLE, tuple):
                 self._note(value, name, source)

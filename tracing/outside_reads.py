@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from .bytecode import Read, Value, Variable, is_class, named_in
-from .guards import Equals, Guard, Is, equal, of_type
+from .guards import Equals, Guard, Is, equal, same_type
 from .outside import LIBRARIES, cells_of, own_cells
 from .outside_stores import stored_outside, told
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of
@@ -108,7 +108,7 @@ def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
     if isinstance(same.check, Is):
         return [same]
     if type(value) in (int, float):
-        return [same, of_type(source, type(value), reason)]
+        return [same, same_type(source, value, reason)]
     return [same, by_text] if _has_numbers(value) else [same]  # [2] == [2.0] == [True]
 
 

@@ -17,7 +17,7 @@ from .capturing import further_variant
 from .exclusive import alone, are_fixed, turn
 from .fallback import Fallback, Repeating, fallback_of
 from .generators import announce
-from .guards import Guard, Tally, equal, of_type, require
+from .guards import Guard, Tally, equal, require, same_type
 from .leaves import runs_as_sequential
 from .live_call import LiveCall
 from .names import ModelNames
@@ -321,8 +321,8 @@ def _mark_values(call: Call, capture: Capture) -> None:
 
 def _has_changed(value: Any, source: Source, bound: Collection[Guard]) -> bool:
     """Say whether a number may differ from call to call: any integer may; a float where no graph is for this one."""
-    is_int = of_type(source, int, "") in bound
+    is_int = same_type(source, 0, "") in bound
     if type(value) is not float:
         return is_int
     known = equal(source, value, "")
-    return (is_int or of_type(source, float, "") in bound) and known not in bound
+    return (is_int or same_type(source, 0.0, "") in bound) and known not in bound

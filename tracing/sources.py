@@ -60,7 +60,7 @@ class Writer(Protocol):
         """Return an expression for the value of a source."""
         ...
 
-    def name(self, value: object) -> str:
+    def name(self, value: object, /) -> str:
         """Return the name that code has for an object."""
         ...
 

@@ -32,7 +32,7 @@ from fxopt.tracing.guards import (
     equal,
     is_tensor,
     of_class,
-    of_type,
+    same_type,
 )
 from fxopt.tracing.signature import Absent
 from fxopt.tracing.sources import (
@@ -245,7 +245,7 @@ class _Writer:
         (Guard(Call(operator.pow, (key_of(-1), X)), Equals(key_of(1))), "((-1) ** x) == 1"),
         (Guard(Attribute(X, "dtype"), Equals(_constant(torch.float16))), "x.dtype == torch.float16"),
         (Guard(Attribute(X, "device"), Equals(_constant(torch.device("cpu")))), "x.device == torch.device('cpu')"),
-        (of_type(X, dict, ""), "type(x) is dict"),
+        (same_type(X, {}, ""), "type(x) is dict"),
         (of_class(X, SimpleNamespace, ""), "type(x).__qualname__ == 'SimpleNamespace'"),
         (is_tensor(X, False, ""), "not isinstance(x, torch.Tensor)"),
     ],
