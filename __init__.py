@@ -43,9 +43,10 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .operators import OpInfo, register_operator
     from .passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
     from .passes.edit import Edit
-    from .passes.patterns import Match, Pattern, anything, module, operation
+    from .passes.patterns import Match, Pattern, anything, either, module, operation
     from .passes.plan import Decision, Plan
     from .reporting.report import Report
     from .tracing.inputs import Inputs
@@ -65,9 +66,10 @@ _HOMES = {
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
         "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
+    "operators": "OpInfo register_operator",
     "passes.base": "Goal Numerics Pass Phase Refusal Site",
     "passes.edit": "Edit",
-    "passes.patterns": "Match Pattern anything module operation",
+    "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
     "reporting.report": "Report",
     "tracing.inputs": "Inputs",
@@ -100,6 +102,7 @@ __all__ = [
     "MatchFailure",
     "ModeError",
     "Numerics",
+    "OpInfo",
     "OrderError",
     "Pass",
     "PassError",
@@ -118,6 +121,7 @@ __all__ = [
     "__version__",
     "anything",
     "capture",
+    "either",
     "export",
     "graphs",
     "list_passes",
@@ -127,6 +131,7 @@ __all__ = [
     "operation",
     "optimize",
     "plan",
+    "register_operator",
     "report",
     "restore",
     "save",

@@ -49,6 +49,8 @@ __all__ = [
     "modules_by_name",
     "native_functions",
     "operator_format",
+    "operator_name",
+    "overloads_of",
     "own_buffers",
     "own_children",
     "own_parameters",
@@ -224,8 +226,11 @@ def is_torch_wrapper(cls: type) -> bool:
 
 @cache
 def is_view_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator's result shares its argument's storage (`lift_fresh` yields a new tensor)."""
-    return operator.is_view and operator is not torch.ops.aten.lift_fresh.default
+    """Say whether a dispatched operator's result always shares its argument's storage.
+
+    `lift_fresh` yields a new tensor, and `to` does where it converts one.
+    """
+    return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
 def load_exported_program(file: BinaryIO) -> Any:
@@ -250,6 +255,20 @@ def operator_format(function: Any) -> str | None:
     if getattr(function, "__module__", None) != "_operator":
         return None
     return magic_methods.get(function.__name__)
+
+
+def operator_name(function: Any) -> str | None:
+    """Return the name of one of `torch.ops` ("aten::add"), which all of its overloads share; None for anything else."""
+    if not is_registered_operator(function):
+        return None
+    return getattr(function, "overloadpacket", function)._qualified_op_name
+
+
+def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
+    """Return each overload of one of `torch.ops` with its schema; an overload is its own only one."""
+    single = not hasattr(operator, "overloads")
+    found: list[Any] = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    return [(overload, overload._schema) for overload in found]
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import FusedMemberError
-from ..passes.operators import resolve
+from ..operators import resolve
 from .ensemble import align_members
 
 __all__ = [

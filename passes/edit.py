@@ -170,8 +170,12 @@ class Edit:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every user of `old` read `new`, and erase `old` with whatever only it needed."""
+        """Let every user of `old` read `new`, and erase `old` with whatever only it needed.
+
+        Later sites that name `old` are given `new`.
+        """
         new.meta.setdefault("val", old.meta.get("val"))
+        new.meta["replaces"] = (*new.meta.get("replaces", ()), old.name, *old.meta.get("replaces", ()))
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.erase(old)
 

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
 
-from ..compat import has_hooks, native_functions
+from ..compat import has_hooks, is_registered_operator
+from ..operators import OpInfo, draws, info_of, is_known_function, mutates, operator_info, operator_of_module
 from ..tracing.captured import Capture, capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
 from ..tracing.meta import TensorMeta
 from .kinds import Kinds
 from .opening import unmet_guard
-from .operators import POINTWISE, canonical_name, is_random, mutates
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["handed_out", "has_effects", "writes", "written_values"]
-
-_PURE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.Linear, nn.Bilinear, nn.Identity, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Flatten,
-    nn.Unflatten, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
-    nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink,
-    nn.Hardshrink, nn.Softmax, nn.LogSoftmax, nn.PReLU, nn.GLU, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-)  # fmt: skip
-_DRAWING: tuple[type[nn.Module], ...] = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-)  # fmt: skip
-_COUNTING: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_PASSING_ON: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten)
-"""Modules whose result may lie in the memory of their input."""
-_FRESH = (POINTWISE - {"positive"}) | frozenset(
-    "linear bilinear matmul bmm cat stack sum mean amax amin prod softmax log_softmax logsumexp cumsum cumprod "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm rms_norm embedding "
-    "index_select gather masked_fill argmax argmin clone scaled_dot_product_attention".split()
-)
-"""Operators whose result is never a view of an operand."""
-_EFFECTFUL = frozenset("manual_seed seed save load batch_norm instance_norm native_batch_norm".split())
-_EFFECTFUL_PREFIXES = ("set_", "use_", "_assert")
-_RENORMALISING = frozenset("embedding embedding_bag".split())
+__all__ = ["handed_out", "has_effects", "overwrites_unseen", "writes", "written_values"]
 
 
 class _KnownKinds:
@@ -78,9 +51,9 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
             )
         case "call_method":
             known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
-            return mutates(node) or is_random(node) or not known
+            return mutates(node) or draws(node) or not known
         case _:
-            return mutates(node) or is_random(node) or not _is_pure_function(node.target) or _renormalises(node)
+            return mutates(node) or draws(node) or not _only_computes(node) or _renormalises(node)
 
 
 def _is_of_object(node: fx.Node) -> bool:
@@ -89,10 +62,17 @@ def _is_of_object(node: fx.Node) -> bool:
     return isinstance(owner, fx.Node) and isinstance(owner.meta.get("val"), type)
 
 
+def _only_computes(node: fx.Node) -> bool:
+    """Say whether a function computes its value and does nothing else."""
+    if is_registered_operator(node.target) and node.is_impure():
+        return False  # torch was told of side effects that no schema names
+    return bool(info_of(node).pure) or (info_of(node).pure is None and is_known_function(node.target))
+
+
 def _renormalises(node: fx.Node) -> bool:
     """Say whether a look-up in an embedding may write into its weight."""
     name = getattr(node.target, "__name__", "")
-    return name in _RENORMALISING and (node.kwargs.get("max_norm") is not None or len(node.args) > 3)
+    return name in ("embedding", "embedding_bag") and (node.kwargs.get("max_norm") is not None or len(node.args) > 3)
 
 
 def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
@@ -146,31 +126,13 @@ def _leaf_has_effects(module: nn.Module) -> bool:
     if getattr(module, "inplace", False):
         return True
     # Modes change after a rewrite: what only draws or counts in training does so whenever the user says train().
-    return user_class(type(module)) not in _PURE_MODULES or getattr(module, "max_norm", None) is not None
+    info = _info_of_leaf(module)
+    return not info.pure or info.random is not False or getattr(module, "max_norm", None) is not None
 
 
-def _is_pure_function(function: Any) -> bool:
-    """Say whether a function comes from a place whose functions only compute."""
-    name = getattr(function, "__name__", "")
-    if name in _EFFECTFUL or name.startswith(_EFFECTFUL_PREFIXES):
-        return False
-    homes: Sequence[ModuleType | type] = (
-        torch, torch.nn.functional, torch.special, torch.linalg, torch.fft, torch.Tensor, operator, math,
-    )  # fmt: skip
-    if any(getattr(home, name, None) is function for home in homes):
-        return True
-    return getattr(native_functions(), name, None) is function or function in (
-        getattr,
-        len,
-        max,
-        min,
-        abs,
-        int,
-        float,
-        round,
-        tuple,
-        list,
-    )
+def _info_of_leaf(module: nn.Module) -> OpInfo:
+    """Return what is known of the operator that a leaf computes."""
+    return operator_info(operator_of_module(user_class(type(module))))
 
 
 def writes(node: fx.Node, program: Program, home: str) -> bool:
@@ -179,7 +141,7 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
         return _module_writes(program.callee(home, node), program, _name(home, node))
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
-    return mutates(node) or (has_effects(node, program, home) and not is_random(node))
+    return mutates(node) or (has_effects(node, program, home) and not draws(node))
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
@@ -193,9 +155,24 @@ def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
 
 
 def _leaf_writes(module: nn.Module) -> bool:
-    kind = user_class(type(module))
-    is_idle = kind in _DRAWING or (kind in _COUNTING and not module.training)
+    info = _info_of_leaf(module)
+    is_idle = (info.pure and info.random) or (info.counts and not module.training)
     return getattr(module, "inplace", False) if is_idle else _leaf_has_effects(module)
+
+
+def overwrites_unseen(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether an in-place operation acts as its functional form would.
+
+    It does if the value that it overwrites, its first operand, shares no memory with anything, and is read by nothing
+    after it.
+    """
+    overwritten = node.args[0] if node.args and node.kwargs.get("out") is None else None
+    if not isinstance(overwritten, fx.Node) or overwritten.op not in ("call_function", "call_method", "call_module"):
+        return False
+    if _may_share(overwritten, program, home) or writes(overwritten, program, home):
+        return False
+    others = [user for user in overwritten.users if user is not node]
+    return all(user < node and user.op != "output" and not _may_share(user, program, home) for user in others)
 
 
 def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
@@ -224,7 +201,7 @@ def _may_share(node: fx.Node, program: Program, home: str) -> bool:
     if "val" in node.meta and not _holds_tensors(node.meta["val"]):
         return False
     if node.op != "call_module":
-        is_fresh = canonical_name(node) in _FRESH and not mutates(node)
+        is_fresh = info_of(node).fresh and not mutates(node)
         return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
     callee = program.callee(home, node)
     return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee, program)
@@ -248,8 +225,6 @@ def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
 def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
     if capture is None or not capture.variants:
-        kind = user_class(type(module))
-        is_fresh = kind in (*_PURE_MODULES, *_COUNTING) and kind not in _PASSING_ON
-        return not is_fresh or getattr(module, "inplace", False)
+        return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)
     graphs = [variant.graph for variant in capture.variants]
     return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

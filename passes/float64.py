@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..compat import DispatchMode, draws_randomly, is_view_operator, written_arguments
+from ..compat import DispatchMode, draws_randomly, is_view_operator, operator_name, written_arguments
+from ..operators import operator_info
 
 __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
@@ -64,8 +65,17 @@ class Float64Mode(DispatchMode):
         args = [item if i in written else self._widen(item) for i, item in enumerate(args)]
         named: dict[str, Any] = kwargs or {}
         named = {key: item if key in written else self._widen(item) for key, item in named.items()}
-        result = func(*args, **named)
+        result = self._run(func, args, named)
         return result if written else self._widen(result)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, or what is said to compute it in float64."""
+        reference = None if func.namespace == "aten" else operator_info(operator_name(func)).reference
+        if reference is None:
+            return func(*args, **kwargs)
+        self.promoted = True
+        with self:
+            return reference(*args, **kwargs)
 
     def _widen(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from ..compat import modules_by_name
 from ..errors import CaptureError, MatchFailure, UsageError
 from ..tracing.preserve import AttributeState
+from ..tracing.signature import Absent
 
 __all__ = ["Adopt", "run_function"]
 
@@ -81,16 +82,13 @@ def _same(tensor: Tensor, value: Tensor) -> bool:
 def _take_over(target: str, returned: fx.GraphModule, home: nn.Module, adopt: Adopt) -> None:
     """Let the home have what the returned graph calls `target`."""
     value, present = _attribute(returned, target), _attribute(home, target)
-    if value is _MISSING:
+    if value is Absent:
         raise CaptureError(f"its graph refers to '{target}', which is not there")
     if present is value:
         return
-    if present is not _MISSING and (_has_tensors(value) or _has_tensors(present)):
+    if present is not Absent and (_has_tensors(value) or _has_tensors(present)):
         raise MatchFailure(f"it puts another '{target}' in its place, and checkpoints would not fit; use a new name")
     adopt(target, value)
-
-
-_MISSING = object()
 
 
 def _attribute(module: nn.Module, name: str) -> object:
@@ -98,7 +96,7 @@ def _attribute(module: nn.Module, name: str) -> object:
     try:
         return getattr(module.get_submodule(path), last)
     except AttributeError:
-        return _MISSING
+        return Absent
 
 
 def _has_tensors(value: object) -> bool:

@@ -1,28 +1,28 @@
 """Patterns over graphs that look the same in every spelling: modules, functions, methods and operators.
 
-A pattern is a value; `pattern.find(program)` yields a `Match` for each place where it fits.
+A pattern is a value; `program.matches(pattern)` yields a `Match` for each place where it fits.
 
     operation("relu", operation("linear", name="linear"), name="relu")
     module(nn.BatchNorm2d, module(nn.Conv2d, name="conv"), name="bn")
+    operation("mul", anything(name="x"), operation("sigmoid", anything(name="x")))
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
 
-from ..compat import has_hooks
 from ..tracing.dynamic import user_class
 from .base import Site
-from .operators import canonical_name, operator_of_module
+from .matching import Found, Place, call_in
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
 
-__all__ = ["Match", "Pattern", "anything", "module", "operation"]
+__all__ = ["Match", "Pattern", "anything", "either", "module", "operation"]
 
 
 @dataclass(frozen=True)
@@ -55,67 +55,125 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a node must be, and what its first operands must be.
+    """What a node must be; by itself it fits every node.
+
+    Where an operand or an argument is expected, a pattern may also be a plain value, which fits an equal one of the
+    same type (`1` is not `1.0`), or a list of patterns, which fits a list or tuple of as many values.
 
     Attributes:
-        operator: canonical operator name, in any spelling, a `torch.nn` leaf module's included.
-        module_type: exact class (under fxopt's own subclass, if any) of a module that is called.
-        operands: patterns of the first operands; what follows them is free.
-        name: under which the match gives the node.
+        name: under which the match gives the node; where a name is repeated, it has to be the same node.
     """
 
-    operator: str | None = None
-    module_type: type[nn.Module] | None = None
-    operands: tuple[Pattern, ...] = field(default=())
     name: str | None = None
 
     def find(self, program: Program) -> Iterator[Match]:
-        """Yield every match in every captured graph, in execution order; matches may overlap."""
+        """Yield every match in every captured graph, in execution order; matches may overlap.
+
+        Where something is written between the first and the last operation of a match, there is none: what is read
+        first and last may differ.
+        """
         for home, capture in program.captures.items():
             for variant, captured in enumerate(capture.variants):
+                place = Place(program, home)
                 for node in captured.graph.nodes:
-                    found: dict[str, fx.Node] = {}
-                    if self.fits(node, program, home, found):
-                        yield Match(program, home, variant, found)
+                    fitting = self.fits(node, place, Found())
+                    found = next((found for found in fitting if place.is_undisturbed(found)), None)
+                    if found is not None:
+                        yield Match(program, home, variant, found.names)
 
-    def fits(self, node: fx.Node, program: Program, home: str, found: dict[str, fx.Node]) -> bool:
-        """Say whether the pattern fits at `node`; if so, `found` holds the named nodes."""
-        if not self._is(node, program, home):
-            return False
-        sources = [source for source in node.args if isinstance(source, fx.Node)]
-        if len(sources) < len(self.operands):
-            return False
-        if not all(p.fits(s, program, home, found) for p, s in zip(self.operands, sources, strict=False)):
-            return False
-        if self.name is not None:
-            found[self.name] = node
-        return True
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        """Yield what is found in every way in which the pattern fits a value, beside what was found already."""
+        if isinstance(value, fx.Node):
+            yield from found.called(self.name, value)
 
-    def _is(self, node: fx.Node, program: Program, home: str) -> bool:
-        if self.operator is None and self.module_type is None:
-            return True
-        callee = program.callee(home, node) if node.op == "call_module" else None
-        if self.module_type is not None:
-            return callee is not None and _base(callee) is self.module_type
-        if callee is None:
-            return canonical_name(node) == self.operator
-        return not has_hooks(callee) and operator_of_module(_base(callee)) == self.operator
+
+@dataclass(frozen=True)
+class _Operation(Pattern):
+    operator: str = ""
+    operands: tuple[Any, ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        call = call_in(place, value, self.operator) if isinstance(value, fx.Node) else None
+        if call is None or not all(name in call.named for name, _ in self.arguments):
+            return
+        expected = [*self.operands, *(pattern for _, pattern in self.arguments)]
+        named = [call.named[name] for name, _ in self.arguments]
+        for operands in call.orders:
+            if len(self.operands) <= len(operands):
+                values = [*operands[: len(self.operands)], *named]
+                for inner in _all_fit(expected, values, place, found):
+                    yield from inner.computed_by(self.name, value)
+
+
+@dataclass(frozen=True)
+class _ModuleCall(Pattern):
+    module_type: type[nn.Module] = nn.Module
+    operands: tuple[Any, ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        if not isinstance(value, fx.Node) or value.op != "call_module" or len(value.args) < len(self.operands):
+            return
+        if user_class(type(place.program.callee(place.home, value))) is self.module_type:
+            for inner in _all_fit(self.operands, value.args[: len(self.operands)], place, found):
+                yield from inner.computed_by(self.name, value)
+
+
+@dataclass(frozen=True)
+class _Either(Pattern):
+    alternatives: tuple[Any, ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        for alternative in self.alternatives:
+            for inner in _fit(alternative, value, place, found):
+                yield from inner.called(self.name, value) if isinstance(value, fx.Node) else (inner,)
 
 
 def anything(*, name: str | None = None) -> Pattern:
     """Match any node."""
-    return Pattern(name=name)
+    return Pattern(name)
 
 
-def operation(operator: str, *operands: Pattern, name: str | None = None) -> Pattern:
-    """Match an operator in any spelling: `"linear"` fits `nn.Linear`, `F.linear` and `torch._C._nn.linear`."""
-    return Pattern(operator=operator, operands=operands, name=name)
+def operation(operator: str, *operands: Any, name: str | None = None, **arguments: Any) -> Pattern:
+    """Match an operator in any spelling: `"linear"` fits `nn.Linear`, `F.linear` and `torch._C._nn.linear`.
+
+    A call is compared with its arguments by name and defaults filled in; what the pattern does not mention is free. The
+    first two operands of a commutative operator may be in either order. A call that writes in place fits where
+    nothing else reads what it overwrites afterwards.
+
+    Args:
+        operator: canonical name, torch's own without namespace; of another operator of `torch.ops` "acme::swish".
+        operands: patterns or plain values of the first parameters.
+        name: under which the match gives the node.
+        arguments: patterns or plain values of parameters by their names: `operation("gelu", approximate="none")`.
+    """
+    return _Operation(name, operator, operands, tuple(arguments.items()))
 
 
-def module(module_type: type[nn.Module], *operands: Pattern, name: str | None = None) -> Pattern:
+def module(module_type: type[nn.Module], *operands: Any, name: str | None = None) -> Pattern:
     """Match a call of a module of exactly this class."""
-    return Pattern(module_type=module_type, operands=operands, name=name)
+    return _ModuleCall(name, module_type, operands)
 
 
-def _base(module: nn.Module) -> type:
-    return user_class(type(module))
+def either(*alternatives: Any, name: str | None = None) -> Pattern:
+    """Match what one of several patterns or plain values fits, the first one that does."""
+    return _Either(name, alternatives)
+
+
+def _fit(pattern: Any, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    if isinstance(pattern, Pattern):
+        yield from pattern.fits(value, place, found)
+    elif isinstance(pattern, (list, tuple)):
+        patterns = cast("list[Any]", pattern)
+        if isinstance(value, (list, tuple)) and len(cast("list[Any]", value)) == len(patterns):
+            yield from _all_fit(patterns, cast("list[Any]", value), place, found)
+    elif type(value) is type(pattern) and value == pattern:
+        yield found
+
+
+def _all_fit(patterns: Any, values: Any, place: Place, found: Found) -> Iterator[Found]:
+    if not patterns:
+        yield found
+        return
+    for inner in _fit(patterns[0], values[0], place, found):
+        yield from _all_fit(patterns[1:], values[1:], place, inner)

@@ -9,19 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from .attribute_watch import MISSING
 from .changes import Change
 from .guards import Guard, Lacks, Truth, equal, is_tensor, same_type
 from .observe import INTERNAL
 from .proxy import ValueProxy
 from .recorder import Recorder
+from .signature import Absent
 from .sources import SELF, Attribute, Dictionary, Source, key_of, module_at
 
 __all__ = ["Assignments", "State", "assign"]
 
 State = Mapping[tuple[nn.Module, str], Any]
 _Place = tuple[nn.Module, str]
-"""What attributes of modules are: (module, name) -> value; what is not there is `MISSING`."""
+"""What attributes of modules are: (module, name) -> value; what is not there is `Absent`."""
 
 _VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _REGISTERED = (nn.Parameter, nn.Buffer, nn.Module)
@@ -163,14 +163,14 @@ def _setter(path: str) -> str:
 
 
 def _held(module: nn.Module, name: str) -> Any:
-    """Return an attribute or buffer as it is held, or MISSING."""
+    """Return an attribute or buffer as it is held, or Absent."""
     buffers = module.__dict__["_buffers"]
-    return buffers[name] if name in buffers else module.__dict__.get(name, MISSING)
+    return buffers[name] if name in buffers else module.__dict__.get(name, Absent)
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
     buffers = module.__dict__["_buffers"]
-    if value is MISSING:
+    if value is Absent:
         module.__dict__.pop(name, None)
     elif name in buffers:
         buffers[name] = value
@@ -204,7 +204,7 @@ def _example(value: Any) -> Any:
 def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
     """Return guards on what an attribute that calls set is when a call starts."""
     source, reason = Attribute(owner, name), f"{name}, which calls set, was {_described(value)} at capture"
-    if value is MISSING:
+    if value is Absent:
         return [Guard(Dictionary(owner), Lacks(key_of(name)), reason)]
     if isinstance(value, Tensor):
         return [is_tensor(source, True, reason)]
@@ -215,4 +215,4 @@ def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
 
 
 def _described(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else "not there" if value is MISSING else repr(value)
+    return "a tensor" if isinstance(value, Tensor) else "not there" if value is Absent else repr(value)

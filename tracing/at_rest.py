@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from .dynamic import user_class
+from .plain_types import PLAIN_TYPES
+from .signature import Absent
 
 __all__ = ["FOUND", "is_as_found", "note_found"]
 
@@ -16,12 +17,7 @@ FOUND = "_fxopt_found"
 """In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set)
-
-
-class _Missing:
-    """What an attribute is that is not there; the class itself, which copies and pickles as what it is."""
 
 
 def note_found(module: nn.Module, reads: Iterable[str]) -> None:
@@ -51,7 +47,7 @@ def _value(module: nn.Module, name: str) -> Any:
         value: object = attributes[registry].get(name)
         if value is not None:
             return user_class(type(value)) if isinstance(value, nn.Module) else Tensor
-    return _Missing
+    return Absent
 
 
 def _is_same(now: Any, then: Any) -> bool:
@@ -61,4 +57,4 @@ def _is_same(now: Any, then: Any) -> bool:
     if kind is not type(then):
         return False
     # A copy or a pickle keeps which objects are one, but for plain values and for what is empty.
-    return now == then if kind in _PLAIN else kind in _CONTAINERS and not now and not then
+    return now == then if kind in PLAIN_TYPES else kind in _CONTAINERS and not now and not then

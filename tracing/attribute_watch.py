@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .signature import Absent
 from .structure import copied
 
-__all__ = ["MISSING", "AttributeWatch"]
+__all__ = ["AttributeWatch"]
 
-MISSING: Any = object()
 """What an attribute is that is not there."""
 
 
@@ -23,7 +23,7 @@ class AttributeWatch:
     """
 
     def __init__(self, watched: Mapping[nn.Module, Collection[str]]) -> None:
-        self._start = {(m, name): m.__dict__.get(name, MISSING) for m, names in watched.items() for name in names}
+        self._start = {(m, name): m.__dict__.get(name, Absent) for m, names in watched.items() for name in names}
         self._inside: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
 
     def seen_from(self, module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
@@ -32,5 +32,5 @@ class AttributeWatch:
         if places is None:
             inside = set(module.modules())
             places = self._inside[module] = [place for place in self._start if place[0] in inside]
-        now = {place: place[0].__dict__.get(place[1], MISSING) for place in places}
+        now = {place: place[0].__dict__.get(place[1], Absent) for place in places}
         return {p: copied(v) if isinstance(v, Tensor) else v for p, v in now.items() if v is not self._start[p]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch.autograd import Function
 
@@ -16,9 +16,11 @@ class FunctionCall:
 
     Attributes:
         function: the user's class.
+        may_write: what is to be assumed of a call that was never seen.
     """
 
     function: type[Function]
+    may_write: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # What torch.fx prints of a function.

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from .held_tensors import change_count
 from .objects import is_object, state_of, tensors_within
+from .plain_types import PLAIN_TYPES
 from .preserve import memory_of
 from .rollback import Path, changed_paths, contents
 
@@ -33,7 +34,7 @@ class Change:
     attributes: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
-_PLAIN = frozenset((Tensor, bool, int, float, str, type(None), slice))
+_HOLDING_NOTHING = frozenset((Tensor, slice, *PLAIN_TYPES))
 """What nothing is in: most arguments."""
 
 
@@ -42,7 +43,7 @@ class Watch:
 
     def __init__(self, changes: Changes, values: list[Any]) -> None:
         self._changes = changes
-        held = [value for value in values if type(value) not in _PLAIN]
+        held = [value for value in values if type(value) not in _HOLDING_NOTHING]
         self._values = [value for value in held if _is_mutable(value)]
         self._states = [state_of(value) for value in self._values]
         plain = [value for value in values if type(value) is Tensor]
@@ -99,6 +100,6 @@ class Changes:
 
 
 def _is_mutable(value: Any) -> bool:
-    if type(value) in _PLAIN:
+    if type(value) in _HOLDING_NOTHING:
         return False
     return is_object(value) or isinstance(value, (list, set, Mapping))

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from ..operators import draws, info_of
 from .expressions import DESCRIPTIONS
 from .leaf_functions import is_leaf_function
 from .objects import is_object
@@ -22,14 +23,6 @@ _DESCRIPTIONS: Any = (
     torch.broadcast_tensors, torch.broadcast_shapes,
 )  # fmt: skip
 """Functions that tell the shape, type or structure of values."""
-_SHAPED_BY_DATA = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations".split()
-)
-_SHAPED_LIKE_FIRST = frozenset(
-    "masked_scatter masked_fill index_copy index_add index_put scatter scatter_add setitem masked_scatter_ "
-    "masked_fill_ index_copy_ index_add_ index_put_ scatter_ scatter_add_ zeros_like ones_like empty_like".split()
-)
-"""What these give is shaped like their first argument, whatever the others are."""
 
 
 class DataFlow:
@@ -78,7 +71,7 @@ class DataFlow:
         structured = fixed or kind.__module__ == "torch.return_types" or (picks and inputs[0] in self._fixed)
         if structured and not is_tensor:  # how long a tensor is hangs on its shape
             self._fixed.add(node)
-        shaping = inputs[:1] if _name(node) in _SHAPED_LIKE_FIRST else inputs
+        shaping = inputs[:1] if info_of(node).shape == "first" else inputs
         if self._shapes_by_data(node) or any(used in self._shaped for used in shaping):
             self._shaped.add(node)
         self._decides[node] = self._hangs_on_data(node)  # now, while what it uses is known: a chain may be long
@@ -105,7 +98,7 @@ class DataFlow:
         return node in self._made
 
     def _is_made(self, node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method") or _draws(node):
+        if node.op not in ("call_function", "call_method") or draws(node) or "empty" in _name(node):
             return False
         return all(
             used in self._made or (used not in self._tensors and used not in self._objects and not self.decides(used))
@@ -141,9 +134,9 @@ class DataFlow:
         return isinstance(self._examples.get(node), Tensor)
 
     def _shapes_by_data(self, node: fx.Node) -> bool:
-        name = _name(node)
-        if name in _SHAPED_BY_DATA or is_leaf_function(node.target):
+        if info_of(node).shape == "data" or is_leaf_function(node.target):
             return True
+        name = _name(node)
         if name == "where":
             return len(node.args) == 1
         if name == "repeat_interleave":
@@ -158,12 +151,6 @@ class DataFlow:
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _draws(node: fx.Node) -> bool:
-    """Tell whether a node may draw random numbers, or give memory as it was found."""
-    name = _name(node)
-    return any(word in name for word in ("rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "empty"))
 
 
 def _describes(node: fx.Node) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-import operator
 import random
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,6 +13,8 @@ import torch
 from torch import fx, nn
 
 from ..compat import all_modules, own_children
+from ..operators import draws as draws_by_table
+from ..operators import info_of, is_known_function, operator_info, operator_of_module
 from .class_cache import cached_by_class
 from .guards import require
 from .leaves import is_container, is_leaf, is_library, runs_as_sequential
@@ -22,42 +22,23 @@ from .rollback import keep
 
 __all__ = ["draws", "function_draws_from_host", "module_draws", "tree_draws_from_host"]
 
-_WORDS = (
-    "rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "uniform", "exponential", "geometric",
-    "cauchy", "gumbel", "fractional", "attention", "lstm", "gru", "rnn", "binomial",
-)  # fmt: skip
-_HOMES: tuple[Any, ...] = (
-    torch, torch.nn.functional, torch.Tensor, torch.special, torch.linalg, torch.fft, operator, math,
-)  # fmt: skip
-_CHANCES: dict[Any, tuple[str, int, float]] = {
-    torch.nn.functional.dropout: ("p", 1, 0.5),
-    torch.nn.functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
-}
-"""How functions are told the probability with which they drop: name, position and default."""
-_BUILTINS = (getattr, len, list, tuple, bool, int, float, max, min, abs, round, slice, setattr, require, keep)
+_WORDS = ("Attention", "LSTM", "GRU", "RNN", "Transformer")
+"""What is in the names of torch's modules that may draw, and compute more than one operator."""
+_OWN = (setattr, require, keep)
+"""What fxopt's own graphs call, and draws nothing."""
 
 
 def draws(node: fx.Node) -> bool:
     """Tell whether a node that calls no module may draw random numbers."""
     if node.op not in ("call_function", "call_method"):
         return False
-    function: Any = node.target
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    if any(word in name for word in _WORDS):
-        return not _has_no_chance(node)
+    info = info_of(node)
+    if info.random is not None:
+        return draws_by_table(node)
     if node.op == "call_method":
+        name = str(node.target)
         return not hasattr(torch.Tensor, name) and not _only_holds(cast("fx.Node", node.args[0]), name)
-    return function not in _BUILTINS and not any(getattr(home, name, None) is function for home in _HOMES)
-
-
-def _has_no_chance(node: fx.Node) -> bool:
-    """Tell whether a node drops out nothing, whatever the mode is: attention in evaluation, say."""
-    place = _CHANCES.get(cast("Any", node.target))
-    if place is None:
-        return False
-    name, position, default = place
-    given: Any = node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
-    return type(given) in (int, float) and bool(given == 0)
+    return node.target not in _OWN and not is_known_function(node.target)
 
 
 def _only_holds(owner: fx.Node, method: str) -> bool:
@@ -72,9 +53,10 @@ def module_draws(module: nn.Module) -> bool:
     """Tell whether a module itself, and not one inside it, may draw random numbers."""
     if is_container(module) or runs_as_sequential(module):
         return False
-    name = type(module).__name__.lower()
-    known = is_leaf(module) and is_library(type(module))
-    return not known or any(word in name for word in _WORDS) or "transformer" in name
+    if not is_leaf(module) or not is_library(type(module)):
+        return True
+    random = operator_info(operator_of_module(type(module))).random
+    return any(word in type(module).__name__ for word in _WORDS) if random is None else random
 
 
 def function_draws_from_host(function: Any) -> bool:

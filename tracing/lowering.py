@@ -6,18 +6,18 @@ import dataclasses
 import enum
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from .attributes import Attributes
+from .plain_types import PLAIN_TYPES
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .structure import is_namedtuple
 
 __all__ = ["PLAIN", "Lowering"]
 
-PLAIN = (str, int, float, complex, bool, bytes, type(None), type(...))
-_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, range)
+PLAIN = frozenset((*PLAIN_TYPES, type(...)))
+_CONSTANTS = (enum.Enum, range)
 
 
 class Lowering:

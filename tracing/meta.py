@@ -11,6 +11,8 @@ from typing import Any, TypeAlias, Union, cast
 import torch
 from torch import Tensor
 
+from .plain_types import PLAIN_TYPES
+
 __all__ = ["Meta", "TensorMeta", "meta_of"]
 
 
@@ -32,15 +34,13 @@ Meta: TypeAlias = Union[
 ]  # fmt: skip
 """A description: tensors as `TensorMeta`, containers nested, plain values as they are, other objects by their type."""
 
-_PLAIN = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None))
-
 
 def meta_of(value: object) -> Meta:
     """Describe `value`; the description holds no tensor."""
     if isinstance(value, Tensor):
         return _tensor_meta(value.shape, value.dtype, value.device)
-    if isinstance(value, _PLAIN):
-        return value
+    if isinstance(value, PLAIN_TYPES):
+        return cast("Meta", value)
     if isinstance(value, tuple):
         return tuple(meta_of(item) for item in cast("tuple[object, ...]", value))
     if isinstance(value, list):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .class_cache import cached_by_class
+from .plain_types import PLAIN_TYPES
 
 __all__ = [
     "copied_object",
@@ -29,7 +30,6 @@ _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
     torch.Generator, Mapping, tuple, list,
 )  # fmt: skip
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
 _WHOLE = (
     "transformers.cache_utils.Cache", "torch_geometric.data.data.BaseData",
     "torch_geometric.nn.pool.select.base.SelectOutput", "torch_geometric.nn.pool.connect.base.ConnectOutput",
@@ -82,7 +82,7 @@ def _collect_objects(value: object, found: list[Any]) -> None:
             _collect_objects(getattr(value, field.name, None), found)
 
 
-_NO_OBJECTS = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None)))
+_NO_OBJECTS = frozenset((Tensor, nn.Parameter, *PLAIN_TYPES))
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
@@ -148,7 +148,7 @@ def state_of(value: object, depth: int = 12) -> Any:
 
 def _state(value: Any, depth: int, described: dict[int, tuple[int, Any]]) -> Any:
     """Describe a value; `described` keeps what holds others, and the depth to which it was described before."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, (Tensor, nn.Module, fx.Proxy)) or not _holds_others(value):
         return id(value)

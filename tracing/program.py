@@ -157,7 +157,7 @@ class Program:
         return capture.variants[variant].graph
 
     def node(self, home: str, name: str, variant: int = 0) -> fx.Node:
-        """Return a node by its name.
+        """Return a node by its name, or the one that took its place since.
 
         Raises:
             CaptureError: if the graph has none of that name (any more); the message has the nearest names.
@@ -166,7 +166,8 @@ class Program:
         of_graph, known = self._nodes.get((home, variant)) or (graph, dict[str, fx.Node]())
         # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
         if of_graph is not graph or not _is_there(known.get(name), name):
-            known = {node.name: node for node in graph.nodes}
+            taken_over = {name: node for node in graph.nodes for name in node.meta.get("replaces", ())}
+            known = taken_over | {node.name: node for node in graph.nodes}
             self._nodes[home, variant] = (graph, known)
         if name not in known:
             raise CaptureError(f"the graph of {home or '(root)'!r} has no node {name!r}{_nearest(name, known)}")

@@ -17,6 +17,7 @@ import torch
 from .class_cache import cached_by_class
 from .generators import RandomState
 from .objects import copied_object, makes_objects, state_of
+from .signature import Absent
 
 __all__ = ["Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep"]
 
@@ -27,7 +28,6 @@ _Steps: TypeAlias = "tuple[tuple[str | int, _Steps], ...]"
 """Paths that begin alike, joined: each step with those that follow; none stand for all that is there."""
 
 _DEPTH = 8
-_MISSING: Any = object()
 _EMPTY = frozenset(
     (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, bool, int, float, str, bytes, type(None), type)
 )
@@ -87,7 +87,7 @@ class Kept:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(held)
         for holder, name, value in self.attributes:
-            if value is _MISSING:
+            if value is Absent:
                 holder.pop(name, None)
             else:
                 holder[name] = value
@@ -157,7 +157,7 @@ def _attribute(setter: Any, name: str) -> tuple[dict[str, Any], str, Any]:
     """Return where a module keeps an attribute, given its `__setattr__`, and what is there."""
     own = setter.__self__.__dict__
     holder = own["_buffers"] if name in own["_buffers"] else own
-    return holder, name, holder.get(name, _MISSING)
+    return holder, name, holder.get(name, Absent)
 
 
 @lru_cache(maxsize=4096)

@@ -23,13 +23,13 @@ from .observe import Observers
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .redirect import redirect
+from .signature import Absent
 from .stand_ins import stand_in
 
 __all__ = ["Session"]
 
 TracerT = TypeVar("TracerT", bound=Recorder)
 
-_MISSING = object()
 _isinstance = builtins.isinstance
 
 
@@ -65,13 +65,13 @@ class _Patch(NamedTuple):
     value: Any
 
     def is_current(self) -> bool:
-        return self.owner.__dict__.get(self.name, _MISSING) is self.before
+        return self.owner.__dict__.get(self.name, Absent) is self.before
 
     def make(self) -> None:
         setattr(self.owner, self.name, self.value)
 
     def undo(self) -> None:
-        if self.before is not _MISSING:
+        if self.before is not Absent:
             setattr(self.owner, self.name, self.before)
         elif self.name in self.owner.__dict__:
             delattr(self.owner, self.name)
@@ -192,11 +192,11 @@ class Session(Generic[TracerT]):
                 self._patches.append(self._spaces[owner])
             self._spaces[owner].add(name, value)
             return
-        self._patches.append(_Patch(owner, name, vars(owner).get(name, _MISSING), value))
+        self._patches.append(_Patch(owner, name, vars(owner).get(name, Absent), value))
 
     def patch_now(self, owner: Any, name: str, value: Any) -> None:
         """Let an attribute be `value` until the session, which is open, is closed."""
-        patch = _Patch(owner, name, vars(owner).get(name, _MISSING), value)
+        patch = _Patch(owner, name, vars(owner).get(name, Absent), value)
         self._undo.callback(patch.undo)
         patch.make()
 

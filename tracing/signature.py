@@ -15,7 +15,10 @@ _POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
 
 
 class Absent:
-    """Stand, itself, for an argument that a call did not give."""
+    """Stand, itself, for what is not there: an argument that was not given, an attribute that nothing has.
+
+    As a class it stays what it is when it is copied or pickled.
+    """
 
 
 def given(**arguments: Any) -> dict[str, Any]:

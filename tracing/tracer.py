@@ -42,7 +42,7 @@ from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
 from .recorder import Untraceable
 from .session import Session
-from .signature import Signature
+from .signature import Absent, Signature
 from .sources import Source
 from .structure import copied
 
@@ -53,7 +53,6 @@ _REFUSED = frozenset("backward register_hook retain_grad requires_grad_ share_me
 _RESHAPING = frozenset("unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_".split())
 _OPTIONAL = (getattr, operator.getitem)
 _ACCESSOR = property_access()
-_MISSING = object()
 
 
 class ModuleTracer:
@@ -353,8 +352,8 @@ class ModuleTracer:
             return lambda: self._mapping_part(proxy, name)
         owner: Any = Tensor if value is UNKNOWN else proxy.fxopt_value
         with self.session.suspended():
-            member: Any = getattr(owner, name, None if value is UNKNOWN else _MISSING)
-        if member is _MISSING:
+            member: Any = getattr(owner, name, None if value is UNKNOWN else Absent)
+        if member is Absent:
             self.decisions.missing(proxy, name)
         if callable(member) and not isinstance(member, type):
             return MethodProxy(proxy, name)

@@ -12,10 +12,10 @@ from torch import fx, nn
 from ..compat import own_buffers, own_parameters, transient_buffers
 from ..layers.folded import expect_dimensions, fold_modules, is_folded
 from ..layers.members import seal
+from ..operators import info_of, operator_info, operator_of_module
 from ..passes.analyses import CallSites, TensorOwners, TensorReads
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.opening import obstacle_to_opening
-from ..passes.operators import POINTWISE, canonical_name, operator_of_module
 from ..passes.state_map import Fold
 from ..tracing.capture import Variant, required_capture
 from ..tracing.dynamic import user_class
@@ -338,9 +338,9 @@ def _source_of_dimensions(node: fx.Node, program: Program, home: str) -> fx.Node
 
     def keeps_dimensions(node: fx.Node) -> bool:
         if node.op != "call_module":
-            return canonical_name(node) in POINTWISE
+            return info_of(node).elementwise
         kind = user_class(type(program.callee(home, node)))
-        return kind in _KEEPS_DIMENSIONS or operator_of_module(kind) in POINTWISE
+        return kind in _KEEPS_DIMENSIONS or operator_info(operator_of_module(kind)).elementwise
 
     while len(node.all_input_nodes) == 1 and keeps_dimensions(node):
         node = node.all_input_nodes[0]

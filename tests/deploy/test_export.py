@@ -365,3 +365,24 @@ def test_the_file_needs_no_code_of_the_users(tmp_path: Path):
     arguments = [sys.executable, "-c", FRESH, str(tmp_path / "m.pt2"), str(tmp_path / "case.pt")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 19}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_transformers(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    calls = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        for ids in (torch.randint(0, 99, (2, 7)), torch.randint(0, 99, (3, 5)))
+    ]
+    fast = fxopt.optimize(model, "inference", example_inputs=calls, measure=False)
+    loaded = exported(fast, tmp_path / "m.pt2", calls)
+    for call in calls:
+        found = loaded(**call)
+        assert type(found) is dict
+        torch.testing.assert_close(found, dict(model(**call)))
+    with pytest.raises(ArchiveError, match=r"output\['past_key_values'\] is a DynamicCache"):
+        fxopt.export(fast, tmp_path / "m.pt2", {"input_ids": calls[0]["input_ids"], "use_cache": True})

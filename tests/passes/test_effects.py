@@ -89,7 +89,8 @@ MODULES = {
     "sequential that counts": (lambda: nn.Sequential(Counting()), WRITES),
     "counting in another case": (CountsLargeBatches, (True, False)),
     "opaque": (Opaque, WRITES),
-    "unknown": (lambda: nn.LPPool1d(2, 2), WRITES),
+    "of one operator": (lambda: nn.LPPool1d(2, 2), PURE),
+    "unknown": (lambda: nn.ZeroPad1d(1), WRITES),
 }
 
 

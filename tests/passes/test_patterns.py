@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat import native_functions
+from fxopt.operators import mutates, operator_of_module
 from fxopt.passes.base import Site
-from fxopt.passes.operators import mutates, operator_of_module
-from fxopt.passes.patterns import Match, anything, module, operation
+from fxopt.passes.patterns import Match, anything, either, module, operation
 from fxopt.tracing.program import Program
 
 
@@ -179,7 +179,7 @@ def test_every_variant_is_searched() -> None:
 
 @pytest.mark.parametrize(
     ("module_type", "name"),
-    [(nn.Linear, "linear"), (nn.LeakyReLU, "leaky_relu"), (nn.GELU, "gelu"), (nn.Conv2d, None), (nn.Module, None)],
+    [(nn.Linear, "linear"), (nn.LeakyReLU, "leaky_relu"), (nn.GELU, "gelu"), (nn.Conv2d, "conv2d"), (nn.Module, None)],
 )
 def test_operators_of_modules(module_type: type[nn.Module], name: str | None) -> None:
     assert operator_of_module(module_type) == name
@@ -220,3 +220,164 @@ def test_what_writes(spelling: str) -> None:
 def test_what_does_not_write(spelling: str) -> None:
     graph = captured(READS[spelling]).graph("")
     assert not any(mutates(node) for node in graph.nodes)
+
+
+# -- operands ------------------------------------------------------------------------------------------------------
+
+X = anything(name="x")
+GATED = operation("mul", X, operation("sigmoid", X, name="gate"), name="it")
+
+
+def test_a_repeated_name_is_one_node() -> None:
+    program = captured(lambda self, x: x * torch.sigmoid(x) + x.sin() * torch.sigmoid(x.cos()))
+    assert names(program, GATED) == ["mul"]
+    assert len(names(program, operation("mul", anything(), operation("sigmoid"), name="it"))) == 2
+
+
+def test_the_first_operands_of_commutative_operators_may_be_in_either_order() -> None:
+    program = captured(lambda self, x: (torch.sigmoid(x) * x, torch.sigmoid(x) - x, x - torch.sigmoid(x)))
+    assert names(program, GATED) == ["mul"]
+    assert names(program, operation("sub", X, operation("sigmoid", X), name="it")) == ["sub_1"]
+
+
+def test_an_addition_with_a_factor_does_not_commute() -> None:
+    program = captured(lambda self, x: (torch.add(x.sin(), x, alpha=2), x.sin() + x))
+    pattern = operation("add", anything(), operation("sin"), name="it")
+    assert names(program, pattern) == ["add_1"]
+    assert names(program, operation("add", operation("sin"), anything(), alpha=2, name="it")) == ["add"]
+    assert names(program, operation("add", operation("sin"), anything(), alpha=1, name="it")) == ["add_1"]
+
+
+def test_literals_are_equal_in_value_and_type() -> None:
+    program = captured(lambda self, x: (x * 1, 1 * x, x * 1.0, x * True, x * 2))
+    assert names(program, operation("mul", anything(), 1, name="it")) == ["mul", "mul_1"]
+    assert names(program, operation("mul", anything(), either(1, 1.0), name="it")) == ["mul", "mul_1", "mul_2"]
+
+
+def test_alternatives_are_tried_in_their_order() -> None:
+    activation = either(operation("relu", X, name="rectified"), operation("gelu", X), name="it")
+    program = captured(lambda self, x: (x.relu(), F.gelu(x), x.tanh()))
+    assert [sorted(match.nodes) for match in program.matches(activation)] == [["it", "rectified", "x"], ["it", "x"]]
+    nested = operation("sum", either(operation("sin"), operation("cos")), name="it")
+    assert names(captured(lambda self, x: (x.sin().sum(), x.cos().sum(), x.sum())), nested) == ["sum_1", "sum_2"]
+
+
+def test_a_choice_that_leads_nowhere_is_taken_back() -> None:
+    """The first order of the product, and the first alternative, fit at first and fail later."""
+    either_way = either(operation("sin", X), operation("sin", anything(name="y")))
+    pattern = operation("add", operation("mul", either_way, anything()), operation("cos", X), name="it")
+    program = captured(lambda self, x: x.sin() * x.tanh() + x.tanh().cos())
+    [match] = program.matches(pattern)
+    assert {name: node.name for name, node in match.nodes.items()} == {"y": "x", "x": "tanh_1", "it": "add"}
+
+
+GELUS = {
+    "function": lambda self, x: F.gelu(x, approximate="tanh"),
+    "keywords": lambda self, x: F.gelu(approximate="tanh", input=x),
+    "module": lambda self, x: self.layer(x),
+    "module, by keyword": lambda self, x: self.layer(input=x),
+    "operator of torch": lambda self, x: torch.ops.aten.gelu.default(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("spelling", GELUS)
+def test_arguments_are_compared_by_name(spelling: str) -> None:
+    program = captured(GELUS[spelling], layer=nn.GELU("tanh"))
+    assert len(names(program, operation("gelu", X, approximate="tanh", name="it"))) == 1
+    assert names(program, operation("gelu", X, approximate="none", name="it")) == []
+
+
+@pytest.mark.parametrize("call", [lambda self, x: F.gelu(x), lambda self, x: self.layer(x)])
+def test_defaults_are_filled_in(call: Callable[..., object]) -> None:
+    program = captured(call, layer=nn.GELU())
+    assert len(names(program, operation("gelu", X, approximate="none", name="it"))) == 1
+    assert names(program, operation("gelu", X, no_such_argument=1, name="it")) == []
+
+
+SOFTMAXES = {
+    "torch": lambda self, x: torch.softmax(x, -1),
+    "functional": lambda self, x: F.softmax(x, dim=-1),
+    "method": lambda self, x: x.softmax(-1),
+    "module": lambda self, x: self.layer(x),
+}
+
+
+@pytest.mark.parametrize("spelling", SOFTMAXES)
+def test_modules_are_compared_with_their_settings(spelling: str) -> None:
+    program = captured(SOFTMAXES[spelling], layer=nn.Softmax(-1))
+    assert len(names(program, operation("softmax", X, dim=-1, name="it"))) == 1
+    assert names(program, operation("softmax", X, dim=0, name="it")) == []
+
+
+def test_tensors_of_modules_are_no_nodes() -> None:
+    program = captured(lambda self, x: self.layer(x), layer=nn.Linear(4, 3))
+    assert len(names(program, operation("linear", X, name="it"))) == 1
+    assert names(program, operation("linear", X, anything(name="weight"), name="it")) == []
+
+
+def test_lists_fit_item_by_item() -> None:
+    program = captured(lambda self, x: (torch.cat([x.sin(), x]), torch.cat((x, x.sin())), torch.cat([x, x, x])))
+    pattern = operation("cat", [operation("sin", X), X], name="it")
+    assert names(program, pattern) == ["cat"]
+    assert names(program, operation("cat", [X, X, X], 0, name="it")) == ["cat_2"]
+    assert names(program, operation("cat", [X, X, X], dim=1, name="it")) == []
+
+
+def test_custom_operators_are_matched_by_their_qualified_names() -> None:
+    @torch.library.custom_op("fxopt_patterns::shift", mutates_args=())
+    def shift(x: Tensor, by: float = 1.0) -> Tensor:
+        return x + by
+
+    shift.register_fake(lambda x, by=1.0: torch.empty_like(x))
+    program = captured(lambda self, x: (shift(x), torch.ops.fxopt_patterns.shift(x, by=2.0)))
+    assert len(names(program, operation("fxopt_patterns::shift", X, name="it"))) == 2
+    assert names(program, operation("fxopt_patterns::shift", X, by=2.0, name="it")) == ["shift"]
+
+
+# -- writes --------------------------------------------------------------------------------------------------------
+
+
+def let(value: Tensor, function: Callable[[Tensor], object]) -> object:
+    return function(value)
+
+
+def bump(value: Tensor) -> None:
+    value.add_(1)
+
+
+def after(write: Callable[[Tensor], object], value: Tensor) -> Tensor:
+    write(value)
+    return value
+
+
+def test_in_place_calls_fit_where_nobody_notices() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h.mul_(torch.sigmoid(h))
+
+    assert names(captured(forward, layer=nn.Linear(4, 3)), GATED) == ["mul_"]
+
+
+NOTICED = {
+    "the argument is overwritten": lambda self, x: x.mul_(torch.sigmoid(x)),
+    "the gate is the value": lambda self, x: let(x + 1, lambda h: h * h.sigmoid_()),
+    "read afterwards": lambda self, x: let(x + 1, lambda h: (h.mul_(torch.sigmoid(h)), h)),
+    "read afterwards through a view": lambda self, x: let(x + 1, lambda h: (h[0], h.mul_(torch.sigmoid(h)))),
+    "written between": lambda self, x: let(x + 1, lambda h: let(h.sigmoid(), lambda g: after(bump, h) * g)),
+    "written into another tensor": lambda self, x: torch.mul(x, torch.sigmoid(x), out=torch.empty(2, 4)),
+}
+
+
+@pytest.mark.parametrize("spelling", NOTICED)
+def test_writes_that_somebody_notices_fit_nothing(spelling: str) -> None:
+    program = captured(NOTICED[spelling])
+    assert str(program.graph("")).count("sigmoid") >= 1
+    assert names(program, GATED) == []
+
+
+def test_writes_before_and_after_a_match_do_not_matter() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        h = after(bump, x * 2)
+        return after(bump, h * torch.sigmoid(h))
+
+    assert names(captured(forward), GATED) == ["mul_1"]

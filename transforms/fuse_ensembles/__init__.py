@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .fusion import FuseEnsembles, Lowering
+from .lowerings import BatchingRule
 
-__all__ = ["FuseEnsembles", "Lowering"]
+__all__ = ["BatchingRule", "FuseEnsembles", "Lowering"]

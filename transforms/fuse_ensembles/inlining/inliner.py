@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import fx, nn
 
+from .... import operators
 from ....compat import own_children
-from ....passes import operators
 from ....passes.effects import writes
 from ....passes.kinds import Kinds
 from ....passes.opening import obstacle_to_opening, unmet_guards
@@ -17,7 +17,7 @@ from ....tracing.captured import Capture, Guard, Variant, capture_of
 from ....tracing.sources import Argument
 from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
-from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph, variant_of_call
+from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
 from .checks import write_checks
 from .dataflow import Expansion, Operation, operations_in
 from .mode_guards import child_guard, is_passed_on
@@ -177,7 +177,7 @@ class _Builder:
         """Append what checks that a module may be opened for a call, and return how it is; None, and why, if not."""
         capture = capture_of(module)
         if capture is None:
-            graph = leaf_graph(module)
+            graph = leaf_graph_of(module)
             names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
             plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
             if graph is None or not plain:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .batching_rules import BatchingRule
 from .leaving import leaving_units
 from .rebuilding import Unit, Writer, rebuild
 from .table import Lowering, LoweringRule, lowerings_for, rule_called
 from .task import Task
 
 __all__ = [
+    "BatchingRule",
     "Lowering",
     "LoweringRule",
     "Task",

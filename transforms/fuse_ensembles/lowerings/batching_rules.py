@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import fx
@@ -12,19 +13,32 @@ from ....errors import MatchFailure
 from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
-from ....passes.operators import POINTWISE, resolve
+from ....operators import operator_info, resolve
 from ....tracing.structure import map_structure
 from ..search import Operand, Pack, is_stacked
 
-__all__ = ["call", "write_layer"]
+__all__ = ["BatchingRule", "call", "write_layer"]
 
 Values = Sequence[fx.Node]
 """The operands as written: stacked ones with the members along dimension 0, others as they are."""
 
 
+@dataclass(frozen=True)
+class BatchingRule:
+    """How a vectorizable operator is written for N members at once: a note of its `OpInfo`.
+
+    Attributes:
+        write: of a pack, its operands as written and the graph; it adds nodes and returns the last one, or returns None
+            where `torch.func.vmap` is to be used.
+    """
+
+    write: Callable[[Pack, Values, fx.Graph], fx.Node | None]
+
+
 def write_layer(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     """Write what `pack` computes, given its operands."""
-    rule = _RULES.get(pack.operator)
+    added = operator_info(pack.operator).note(BatchingRule)
+    rule = _RULES.get(pack.operator) if added is None else added.write
     written = rule(pack, values, graph) if rule is not None else None
     return written if written is not None else _vectorized(pack, values, graph)
 
@@ -42,7 +56,7 @@ def filled(pack: Pack, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
-    if not pack.function and pack.operator not in POINTWISE:
+    if not pack.function and not operator_info(pack.operator).elementwise:
         raise MatchFailure(f"'{pack.operator}' cannot be computed for several members at once")
     leaves = pytree.tree_leaves(pack.arguments)
     stacked = tuple(isinstance(leaf, Slot) and is_stacked(pack.operands[leaf.index]) for leaf in leaves)

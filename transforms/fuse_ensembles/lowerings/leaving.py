@@ -8,7 +8,7 @@ from torch import fx
 
 from ....layers import batched_layers
 from ....layers import ensemble as batched
-from ....passes.operators import function_of
+from ....operators import function_of
 from ..inlining import Operation
 from ..search import Join, Pack, gives_new_value
 from .operands import keys_of, order_of

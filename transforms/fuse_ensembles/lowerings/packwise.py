@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 
 from ....layers import ensemble as batched
 from ....layers.templates import Slot
-from ....passes.operators import POINTWISE, function_of
+from ....operators import function_of, operator_info
 from ....tracing.structure import map_structure
 from ..search import Operand, Pack, Parameters, Shared, is_stacked
 from .batching_rules import write_layer
@@ -58,7 +58,7 @@ class Packwise:
         if pack.operator == "linear":
             bias = values[2] if len(values) > 2 else None
             return writer.graph.call_function(self._linear(pack), (values[0], values[1], bias))
-        if pack.operator in POINTWISE:
+        if operator_info(pack.operator).elementwise:
             return _write_pointwise(pack, values, writer)
         return _write_layer(pack, values, task, writer)
 

@@ -12,7 +12,7 @@ from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers import ensemble as batched
 from ....layers.templates import Slot
-from ....passes.operators import POINTWISE, function_of
+from ....operators import function_of, operator_info
 from ....tracing.structure import map_structure
 from ..search import Ensemble, Operand, Pack
 from .batching_rules import call
@@ -84,7 +84,7 @@ def _write_member(
         )
     if pack.operator == "linear":
         return graph.call_function(F.linear, args, kwargs)
-    if pack.operator in POINTWISE:
+    if operator_info(pack.operator).elementwise:
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)

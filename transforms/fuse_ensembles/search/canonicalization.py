@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ....layers.templates import Slot
-from ....passes.operators import POINTWISE, VECTORIZABLE, function_path, in_place_signature
+from ....operators import function_path, in_place_signature, operator_info
 from ....tracing.structure import map_structure
 from ..inlining import Operation
 
@@ -30,15 +30,6 @@ _LINEAR = inspect.Signature(
         inspect.Parameter("bias", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
     ]
 )
-_TYPE_KEEPING = POINTWISE - frozenset(
-    "eq ge gt isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt ne signbit".split()
-)
-_COMPUTABLE = POINTWISE | VECTORIZABLE | {"linear"}
-_FRESH = frozenset(
-    "linear matmul bmm batch_norm layer_norm group_norm rms_norm embedding conv1d conv2d conv3d conv_transpose1d "
-    "conv_transpose2d conv_transpose3d".split()
-)
-"""Operators whose results share no memory with what they read."""
 
 
 def packable(operation: Operation) -> bool:
@@ -46,7 +37,8 @@ def packable(operation: Operation) -> bool:
     if operation.kind == "call_module":
         # Without an example it is not known whether a module gives one tensor or several.
         return operation.operator is not None and (operation.operator != "module" or operation.example is not None)
-    if operation.operator not in _COMPUTABLE or not _plain(operation):
+    info = operator_info(operation.operator)
+    if not (info.elementwise or info.vectorizable or operation.operator == "linear") or not _plain(operation):
         return False
     if operation.operator == "where" and len(operation.args) + len(operation.kwargs) != 3:
         return False  # `torch.where(condition)` gives places, not values
@@ -55,7 +47,7 @@ def packable(operation: Operation) -> bool:
 
 def _plain(operation: Operation) -> bool:
     """Say whether a call keeps to values: it writes into nothing, and its gradients are dense."""
-    if operation.operator in POINTWISE or operation.operator == "linear":
+    if operator_info(operation.operator).elementwise or operation.operator == "linear":
         return True
     if operation.operator == "getitem" and isinstance(operation.args[1], Operation):
         return False
@@ -82,7 +74,7 @@ def writes_to_fresh_value(operation: Operation) -> bool:
         if "out" in operation.kwargs or target is None or len(target.users) != 1:
             return False
         if not target.mutates:
-            return target.operator in _FRESH or target.operator in POINTWISE
+            return bool(operator_info(target.operator).fresh)
         operation = target
 
 
@@ -91,7 +83,7 @@ def _keeps_type(operation: Operation) -> bool:
     if operation.operator == "dropout":
         return in_place_signature(operation.target) is not None
     _, *others = operation.inputs
-    return operation.operator in _TYPE_KEEPING and all(same_type(other, operation) for other in others)
+    return operator_info(operation.operator).keeps_type and all(same_type(other, operation) for other in others)
 
 
 def same_type(one: Operation, other: Operation) -> bool:
@@ -162,7 +154,7 @@ def may_share_memory(operation: Operation, sources: Collection[Operation]) -> bo
         if current in sources:
             return True
         read = list(current.inputs)
-        if current.operator in _NEW:
+        if operator_info(current.operator).fresh:
             read = read[:1] if current.mutates else []
         pending.extend(source for source in read if source not in seen)
         seen.update(read)
@@ -171,10 +163,7 @@ def may_share_memory(operation: Operation, sources: Collection[Operation]) -> bo
 
 def gives_new_value(operation: Operation) -> bool:
     """Say whether the result of an operation shares no memory with what it reads."""
-    return operation.operator in _NEW and operation.operator != "positive" and not operation.mutates
-
-
-_NEW = POINTWISE | _FRESH | frozenset("cat stack sum mean".split())
+    return bool(operator_info(operation.operator).fresh) and not operation.mutates
 
 
 def same_shape(one: Operation, other: Operation, depth: int = 64) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ....operators import operator_info
 from ....passes.owners import owner_of
 from ....tracing.regions import Region
 from ..inlining import Expansion, Operation
@@ -14,11 +15,6 @@ if TYPE_CHECKING:
     from ....tracing.program import Program
 
 __all__ = ["GradientReach", "differentiable_outputs", "used_by"]
-
-_STOPS = frozenset(
-    "detach detach_ argmax argmin argsort bitwise_and bitwise_or bitwise_xor bitwise_not eq ne lt le gt ge isnan isinf "
-    "isfinite logical_and logical_or logical_xor logical_not signbit item tolist numpy size dim numel shape".split()
-)
 
 
 def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
@@ -162,5 +158,4 @@ def _output_leaves(expansion: Expansion) -> dict[Operation, int]:
 def _stops_gradients(operation: Operation) -> bool:
     if operation.node.meta.get("detached"):
         return True
-    name: Any = operation.operator or getattr(operation.target, "__name__", operation.target)
-    return str(name) in _STOPS
+    return not operator_info(operation.operator).differentiable

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ....compat import own_tensor, submodule
-from ....passes.operators import POINTWISE, function_path
+from ....operators import function_path, operator_info
 from ..inlining import Expansion, Operation, expand, module_signature, state_names
 from .canonicalization import form_of, packable
 from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
@@ -331,12 +331,16 @@ def _is_size(operation: Operation) -> bool:
         return all(type(item) is int for item in cast("tuple[object, ...]", value))
     if value is not None:
         return type(value) is int
-    calculated = operation.operator == "getitem" or operation.operator in POINTWISE
+    calculated = operation.operator == "getitem" or operator_info(operation.operator).elementwise
     return operation.operator in _SIZES or (calculated and all(map(_is_size, operation.inputs)))
 
 
 def _in_one_spelling(operation: Operation) -> bool:
-    return operation.kind == "call_module" or operation.operator == "linear" or operation.operator in POINTWISE
+    return (
+        operation.kind == "call_module"
+        or operation.operator == "linear"
+        or operator_info(operation.operator).elementwise
+    )
 
 
 def state_operand(operation: Operation, name: str) -> Operation:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ....compat import submodule
-from ....passes.operators import KEEP_RANK, POINTWISE
+from ....operators import operator_info
 from ..inlining import Operation
 
 __all__ = [
@@ -99,9 +99,10 @@ class Pack:
     @property
     def ranks(self) -> frozenset[object]:
         """Return what decides the number of dimensions of a member's result."""
-        if self.operator in POINTWISE:
+        info = operator_info(self.operator)
+        if info.elementwise:
             return frozenset[object]().union(*self.operand_ranks)
-        return self.operand_ranks[0] if self.operator in KEEP_RANK else frozenset[object]((self,))
+        return self.operand_ranks[0] if info.keeps_rank else frozenset[object]((self,))
 
     def has_dimensions(self, slot: int) -> bool:
         """Say whether a member's value of an operand is known to have one dimension at the least."""

@@ -8,19 +8,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ....passes.operators import KEEP_RANK, POINTWISE
+from ....operators import operator_info
 from ..inlining import Operation
 from .packs import Operand, Pack, Parameters, Selected, Shared, attribute
 
 __all__ = ["dimensional_slots", "operand_ranks"]
-
-_HAVE_DIMENSIONS = frozenset(
-    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d "
-    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d layer_norm "
-    "group_norm rms_norm batch_norm recurrent module embedding stack cat unsqueeze flatten unflatten chunk split glu "
-    "bmm pad interpolate scaled_dot_product_attention tril triu".split()
-)
-"""Operators whose results have one dimension at the least, whatever they read."""
 
 
 def operand_ranks(operand: Operand, home: nn.Module) -> frozenset[object]:
@@ -49,9 +41,14 @@ def _has_dimensions(operand: Operand, home: nn.Module) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.dim() > 0
     if not isinstance(operand, Pack):
         return False
-    if operand.operator in POINTWISE:
+    if operator_info(operand.operator).elementwise:
         return bool(operand.dimensional)
-    return operand.operator in _HAVE_DIMENSIONS or _keeps_dimensions(operand)
+    return _gives_dimensions(operand) or _keeps_dimensions(operand)
+
+
+def _gives_dimensions(pack: Pack) -> bool:
+    """Say whether results have one dimension at the least, whatever is read; of modules only such ones are packed."""
+    return pack.operator in ("module", "recurrent") or operator_info(pack.operator).has_dimensions
 
 
 def _keeps_dimensions(pack: Pack) -> bool:
@@ -66,9 +63,9 @@ def _keeps_dimensions(pack: Pack) -> bool:
         index = args[1]
         parts = cast("tuple[object, ...]", index if isinstance(index, tuple) else (index,))
         source = pack.operands[0]
-        several = isinstance(source, Pack) and source.result == "several" and source.operator in _HAVE_DIMENSIONS
+        several = isinstance(source, Pack) and source.result == "several" and _gives_dimensions(source)
         return several or any(part is None or isinstance(part, slice) for part in parts)
-    return pack.operator in KEEP_RANK and pack.has_dimensions(0)
+    return operator_info(pack.operator).keeps_rank and pack.has_dimensions(0)
 
 
 def _is_flat(value: object) -> bool:

@@ -1,0 +1,37 @@
+"""One table of what is known of each operator; tracing and passes read it, other packages add to it."""
+
+from .arguments import CallArguments, normalized_arguments
+from .calls import (
+    canonical_name,
+    draws,
+    function_of,
+    function_path,
+    in_place_signature,
+    info_of,
+    is_known_function,
+    mutates,
+    operator_of_module,
+    resolve,
+)
+from .info import Chance, OpInfo
+from .registry import Registration, operator_info, register_operator
+
+__all__ = [
+    "CallArguments",
+    "Chance",
+    "OpInfo",
+    "Registration",
+    "canonical_name",
+    "draws",
+    "function_of",
+    "function_path",
+    "in_place_signature",
+    "info_of",
+    "is_known_function",
+    "mutates",
+    "normalized_arguments",
+    "operator_info",
+    "operator_of_module",
+    "register_operator",
+    "resolve",
+]

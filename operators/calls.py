@@ -1,0 +1,198 @@
+"""What single calls in a graph compute, in whatever spelling: function, method, Python operator, `torch.ops`."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ..compat import is_registered_operator, native_functions, overloads_of, written_arguments
+from .info import OpInfo, registered_operator
+from .registry import NAMESPACES, function_name, method_name, module_name, operator_info
+
+__all__ = [
+    "canonical_name",
+    "draws",
+    "function_of",
+    "function_path",
+    "in_place_signature",
+    "info_of",
+    "is_known_function",
+    "mutates",
+    "operator_of_module",
+    "resolve",
+]
+
+_IN_PLACE_NAMES = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+_IN_PLACE_PYTHON = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)
+_IN_PLACE_METHODS = frozenset(["__setitem__", "__delitem__", *(f"__{name}__" for name in _IN_PLACE_NAMES)])
+_LIBRARY: tuple[Any, ...] = (
+    *NAMESPACES, torch.linalg, torch.fft, torch.Tensor, operator, math,
+)  # fmt: skip
+_BUILTINS = (getattr, len, max, min, abs, int, float, bool, round, tuple, list, slice)
+_SETTING = ("set_", "use_", "_assert")
+"""How names of torch's functions begin that set or check something."""
+
+
+def canonical_name(node: fx.Node) -> str | None:
+    """Return the operator that a call_function or call_method node computes, or None where it is not known.
+
+    Of an operator of `torch.ops` that is not one of torch's own, it is the qualified name: `"acme::swish"`.
+    """
+    if node.op == "call_function":
+        if node.target is getattr:
+            return "shape" if node.args[1:] == ("shape",) else None
+        return "len" if node.target is len else function_name(node.target)
+    return method_name(str(node.target)) if node.op == "call_method" else None
+
+
+def info_of(node: fx.Node) -> OpInfo:
+    """Return what is known of the operator that a call_function or call_method node computes."""
+    return operator_info(canonical_name(node))
+
+
+@cache
+def function_of(name: str, *, keywords: bool = False) -> Callable[..., Any]:
+    """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
+
+    Args:
+        name: canonical.
+        keywords: whether it will be given keyword arguments, which Python's operators do not take.
+
+    Raises:
+        KeyError: if there is no such function.
+    """
+    functions = operator_info(name).functions
+    if functions and not (keywords and functions[0].__module__ == "_operator"):
+        return functions[0]
+    found = registered_operator(name) if "::" in name else _named(name)
+    if found is None:
+        raise KeyError(name)
+    return found
+
+
+def _named(name: str) -> Callable[..., Any] | None:
+    found = (getattr(namespace, name, None) for namespace in NAMESPACES)
+    return next((function for function in found if callable(function)), None)
+
+
+def is_known_function(function: Any) -> bool:
+    """Say whether a function that has no row in the table comes from a place whose functions only compute."""
+    name = getattr(function, "__name__", "")
+    if function in _BUILTINS:
+        return True
+    return not name.startswith(_SETTING) and any(getattr(home, name, None) is function for home in _LIBRARY)
+
+
+_PREFIXES: Mapping[str, Any] = {
+    "torch": torch, "torch.nn.functional": F, "torch.special": torch.special, "torch._C._nn": native_functions(),
+    "operator": operator, "builtins": builtins,
+}  # fmt: skip
+
+
+def function_path(node: fx.Node) -> str | None:
+    """Return a name that `resolve` finds the node's function by; methods are called like `.flatten`; else None."""
+    if node.op == "call_method":
+        return f".{node.target}"
+    if is_registered_operator(node.target):
+        return str(node.target).replace(".", "::", 1)
+    names = (getattr(node.target, "__name__", ""), canonical_name(node) or "")
+    for prefix, namespace in _PREFIXES.items():
+        for name in names:
+            if name and getattr(namespace, name, None) is node.target:
+                return f"{prefix}.{name}"
+    return None
+
+
+@cache
+def resolve(path: str) -> Callable[..., Any]:
+    """Return the function that `function_path` named.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    prefix, _, name = path.rpartition(".")
+    if "::" in path:
+        function = registered_operator(path)
+    else:
+        function = getattr(_PREFIXES[prefix] if prefix else torch.Tensor, name, None)
+    if not callable(function):
+        raise KeyError(path)
+    return function
+
+
+def operator_of_module(module_type: type[nn.Module]) -> str | None:
+    """Return the operator that a class of modules computes, or None: `nn.Linear` is `linear`, `nn.GELU` `gelu`."""
+    return module_name(module_type)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Say whether a node writes into one of its operands."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
+    if node.op != "call_function":
+        return False
+    if node.target in (operator.setitem, operator.delitem) or node.target in _IN_PLACE_PYTHON:
+        return True
+    if is_registered_operator(node.target):
+        return _writes_by_schema(node)
+    if "out" in node.kwargs or _asks_in_place(node):
+        return True
+    if "writes" in node.meta:
+        return bool(node.meta["writes"])
+    name = getattr(node.target, "__name__", "")
+    return getattr(node.target, "may_write", False) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _writes_by_schema(node: fx.Node) -> bool:
+    """Say whether one of the overloads that a call of an operator of `torch.ops` may mean writes into an argument."""
+    given = {*range(len(node.args)), *node.kwargs}
+    return any(not given.isdisjoint(written_arguments(overload)) for overload, _ in overloads_of(node.target))
+
+
+def _asks_in_place(node: fx.Node) -> bool:
+    """Say whether a call passes `inplace=True`, by keyword or by position."""
+    asked: Any = node.kwargs.get("inplace", False)
+    signature = in_place_signature(node.target)
+    if signature is not None:
+        place = list(signature.parameters).index("inplace")
+        asked = node.args[place] if place < len(node.args) else asked
+    return asked is not None and asked is not False
+
+
+def in_place_signature(function: Any) -> inspect.Signature | None:
+    """Return the signature of a function of `torch.nn.functional` with a parameter `inplace`; None for any other."""
+    name = getattr(function, "__name__", "")
+    return _in_place_signature(name) if getattr(F, name, None) is function else None
+
+
+@cache
+def _in_place_signature(name: str) -> inspect.Signature | None:
+    try:
+        signature = inspect.signature(getattr(F, name))
+    except (TypeError, ValueError):
+        return None
+    return signature if "inplace" in signature.parameters else None
+
+
+def draws(node: fx.Node) -> bool:
+    """Say whether a call of a known operator may draw random numbers: dropout with a probability of 0 does not."""
+    info = info_of(node)
+    return bool(info.random) and not _has_no_chance(node, info)
+
+
+def _has_no_chance(node: fx.Node, info: OpInfo) -> bool:
+    if info.chance is None:
+        return False
+    name, position, default = info.chance
+    given: Any = node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
+    return type(given) in (int, float) and bool(given == 0)

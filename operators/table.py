@@ -1,0 +1,166 @@
+"""The table: one row for operators of which the same is known, each operator in one row."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from .info import Chance, OpInfo
+
+__all__ = ["TABLE"]
+
+_FORMS: Mapping[str, Any] = {
+    "add": (operator.add, operator.iadd),
+    "sub": (operator.sub, operator.isub),
+    "mul": (operator.mul, operator.imul),
+    "div": (operator.truediv, operator.itruediv),
+    "floor_divide": (operator.floordiv, operator.ifloordiv),
+    "remainder": (operator.mod, operator.imod),
+    "pow": (operator.pow, operator.ipow),
+    "neg": (operator.neg,),
+    "positive": (operator.pos,),
+    "matmul": (operator.matmul,),
+    "getitem": (operator.getitem,),
+    "setitem": (operator.setitem,),
+    "eq": (operator.eq,),
+    "ne": (operator.ne,),
+    "lt": (operator.lt,),
+    "le": (operator.le,),
+    "gt": (operator.gt,),
+    "ge": (operator.ge,),
+}
+_PYTHON = cast("Mapping[str, tuple[Callable[..., Any], ...]]", _FORMS)
+_MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "identity": (nn.Identity,),
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+}
+"""Beside those whose name is the operator's, but for case and underscores."""
+_DROPOUT = Chance("p", 1, 0.5)
+
+
+def _rows(names: str, **known: Any) -> list[OpInfo]:
+    """Return a row for each name; `abs|absolute` is `abs`, also spelled `absolute`."""
+    split = [word.split("|") for word in names.split()]
+    known = {"pure": True, "random": False, "fresh": False, **known}
+    return [
+        OpInfo(name, tuple(spellings), _PYTHON.get(name, ()), _modules(name), **known) for name, *spellings in split
+    ]
+
+
+def _modules(name: str) -> tuple[type[nn.Module], ...]:
+    """Return the modules of torch.nn that compute an operator."""
+    return (*_MODULES.get(name, ()), *_NAMED.get(name.replace("_", ""), ()))
+
+
+_NAMED: Mapping[str, tuple[type[nn.Module], ...]] = {
+    name.lower(): (value,)
+    for name, value in vars(nn).items()
+    if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__.startswith("torch.nn.modules")
+}
+
+
+def _elementwise(names: str, **known: Any) -> list[OpInfo]:
+    return _rows(names, **{"elementwise": True, "fresh": True, "keeps_type": True, **known})
+
+
+def _batched(names: str, **known: Any) -> list[OpInfo]:
+    return _rows(names, vectorizable=True, **known)
+
+
+TABLE: tuple[OpInfo, ...] = (
+    # -- element by element ----------------------------------------------------------------------------------------
+    *_elementwise(
+        "abs|absolute acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 "
+        "floor frac lgamma log log10 log1p log2 logit neg|negative rad2deg reciprocal relu round rsqrt sgn "
+        "sigmoid|expit sign sin sinc sinh sqrt square tan tanh trunc celu elu gelu hardshrink hardsigmoid hardswish "
+        "hardtanh leaky_relu logsigmoid mish relu6 selu silu softplus softshrink softsign tanhshrink threshold"
+    ),
+    *_elementwise("positive", fresh=False),
+    *_elementwise("bitwise_not", differentiable=False),
+    *_elementwise("isfinite isinf isnan logical_not signbit", keeps_type=False, differentiable=False),
+    *_elementwise(
+        "atan2 copysign div|divide|true_divide floor_divide fmod pow remainder sub|subtract xlogy addcdiv addcmul "
+        "clamp|clip lerp where"
+    ),
+    *_elementwise(
+        "add|__add__|__radd__|__iadd__ mul|multiply fmax fmin hypot logaddexp logaddexp2 maximum minimum",
+        commutative=True,
+    ),
+    *_elementwise("bitwise_and bitwise_or bitwise_xor", commutative=True, differentiable=False),
+    *_elementwise("ge gt le lt", keeps_type=False, differentiable=False),
+    *_elementwise("eq ne logical_and logical_or logical_xor", commutative=True, keeps_type=False, differentiable=False),
+    # -- layers ----------------------------------------------------------------------------------------------------
+    *_rows("linear", fresh=True, keeps_rank=True, has_dimensions=True),
+    *_batched(
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm layer_norm rms_norm",
+        fresh=True,
+        keeps_rank=True,
+        has_dimensions=True,
+    ),
+    *_rows("batch_norm", pure=False, counts=True, fresh=True, keeps_rank=True, has_dimensions=True),
+    *_rows("native_batch_norm", pure=False, counts=True),
+    *_batched("instance_norm", pure=False),
+    *_batched("embedding", fresh=True, has_dimensions=True),
+    *_batched("bilinear", fresh=True),
+    *_batched("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d prelu", fresh=True),
+    *_batched(
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d "
+        "max_pool2d max_pool3d",
+        fresh=True,
+        keeps_rank=True,
+        has_dimensions=True,
+    ),
+    *_batched("glu", fresh=True, has_dimensions=True),
+    *_batched("interpolate pad", has_dimensions=True),
+    *_batched("local_response_norm pixel_shuffle pixel_unshuffle upsample"),
+    *_rows("identity"),
+    # -- along dimensions ------------------------------------------------------------------------------------------
+    *_batched("softmax log_softmax cumsum", fresh=True, keeps_rank=True),
+    *_batched("normalize", keeps_rank=True),
+    *_batched("amax amin cumprod gather index_select logsumexp mean prod sum", fresh=True),
+    *_batched("norm softmin std take_along_dim var flip roll"),
+    *_batched("argmax argmin", fresh=True, differentiable=False),
+    *_rows("argsort", differentiable=False),
+    # -- products and joins ----------------------------------------------------------------------------------------
+    *_batched("matmul", fresh=True),
+    *_batched("bmm", fresh=True, has_dimensions=True),
+    *_batched("einsum"),
+    *_batched("cat|concat|concatenate stack", fresh=True, has_dimensions=True),
+    # -- what a tensor looks like ----------------------------------------------------------------------------------
+    *_batched("chunk flatten split tril triu unflatten unsqueeze", has_dimensions=True),
+    *_batched("diagonal expand expand_as getitem narrow reshape squeeze tensor_split unbind view view_as"),
+    *_batched("bfloat16 contiguous double float half permute to transpose", keeps_rank=True),
+    *_batched("type type_as"),
+    *_batched("clone", fresh=True, keeps_rank=True),
+    *_batched("detach", keeps_rank=True, differentiable=False),
+    *_batched("dim numel shape size len", differentiable=False),
+    *_rows("item numpy tolist", differentiable=False),
+    # -- shaped by the first operand, or by data -------------------------------------------------------------------
+    *_batched("masked_fill", fresh=True, shape="first"),
+    *_rows("masked_scatter index_copy index_add index_put scatter scatter_add zeros_like ones_like", shape="first"),
+    *_rows("empty_like", shape="first"),
+    *_rows("setitem", pure=False, shape="first"),
+    *_rows("nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations", shape="data"),
+    # -- random ----------------------------------------------------------------------------------------------------
+    *_batched("dropout", random=True, chance=_DROPOUT, keeps_rank=True),
+    *_batched(
+        "scaled_dot_product_attention",
+        random=True,
+        chance=Chance("dropout_p", 4, 0.0),
+        fresh=True,
+        has_dimensions=True,
+    ),
+    *_rows(
+        "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout bernoulli "
+        "binomial multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu "
+        "rrelu_with_noise uniform exponential geometric cauchy log_normal random gumbel_softmax fractional_max_pool2d "
+        "fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices gru lstm rnn_relu "
+        "rnn_tanh multi_head_attention_forward",
+        random=True,
+    ),
+    # -- what does more than compute -------------------------------------------------------------------------------
+    *_rows("manual_seed seed save load", pure=False),
+)
