@@ -59,6 +59,7 @@ class Attributes:
         self._names: dict[int, str] | None = None
         self._held: dict[int, ValueProxy] = {}
         self._new: set[int] = set()
+        self._handed_on: set[int] = set()
 
     def proxy(self, target: str, value: Any) -> ValueProxy:
         """Return the proxy for the attribute called `target` as seen from the traced module."""
@@ -106,6 +107,7 @@ class Attributes:
         for holder, path in self._holders():
             for name, held in cast("dict[str, Any]", vars(holder)).items():
                 if held is value and name.isidentifier():
+                    self._handed_on.add(id(value))
                     return self._part(path, name, value)
         return None
 
@@ -184,6 +186,19 @@ class Attributes:
         if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
             self._assignments.record(module, path, name, value)
         return False
+
+    def check_arrays(self, plain: set[str]) -> None:
+        """Give up on what was read that is numpy's, unless nodes were given it whole.
+
+        Args:
+            plain: the module's own attributes that were read.
+
+        Raises:
+            Untraceable: if there is such a value.
+        """
+        for root, expression, array in self._nested.arrays:
+            if id(array) not in self._handed_on and (not root or root in plain):
+                self._tracer.fail(f"it reads {expression}, which is numpy's and may change; a buffer would do", "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.home, module)

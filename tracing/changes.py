@@ -14,7 +14,7 @@ from .plain_types import PLAIN_TYPES
 from .preserve import memory_of
 from .rollback import Path, changed_paths, contents
 
-__all__ = ["Change", "Changes", "Watch"]
+__all__ = ["Change", "Changes", "Watch", "is_repeatable"]
 
 
 @dataclass
@@ -103,3 +103,9 @@ def _is_mutable(value: Any) -> bool:
     if type(value) in _HOLDING_NOTHING:
         return False
     return is_object(value) or isinstance(value, (list, set, Mapping))
+
+
+def is_repeatable(holder: fx.Node, name: str) -> bool:
+    """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
+    reads = (user for user in holder.users if user.target is not setattr)
+    return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)

@@ -40,8 +40,8 @@ def asks_for_classes(modules: Sequence[nn.Module], *, forwards: bool = True) -> 
 
 def _place(reached: Reached) -> str:
     """Return the first line of a function that may ask a module for its class, or nothing."""
-    function: FunctionType = reached.function
-    code, types = function.__code__, frozenset((TYPE, *(name for name, value in reached.names if value is type)))
+    function, names = reached
+    code, types = function.__code__, frozenset((TYPE, *(name for name, value in names if value is type)))
     asking = (use for use, place in _questions(code, types) if not _is_harmless(function, use, place))
     return next((f"{Path(code.co_filename).name}:{use.line}" for use in asking), "")
 

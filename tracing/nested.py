@@ -36,6 +36,8 @@ class NestedReads:
         self._places: dict[int, tuple[str, Source]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
+        self.arrays: list[tuple[str, Source, Any]] = []
+        """What was read that is numpy's, each with the attribute that leads there, and how: no guard compares it."""
         self._read: dict[Guard, str] = {}
         """A condition on what was read -> the attribute that leads there ("" for a child's own)."""
         self.compared: set[str] = set()
@@ -75,7 +77,7 @@ class NestedReads:
             if _holds_tensors_only(value):
                 self._keep(same_type(source, value, f"{source} is a {type(value).__name__}"), name)
                 self.compared.add(name)
-            if type(value) in (*_MUTABLE, tuple):
+            if type(value) in (*_MUTABLE, tuple) or _is_array(value):
                 self._note(value, name, source)
         return [guard for guard, root in self._read.items() if not root or root in plain]
 
@@ -137,6 +139,9 @@ class NestedReads:
         if guard is not None:
             self._keep(guard, root)
             return
+        if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
+            self.arrays.append((root, source, value))
+            return
         if type(value) is float:  # no number
             self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
             return
@@ -168,6 +173,12 @@ class NestedReads:
 
     def _keep(self, guard: Guard, root: str) -> None:
         self._read.setdefault(guard, root)
+
+
+def _is_array(value: Any) -> bool:
+    """Tell whether a value is an array of numpy's."""
+    kind = cast("type[Any]", type(value))
+    return any(base.__module__ == "numpy" and base.__name__ == "ndarray" for base in kind.__mro__)
 
 
 def _can_be_lent(value: Any) -> bool:

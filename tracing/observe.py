@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .at_rest import FOUND
 from .dynamic import Quiet, subclass
 from .names import INTERNAL
-from .recorder import Untraceable
 
 __all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
 
@@ -23,10 +22,11 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class Seen:
-    """Hold the names of all attributes read, and of the plain values among them."""
+    """Hold the names of all attributes read, of the plain values among them, and of those set on the class."""
 
     names: set[str]
     plain: set[str]
+    set_on_class: set[str]
 
 
 class Observers:
@@ -48,12 +48,8 @@ class Observers:
 
     @contextmanager
     def observed(self, module: nn.Module) -> Generator[Seen]:
-        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving.
-
-        Raises:
-            Untraceable: if some are set on its class.
-        """
-        cls, previous, found = type(module), self._seen, Seen(set(), set())
+        """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
+        cls, previous, found = type(module), self._seen, Seen(set(), set(), set())
         self._seen = found.names
         lent = module.__class__ = self._class(cls)
         try:
@@ -61,10 +57,8 @@ class Observers:
         finally:
             module.__class__ = cls
             found.plain.update(name for name in found.names if _is_plain(module, name))
+            found.set_on_class.update(_taken_off(lent))
             self._seen = previous
-            set_on_class = _taken_off(lent)
-        if set_on_class:
-            raise Untraceable(f"it sets what is not the module's: {min(set_on_class)} of its class")
 
     def _class(self, cls: type) -> Any:
         known = self._classes.get(cls)

@@ -17,7 +17,7 @@ from .arguments import Arguments
 from .assignments import Assignments, State
 from .attributes import Attributes
 from .capture import Variant
-from .changes import Change, Changes, Watch
+from .changes import Change, Changes, Watch, is_repeatable
 from .checked import Messages
 from .checks import order_checks
 from .child_questions import ChildQuestions
@@ -131,6 +131,8 @@ class ModuleTracer:
             self.assignments.undo()
             state.restore()
             self.assignments.end()
+        if seen.set_on_class:
+            raise Untraceable(f"it sets what is not the module's: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -139,6 +141,7 @@ class ModuleTracer:
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
         guards += (*self.decisions.guards, *outside.guards(plain))
+        self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
         return Variant(guards, self.graph, self.places, frozenset(reads), volatile)
@@ -241,7 +244,7 @@ class ModuleTracer:
         value = UNKNOWN if values is UNKNOWN else self._evaluate(kind, target, *values)
         with self.session.aside():
             lasting = Change(revocable=False) if value is UNKNOWN else watch.lasting()
-            if target is setattr and _is_repeatable(args[0].node, args[1]):
+            if target is setattr and is_repeatable(args[0].node, args[1]):
                 lasting = None
             asks = kind == "call_method" and value is None and not isinstance(values[0][0], Tensor)
             asks = asks and not is_statement()
@@ -391,12 +394,6 @@ class ModuleTracer:
         if asks_memo(frame):
             self.fail("it calls a memoised function that is found neither in its file nor in its class")
         return hash(self.decisions.plain(proxy))
-
-
-def _is_repeatable(holder: fx.Node, name: str) -> bool:
-    """Tell whether setting an attribute of what a child returned can be done again: nothing has looked at it before."""
-    reads = (user for user in holder.users if user.target is not setattr)
-    return holder.op == "call_module" and all(user.target is getattr and user.args[1] != name for user in reads)
 
 
 TracingSession = Session[ModuleTracer]
