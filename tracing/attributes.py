@@ -196,9 +196,9 @@ class Attributes:
         Raises:
             Untraceable: if there is such a value.
         """
-        for root, expression, array in self._nested.arrays:
+        for root, source, array in self._nested.arrays:
             if id(array) not in self._handed_on and (not root or root in plain):
-                self._tracer.fail(f"it reads {expression}, which is numpy's and may change; a buffer would do", "")
+                self._tracer.fail(f"it reads {source}, which is numpy's and may change; a buffer would do", "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.home, module)
