@@ -19,7 +19,8 @@ from .generators import ANNOUNCES, announce, generators_now, take_back
 from .guards import GuardMiss, require
 from .rollback import announce_changes
 from .signature import Absent, Signature, given
-from .sources import Source, attribute_text
+from .sources import Source
+from .spelling import attribute_text
 from .structure import is_namedtuple
 
 if TYPE_CHECKING:

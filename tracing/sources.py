@@ -5,7 +5,6 @@ A new kind of source is a class here: its fields, how generated code spells it, 
 
 from __future__ import annotations
 
-import keyword
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,10 +12,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, cast
 
-import torch
-
 from ..compat import operator_format
 from .outside import cells_of, globals_of
+from .spelling import attribute_text, told_name, written
 
 __all__ = [
     "SELF",
@@ -35,7 +33,6 @@ __all__ = [
     "Term",
     "Writer",
     "attribute_at",
-    "attribute_text",
     "children_of",
     "constant",
     "is_outside",
@@ -46,7 +43,6 @@ __all__ = [
     "module_at",
     "reader",
     "type_of",
-    "written",
 ]
 
 Read = Callable[["Source"], Any]
@@ -150,7 +146,7 @@ class Constant(Source):
     value: Any = field(compare=False)
 
     def text(self, write: Writer) -> str:
-        return written(self.value, write) or self.spelling
+        return written(self.value, write.name) or self.spelling
 
     def read(self, read: Read) -> Any:
         return self.value
@@ -341,60 +337,17 @@ def attribute_at(target: str) -> Source:
     return Attribute(module_at(parents), name)
 
 
-def attribute_text(owner: str, name: str) -> str:
-    """Return Python that reads an attribute; a name need not be one that a dot takes (`lambda`, `0`)."""
-    plain = name.isidentifier() and not keyword.iskeyword(name)
-    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
-
-
-# -- constants -------------------------------------------------------------------------------------------------------
-
-_LONGEST = 64
-"""Items of a container that guards compare."""
-_MUTABLE = (list, dict, set)
-_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-
-
 def constant(value: Any) -> Constant | None:
     """Return a plain value, or a short container of such, as a source; None for what has no spelling."""
-    spelling = written(value, TOLD)
+    spelling = written(value, told_name)
     if spelling is None:
         return None
-    return Constant(spelling, deepcopy(value) if type(value) in (*_MUTABLE, tuple) else value)
+    return Constant(spelling, deepcopy(value) if type(value) in (list, dict, set, tuple) else value)
 
 
 def key_of(value: Any) -> Constant:
     """Return a text, a number, a flag, None or a tuple of such as a source."""
     return Constant(repr(value), value)
-
-
-def written(value: Any, write: Writer) -> str | None:
-    """Return Python for a plain value, or for a short container of such; None for any other."""
-    kind = cast("type[Any]", type(value))
-    if value is None or kind in (bool, int, str, bytes):
-        return repr(value)
-    if kind is float:
-        return repr(value) if value - value == 0 else f"{write.name(float)}('{value}')" if value == value else None
-    if isinstance(value, _OF_TORCH):
-        return write.name(value)
-    if isinstance(value, torch.device):
-        return f"{write.name(torch.device)}('{value}')"
-    return _written_container(value, kind, write)
-
-
-def _written_container(value: Any, kind: type[Any], write: Writer) -> str | None:
-    if kind not in (*_MUTABLE, tuple, torch.Size) or (kind in _MUTABLE and len(value) > _LONGEST):
-        return None
-    if kind is dict:
-        pairs = [(written(k, write), written(v, write)) for k, v in cast("dict[Any, Any]", value).items()]
-        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
-    items = [written(item, write) for item in cast("Iterable[Any]", value)]
-    if None in items:
-        return None
-    text = ", ".join(sorted(map(str, items)) if kind is set else map(str, items))
-    if kind is set:
-        return f"{{{text}}}" if text else "{*()}"
-    return f"[{text}]" if kind is list else f"({text}{',' if len(items) == 1 else ''})"
 
 
 class _Told:
@@ -404,10 +357,7 @@ class _Told:
         return source.told(self)
 
     def name(self, value: object) -> str:
-        if isinstance(value, _OF_TORCH):
-            return repr(value)
-        name = getattr(value, "__name__", type(value).__name__)
-        return f"torch.{name}" if getattr(torch, name, None) is value else name
+        return told_name(value)
 
 
 TOLD = _Told()
