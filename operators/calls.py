@@ -37,7 +37,7 @@ _IN_PLACE_METHODS = frozenset(["__setitem__", "__delitem__", *(f"__{name}__" for
 _LIBRARY: tuple[Any, ...] = (
     *NAMESPACES, torch.linalg, torch.fft, torch.Tensor, operator, math,
 )  # fmt: skip
-_BUILTINS = (getattr, len, max, min, abs, int, float, bool, round, tuple, list, slice)
+_BUILTINS = (getattr, len, max, min, abs, int, float, round, tuple, list)
 _SETTING = ("set_", "use_", "_assert")
 """How names of torch's functions begin that set or check something."""
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..compat import all_modules
+from ..tracing.likeness import Likeness
 from ..tracing.names import all_tensors
+from ..tracing.program import Program
 from ..tracing.regions import Region
 
-if TYPE_CHECKING:
-    from ..tracing.program import Program
+__all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]
 
-__all__ = ["CallSites", "TensorOwners", "TensorReads", "is_on_meta"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,19 @@ class TensorReads:
 def is_on_meta(module: nn.Module) -> bool:
     """Say whether a module has tensors without data: then it can be neither compared nor timed."""
     return any(tensor.is_meta for tensor in all_tensors(all_modules(module)))
+
+
+def found_in_graphs(
+    program: Program, look: Callable[[fx.Graph, Program, str], T]
+) -> Iterator[tuple[str, int, fx.Graph, T]]:
+    """Yield the home and the number of each graph, the graph, and what `look(graph, program, home)` finds in it.
+
+    Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
+    """
+    likeness, known = program.analyses[Likeness], dict[tuple[int, int], T]()
+    for home, capture in program.captures.items():
+        kind = likeness.of(program.module(home))
+        for number, variant in enumerate(capture.variants):
+            if (kind, number) not in known:
+                known[kind, number] = look(variant.graph, program, home)
+            yield home, number, variant.graph, known[kind, number]

@@ -89,7 +89,6 @@ class Site:
         label: what the report calls the site; the home's name by default.
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
-        parts: the sites of one home that are decided together as this one; see `passes.together`.
         tensors: names of the home's tensors that the rewrite takes; they tell the same site in another graph.
     """
 
@@ -104,7 +103,6 @@ class Site:
     detail: str = ""
     label: str = ""
     kind: Hashable = None
-    parts: tuple[Site, ...] = ()
     tensors: frozenset[str] = frozenset()
 
     def __getitem__(self, label: str) -> fx.Node:
@@ -169,7 +167,7 @@ class Pass:
         """Rewrite one site, through `edit` only: an `Edit`, whose file stands above this one."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
 
-    def rewrite_together(self, sites: Sequence[Site], edit: Any) -> None:
+    def rewrite_group(self, sites: Sequence[Site], edit: Any) -> None:
         """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
         for site in sites:
             with edit.at(site):

@@ -36,13 +36,15 @@ class Edit:
 
     Attributes:
         program: the program being changed.
-        site: the place being rewritten.
+        site: the place being rewritten; of several, the first.
+        failed_at: which of several sites an error is about, where it is known.
         owner: of the children that the site's graph calls; for what runs under a context the module around it.
     """
 
     def __init__(self, program: Program, site: Site, pass_name: str) -> None:
         self.program = program
         self.site: Site = site
+        self.failed_at: Site | None = None
         self.pass_name = pass_name
         self.home = program.module(site.home)
         self.owner = owner_of(program.model, site.home)
@@ -87,10 +89,15 @@ class Edit:
 
     @contextmanager
     def at(self, site: Site) -> Generator[None]:
-        """Work on one of several sites of the same graph; after an error, `site` tells where it happened."""
+        """Work on one of several sites of the same graph; after an error, `failed_at` tells where it happened."""
         whole, self.site = self.site, site
-        yield
-        self.site = whole
+        try:
+            yield
+        except BaseException:
+            self.failed_at = self.failed_at or site
+            raise
+        finally:
+            self.site = whole
 
     def graphs_before(self) -> dict[str, str]:
         """Return the text of the graphs that those of the home were made from, by their names in `Program.graphs`."""

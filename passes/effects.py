@@ -13,8 +13,8 @@ from ..operators import OpInfo, draws, info_of, is_known_function, mutates, oper
 from ..tracing.captured import Capture, capture_of
 from ..tracing.dynamic import user_class
 from ..tracing.guards import require
+from ..tracing.likeness import Likeness
 from ..tracing.meta import TensorMeta
-from .kinds import Kinds
 from .opening import unmet_guard
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    known, key = program.analyses[_KnownKinds].leaves_graph, (program.analyses[Kinds].of(module), len(values))
+    known, key = program.analyses[_KnownKinds].leaves_graph, (program.analyses[Likeness].of(module), len(values))
     if key not in known:
         known[key] = _is_unlike_its_graph(node, module, capture)
     return known[key]
@@ -104,7 +104,7 @@ def _name(home: str, node: fx.Node) -> str:
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_KnownKinds].effects, program.analyses[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].effects, program.analyses[Likeness].of(module)
     if kind not in known:
         nodes = _nodes_inside(module)
         known[kind] = has_hooks(module) or (
@@ -145,7 +145,7 @@ def writes(node: fx.Node, program: Program, home: str) -> bool:
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_KnownKinds].writes, program.analyses[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].writes, program.analyses[Likeness].of(module)
     if kind not in known:
         nodes = _nodes_inside(module)
         known[kind] = has_hooks(module) or (
@@ -216,7 +216,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module may return what lies in the memory of an argument."""
-    known, kind = program.analyses[_KnownKinds].shares, program.analyses[Kinds].of(module)
+    known, kind = program.analyses[_KnownKinds].shares, program.analyses[Likeness].of(module)
     if kind not in known:
         known[kind] = has_hooks(module) or _kind_shares(module, program, name)
     return known[kind]

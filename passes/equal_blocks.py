@@ -1,72 +1,60 @@
-"""Equal sites in equal blocks: one is decided, the others follow it."""
+"""Equal groups in equal blocks: one is decided, the others follow it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..tracing.inputs import Inputs
-from .base import Numerics, Pass, Site
+from ..tracing.likeness import Alike, Described, Likeness
+from .base import Pass, Site
 from .edit import Edit
-from .likeness import Likeness, Unlike
+from .groups import Group, identity, keeps_function
 from .plan import Decision
 from .state_map import StateMap
-from .together import identity, parts_of, together
 
 __all__ = ["Block", "EqualBlocks", "Precedent"]
 
 
 @dataclass(frozen=True)
 class Precedent:
-    """What was decided at the first of several equal sites.
+    """What was decided at the first of several equal groups.
 
     Attributes:
-        decision: the site's own.
-        chosen: the site with its choice; of several decided together those that were rewritten.
-        result: what the block was like afterwards, where it was rewritten.
-        state_map: what that did to tensors, by their names in the block.
+        decision: on the group.
+        chosen: the sites that were rewritten, with their lowerings; None where none were.
+        result: what the block was like afterwards, and what that did to tensors, by their names in the block.
     """
 
     decision: Decision
-    chosen: Site | None = None
-    result: Hashable = None
-    state_map: StateMap | None = None
-
-    def at(self, site: Site) -> Site | None:
-        """Return an equal site with the choices that were made at the first, or None where nothing was rewritten."""
-        if self.chosen is None or not site.parts:
-            return self.chosen and dataclasses.replace(site, choice=self.chosen.choice)
-        choices = {identity(part): part.choice for part in parts_of(self.chosen)}
-        parts = [part for part in site.parts if identity(part) in choices]
-        return together([dataclasses.replace(part, choice=choices[identity(part)]) for part in parts])
+    chosen: Group | None = None
+    result: tuple[Hashable, StateMap] | None = None
 
 
 @dataclass(frozen=True)
 class Block:
-    """A module around a site, before anything is done to it.
+    """A module around a group, before anything is done to it.
 
     Attributes:
-        module: the site's home.
-        likeness: of the module as it was.
-        key: equal for sites that are to be decided alike.
+        module: the group's home.
+        described: the module as it was.
+        numbers: by which it and others are compared.
+        key: equal for groups that are to be decided alike.
     """
 
     module: nn.Module
-    likeness: Likeness
+    described: Described
+    numbers: dict[Hashable, int]
     key: Hashable
 
     def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
         """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
         state_map = edit.state_map()
-        try:
-            after = Likeness(self.module)
-        except Unlike:
-            return None
-        new = {name for tensor, name in after.tensors.items() if tensor not in self.likeness.tensors}
-        return (after.description, state_map) if new <= state_map.targets else None
+        after = Likeness(Alike.REWRITTEN, self.numbers).whole(self.module)
+        new = {name for tensor, name in after.tensors.items() if tensor not in self.described.tensors}
+        return (after.key, state_map) if new <= state_map.targets else None
 
 
 class EqualBlocks:
@@ -74,35 +62,30 @@ class EqualBlocks:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Precedent | None] = {}
+        self._numbers: dict[Hashable, int] = {}
 
-    def block(self, pass_: Pass, step: int, site: Site, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
-        """Describe the block around a site, or return None where it can have no equal."""
-        if pass_.numerics not in (Numerics.EXACT, Numerics.REASSOCIATED) or not site.home:
+    def block(self, pass_: Pass, step: int, group: Group, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
+        """Describe the block around a group, or return None where it can have no equal."""
+        if not keeps_function(pass_) or not group.home:
             return None
-        try:
-            likeness = Likeness(module)
-            called = likeness.of_calls(calls)
-        except Unlike:
-            return None
-        wanted = tuple(map(_wanted, parts_of(site)))
-        return Block(module, likeness, (step, wanted, likeness.description, called))
+        likeness = Likeness(Alike.REWRITTEN, self._numbers)
+        wanted = tuple(map(_wanted, group.sites))
+        return Block(module, likeness.whole(module), self._numbers, (step, wanted, likeness.whole(module, calls).key))
 
     def precedent(self, block: Block | None) -> Precedent | None:
-        """Return what was decided at an equal site, if there was one."""
+        """Return what was decided at an equal group, if there was one."""
         return None if block is None else self._known.get(block.key)
 
-    def remember(
-        self, block: Block | None, decision: Decision, chosen: Site | None = None, edit: Edit | None = None
-    ) -> None:
-        """Note the first decision at equal sites; one for which nothing could be written is tried again elsewhere."""
+    def remember(self, block: Block | None, decision: Decision, chosen: Group, edit: Edit | None) -> None:
+        """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
         if block is None or decision.status == "refused":
             return
-        if chosen is None or edit is None:
+        if edit is None:
             self._known.setdefault(block.key, Precedent(decision))
             return
         result = block.result_of(edit)
         # Where tensors came in that nothing is known of, each block is decided by itself.
-        self._known.setdefault(block.key, None if result is None else Precedent(decision, chosen, *result))
+        self._known.setdefault(block.key, None if result is None else Precedent(decision, chosen, result))
 
 
 def _wanted(site: Site) -> Hashable:

@@ -15,7 +15,7 @@ from .base import Numerics
 from .owners import Owner, owner_of
 
 if TYPE_CHECKING:
-    from .manager import Landed
+    from .history import Rewrite
     from .record import Record
 
 __all__ = ["forbid_lost_forwards"]
@@ -23,7 +23,7 @@ __all__ = ["forbid_lost_forwards"]
 _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
 
-def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Record) -> None:
+def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let modules whose own forward would no longer do raise GuardError where no graph fits a call.
 
     These are modules that a pass made compute something else, on purpose or within an error budget; that run a region,
@@ -31,11 +31,11 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
 
     Args:
         model: the optimized model.
-        landed: the rewrites that stand.
+        rewrites: the rewrites that stand.
         record: of the model.
     """
-    for rewrite in landed:
-        module, owner = model.get_submodule(rewrite.site.home), owner_of(model, rewrite.site.home)
+    for rewrite in rewrites:
+        module, owner = model.get_submodule(rewrite.home), owner_of(model, rewrite.home)
         home = owner.module
         capture = capture_of(module)
         if capture is None or required_capture(home).lost:
@@ -46,8 +46,8 @@ def forbid_lost_forwards(model: nn.Module, landed: Iterable[Landed], record: Rec
             recompile(home)
 
 
-def _reasons(rewrite: Landed, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
-    name, home = rewrite.pass_.name, rewrite.site.home
+def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
+    name, home = rewrite.pass_.name, rewrite.home
     if rewrite.pass_.numerics in _OTHER_FUNCTION:
         yield f"pass '{name}' made it compute something else"
     known = {*record.state_map.names, *record.state_map.targets}

@@ -10,14 +10,30 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .manager import PassTrace
     from .plan import Plan
     from .state_map import StateMap
 
-__all__ = ["RECORD_KEY", "Record", "record_of", "state_map_of"]
+__all__ = ["RECORD_KEY", "PassTrace", "Record", "record_of", "state_map_of"]
 
 RECORD_KEY = "_fxopt_record"
 """Where the root of an optimized model keeps its record, in its `__dict__`."""
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """What one pass took and did.
+
+    Attributes:
+        name: the pass as text, options included.
+        seconds: verification and measurement included.
+        decided: how many sites and refusals it had.
+        applied: how many rewrites of it stand.
+    """
+
+    name: str
+    seconds: float
+    decided: int
+    applied: int
 
 
 @dataclass(frozen=True, eq=False)

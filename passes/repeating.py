@@ -27,17 +27,19 @@ from ..tracing.regions import Region
 from ..tracing.selection import call_names
 from ..tracing.sources import SELF, Attribute
 from ..tracing.structure import copied
-from .base import Pass, Phase, Refusal, Site
+from . import measure
+from .admission import admitted
+from .base import Goal, Pass, Phase, Refusal, Site
+from .comparison import Comparison
 from .copying import twin
-from .manager import Manager
+from .groups import Group, with_lowering
 from .scratch import as_before, refuse_own_forwards
-from .site_trial import Attempt, Failed, SiteTrial
-from .together import parts_of, resolved, together
+from .tuner import Tuner
 
 if TYPE_CHECKING:
+    from .history import Rewrite
     from .session import Request
     from .state_map import StateStep
-    from .whole_model import Landed
 
 __all__ = ["Repetition", "let_repeat"]
 
@@ -97,10 +99,10 @@ class Repetition:
             call = Call(args, kwargs, None)
             program = Program(copy, (Inputs(*call.args, **call.kwargs),), training=copy.training)
             refuse_own_forwards(program)
-            manager = Manager(
+            tuner = Tuner(
                 program, check=self.verify, time=self.measure, seed=self.seed, settings=Settings(pass_timeout=0.0)
             )
-            phases = [_repeat(done, manager, call) for done in self.done]
+            phases = [self._repeat(done, tuner, call) for done in self.done]
             stores = {target.partition(".")[0] for done in self.done for step in done.steps for target in step.targets}
             _check_tensors(module, copy, stores)
             added = own_children(copy).items()
@@ -109,6 +111,29 @@ class Repetition:
             if Phase.EVAL in phases:
                 variant = dataclasses.replace(variant, guards=(*variant.guards, _IN_EVALUATION))
             return _renamed(variant, _free_names(module, children))
+
+    def _repeat(self, done: _Done, tuner: Tuner, call: Call) -> Phase | None:
+        """Rewrite the copy as the module was; return the phase that the rewrite is limited to.
+
+        Raises:
+            MatchFailure: if that is not possible, not right, no faster, or leaves other tensors.
+        """
+        group, calls = _found_again(done, tuner), (Inputs(*call.args, **call.kwargs),)
+        comparison = Comparison(tuner.program, done.pass_, group, calls, check=self.verify, timed=False, seed=self.seed)
+        before = twin(tuner.program.model)
+        edit = tuner.apply(done.pass_, group)
+        verdict = comparison.verdict(edit)
+        if verdict is not None and not verdict.ok:
+            raise MatchFailure(verdict.reason)
+        if edit.state_map().steps != done.steps:
+            raise MatchFailure("its members would be stored otherwise")
+        if self.measure and done.pass_.goal is Goal.SPEED and not group.required:
+            training = tuner.program.training and (group.phase or done.pass_.phase).covers_training
+            runs = {"before": before, "after": twin(tuner.program.model)}
+            timings = measure.time_candidates({n: measure.runner(m, calls, training=training) for n, m in runs.items()})
+            if timings.ratio("before", "after").low <= 1.0:
+                raise MatchFailure("no faster")
+        return group.phase
 
 
 @contextlib.contextmanager
@@ -125,39 +150,11 @@ def _undisturbed() -> Generator[None]:
 # -- rewriting -----------------------------------------------------------------------------------------------------
 
 
-class _Trial(SiteTrial):
-    """Try a site on one call of a copy; what is timed runs graphs, and no code of the user's."""
-
-    def runnable(self) -> nn.Module | None:
-        return twin(self.home) if self.timed else None
-
-
-def _repeat(done: _Done, manager: Manager, call: Call) -> Phase | None:
-    """Rewrite the copy as the module was; return the phase that the rewrite is limited to.
-
-    Raises:
-        MatchFailure: if that is not possible, not right, no faster, or leaves other tensors.
-    """
-    site = _found_again(done, manager)
-    trial = _Trial(
-        manager.program, done.pass_, site, manager.apply, (Inputs(*call.args, **call.kwargs),),
-        check=manager.check, time=manager.time, seed=manager.seed,
-    )  # fmt: skip
-    written = trial.written(site)
-    if isinstance(written, Failed):
-        raise MatchFailure(written.reason)
-    if written.edit.state_map().steps != done.steps:
-        raise MatchFailure("its members would be stored otherwise")
-    if trial.timed:
-        _, _, reason = trial.choose({None: Attempt(site, written.verdict, trial.runnable())})
-        if reason is not None:
-            raise MatchFailure(reason)
-    return site.phase
-
-
-def _found_again(done: _Done, manager: Manager) -> Site:
+def _found_again(done: _Done, tuner: Tuner) -> Group:
     """Return the sites of the new graph that are those of a rewrite, as one."""
-    found = manager.found(done.pass_)
+    program = tuner.program
+    items = tuner.supervised(done.pass_, lambda: "find", lambda: list(done.pass_.find(program)))
+    found = [admitted(program, item) for item in items]
     sites = {item.tensors: item for item in found if isinstance(item, Site) and not item.home}
     parts: list[Site] = []
     for part in done.parts:
@@ -167,12 +164,12 @@ def _found_again(done: _Done, manager: Manager) -> Site:
             raise MatchFailure("; ".join(refusals) or "its members are not computed alike in this graph")
         if site.phase not in (part.phase, Phase.EVAL):
             raise MatchFailure("the rewrite would not be valid in the same modes")
-        parts.append(resolved(site, part.choice))
+        parts.append(with_lowering(site, part.choice))
     if any(part.phase is Phase.EVAL for part in parts):
         parts = [dataclasses.replace(part, phase=Phase.EVAL) for part in parts]
     if len({(part.variant, part.required) for part in parts}) > 1:
         raise MatchFailure("its members are not computed in one graph")
-    return together(parts)
+    return Group(tuple(parts))
 
 
 # -- taking over ---------------------------------------------------------------------------------------------------
@@ -245,17 +242,17 @@ def _renamed(
 # -- handing over --------------------------------------------------------------------------------------------------
 
 
-def let_repeat(landed: Sequence[Landed], request: Request, earlier: Mapping[nn.Module, Repeating]) -> None:
+def let_repeat(rewrites: Sequence[Rewrite], request: Request, earlier: Mapping[nn.Module, Repeating]) -> None:
     """Let the rewritten modules of a model that was handed over have their rewrites repeated on further graphs.
 
     Args:
-        landed: the rewrites that stand.
+        rewrites: the rewrites that stand.
         request: what the model was optimized with.
         earlier: what was repeated on those of each module before.
     """
     repetitions = {module: known for module, known in earlier.items() if isinstance(known, Repetition)}
     first = Repetition(verify=request.verify, measure=request.measure, seed=request.seed)
-    for rewrite in landed:
+    for rewrite in rewrites:
         steps = rewrite.edit.state_map().steps
         if not steps:
             continue  # it left the graphs cleaner; that the further ones have to do without
@@ -268,10 +265,10 @@ def let_repeat(landed: Sequence[Landed], request: Request, earlier: Mapping[nn.M
             fallback.repeating = repetition
 
 
-def _extended(known: Repetition, rewrite: Landed, steps: tuple[StateStep, ...], module: nn.Module) -> Repetition:
+def _extended(known: Repetition, rewrite: Rewrite, steps: tuple[StateStep, ...], module: nn.Module) -> Repetition:
     if type(rewrite.pass_).revert is Pass.revert:
         return dataclasses.replace(known, obstacle=f"pass '{rewrite.pass_.name}' cannot be repeated")
-    parts = tuple(_Part(part.tensors, part.choice, part.phase) for part in parts_of(rewrite.site))
+    parts = tuple(_Part(part.tensors, part.choice, part.phase) for part in rewrite.group.sites)
     done = (*known.done, _Done(rewrite.pass_, parts, steps))
     if rewrite.edit.home is not module or isinstance(module, Region):
         return dataclasses.replace(known, done=done, obstacle="what it runs under a context was rewritten")

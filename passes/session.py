@@ -22,6 +22,7 @@ from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards
 from .base import Pass, Phase
 from .copying import copied_module, outline_of
+from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
@@ -30,7 +31,6 @@ from .repeating import let_repeat
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
-from .whole_model import Landed
 
 __all__ = ["Request", "copied", "run_session"]
 
@@ -96,29 +96,29 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     rest(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
-    if manager.landed or record_of(fast) is not None:
+    if manager.rewrites or record_of(fast) is not None:
         crown(fast, record)
     else:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
-    forbid_lost_forwards(fast, manager.landed, record)
+    forbid_lost_forwards(fast, manager.rewrites, record)
     forbid_asking_forwards(program.names.distinct)
     release(program.names, request.settings.max_graphs)
-    let_repeat(manager.landed, request, repeated)
-    _limit_to_evaluation(fast, manager.landed, record)
+    let_repeat(manager.rewrites, request, repeated)
+    _limit_to_evaluation(fast, manager.rewrites, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.
-    for rewrite in manager.landed:
+    for rewrite in manager.rewrites:
         rewrite.edit.settle()
     program.touch()
     return fast
 
 
-def _limit_to_evaluation(fast: nn.Module, landed: Iterable[Landed], record: Record) -> None:
+def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
     if not record.eval_only:
         return
     fast.eval()
     _limit(fast, record.eval_only)
-    for rewrite in landed:
+    for rewrite in rewrites:
         for module in _rewritten_by(rewrite, fast) if rewrite.phase is Phase.EVAL else ():
             known: tuple[str, ...] = vars(module).get(EVAL_ONLY, ())
             _limit(module, tuple(dict.fromkeys((*known, rewrite.pass_.name))))
@@ -129,7 +129,7 @@ def _limit(module: nn.Module, passes: tuple[str, ...]) -> None:
     rest_again(module)  # of a class that refuses to be trained
 
 
-def _rewritten_by(rewrite: Landed, fast: nn.Module) -> Iterable[nn.Module]:
+def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
     """Yield the module that a rewrite changed, and those inside it, with graphs, whose tensors it took."""
     home = rewrite.edit.owner.name
     yield fast.get_submodule(home)
@@ -213,18 +213,18 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
 
 
 def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
-    before, after = manager.changed_graphs()
-    limited = [landed.pass_.name for landed in manager.landed if landed.phase is Phase.EVAL]
+    before, after = manager.history.changed_graphs(program.graphs)
+    limited = [rewrite.pass_.name for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL]
     return Record(
         plan=earlier.plan.extended(manager.plan(request.passes)),
-        state_map=earlier.state_map.compose(manager.state_map()),
+        state_map=earlier.state_map.compose(manager.history.state_map()),
         graphs_before={**before, **earlier.graphs_before},
         graphs_after={**earlier.graphs_after, **after},
         coverage=str(program.coverage()),
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
-        checked=manager.checked(),
+        checked=manager.history.checked(),
         messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),

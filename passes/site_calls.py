@@ -21,13 +21,17 @@ class SiteCalls:
 
     Args:
         program: which the sites are in.
-        homes: the names of the modules around them.
     """
 
-    def __init__(self, program: Program, homes: Iterable[str]) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        self._homes = tuple(dict.fromkeys(homes))
+        self._homes: tuple[str, ...] = ()
         self._calls: Mapping[nn.Module, Sequence[Inputs]] | None = None
+
+    def expect(self, homes: Iterable[str]) -> None:
+        """Record anew, and then the calls of all modules of these names in one run."""
+        self._homes = tuple(dict.fromkeys(homes))
+        self.forget()
 
     def of(self, home: str) -> Sequence[Inputs]:
         """Return the calls of the module called `home`; none where there are no example inputs, or it is not called."""

@@ -13,10 +13,11 @@ from torch import nn
 
 from ..compat import all_modules, is_torch_wrapper, own_buffers
 from .capture import Capture, RegionPlan, Variant, capture_of
-from .fingerprint import fingerprint, outline
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
+from .likeness import Likeness
 from .locate import raised_at
+from .meta import meta_key, meta_of
 from .names import ModelNames
 from .record import Call, Recording
 from .recorder import Untraceable
@@ -30,6 +31,9 @@ __all__ = ["Captures", "Opaque", "capture_modules", "further_variant", "variants
 
 _MAX_VARIANTS = 8
 """Graphs kept for one module that is called in several ways."""
+
+_MAX_COMPARED = 4
+"""Modules called more often are traced by themselves."""
 
 _MAX_STATES = 2
 """So often a module that sets its own attributes is traced again with those that it leaves."""
@@ -159,8 +163,7 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
-        self._firsts: dict[Hashable, tuple[nn.Module, Sequence[Call | None], Capture | Opaque]] = {}
-        self._compared: set[Capture] = set()
+        self._likeness = Likeness()
         self._awake: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
@@ -186,27 +189,20 @@ class _Capturer:
 
     def _shared(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         """Return the capture of the first module that is alike, where there is one."""
-        rough = outline(module, calls)
-        if rough not in self._firsts:
+        key = self._key(module, calls)
+        if key is None or key not in self._alike:
             found = self._traced(name, module, calls)
-            self._firsts[rough] = (module, calls, found)
-            return found
-        self._compare(*self._firsts[rough])
-        alike = fingerprint(module, calls)
-        if alike is None or alike not in self._alike:
-            found = self._traced(name, module, calls)
-            if alike is None or isinstance(found, Opaque):
+            if key is None or isinstance(found, Opaque):
                 return found
-            self._alike[alike] = found
-        return self._alike[alike]
+            self._alike[key] = found
+        return self._alike[key]
 
-    def _compare(self, module: nn.Module, calls: Sequence[Call | None], found: Capture | Opaque) -> None:
-        """Let further modules be compared with the first one of its outline: the only one need not be looked into."""
-        if isinstance(found, Capture) and found not in self._compared:
-            self._compared.add(found)
-            alike = fingerprint(module, calls)
-            if alike is not None:
-                self._alike[alike] = found
+    def _key(self, module: nn.Module, calls: Sequence[Call | None]) -> Hashable | None:
+        """Return everything that the trace of a module may depend on, or None if that cannot be said."""
+        if len(calls) > _MAX_COMPARED or any(call is not None and call.attributes for call in calls):
+            return None
+        described = self._likeness.whole(module)
+        return described.key, tuple(None if call is None else _call_key(call, described.paths) for call in calls)
 
     def _woken(self, capture: Capture) -> Capture:
         """Return the capture itself, or where modules rest from it, one that the same modules share and run from."""
@@ -311,6 +307,17 @@ def _fits(signature: Signature, call: Call | None) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
+    """Return what a trace may depend on of a call: its arguments, and what the modules inside gave that it called."""
+    args, kwargs = call.forward_arguments
+    children = tuple((paths.get(child), _key_of(inner.output)) for child, inner in call.children)
+    return _key_of(args), tuple((name, _key_of(value)) for name, value in kwargs.items()), children
+
+
+def _key_of(value: object) -> Hashable:
+    return type(value), meta_key(meta_of(value))
 
 
 def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from .locate import user_frame
 from .proxy import ValueProxy
 
-if TYPE_CHECKING:
-    from .session import Session
-    from .tracer import ModuleTracer
-
-__all__ = ["Messages", "patch_checks"]
+__all__ = ["Messages"]
 
 
 class _Text(NamedTuple):
@@ -56,30 +47,3 @@ def _is_in_call(text: _Text, frame: FrameType) -> bool:
     """Tell whether a text was asked for in the lines of the call that `frame` is making."""
     line, end_line, *_ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     return line is not None and end_line is not None and line <= text.line <= end_line
-
-
-def patch_checks(session: Session[Any]) -> None:
-    """Send the checks that traced code makes to its tracer."""
-    session.wrap(torch, "_check", _check)
-    library = sys.modules.get("transformers.utils.import_utils")
-    if library is not None:
-        session.wrap(library, "torch_compilable_check", _check)
-
-
-def _check(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    """Decide by the condition, and by nothing else."""
-    condition = kwargs["cond"] if "cond" in kwargs else args[0]
-    if type(condition) is not ValueProxy and callable(condition):
-        condition = condition()
-    if type(condition) is ValueProxy:
-        holds = condition.all() if isinstance(condition.fxopt_value, Tensor) else condition
-        if not holds:
-            tracer.fail("a check of its own does not hold")
-    elif not _all(condition):
-        return original(*args, **kwargs)
-    tracer.messages.close(user_frame())
-    return None
-
-
-def _all(condition: Any) -> bool:
-    return bool(condition.all() if isinstance(condition, Tensor) else condition)

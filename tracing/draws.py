@@ -24,8 +24,8 @@ __all__ = ["draws", "function_draws_from_host", "module_draws", "tree_draws_from
 
 _WORDS = ("Attention", "LSTM", "GRU", "RNN", "Transformer")
 """What is in the names of torch's modules that may draw, and compute more than one operator."""
-_OWN = (setattr, require, keep)
-"""What fxopt's own graphs call, and draws nothing."""
+_CHECKS = (bool, slice, setattr, require, keep)
+"""What graphs call to decide, set and check; it draws nothing."""
 
 
 def draws(node: fx.Node) -> bool:
@@ -38,7 +38,7 @@ def draws(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return not hasattr(torch.Tensor, name) and not _only_holds(cast("fx.Node", node.args[0]), name)
-    return node.target not in _OWN and not is_known_function(node.target)
+    return node.target not in _CHECKS and not is_known_function(node.target)
 
 
 def _only_holds(owner: fx.Node, method: str) -> bool:

@@ -1,21 +1,26 @@
-"""How functions are recorded that are one node each: custom autograd functions, and leaf functions of libraries."""
+"""How functions are recorded that are one node each: custom autograd functions, leaf functions of
+libraries, and checks that forwards make of their own data.
+"""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from ..compat import function_entries, is_reentrant_checkpoint
 from .autograd_functions import FunctionCall
 from .held_tensors import change_count
 from .leaf_functions import LEAF_LIBRARY, leaf_function_places
-from .proxy import UNKNOWN, proxies_in
+from .locate import user_frame
+from .proxy import UNKNOWN, ValueProxy, proxies_in
 from .structure import tensors_in
 from .tracer import ModuleTracer, TracingSession
 
-__all__ = ["patch_functions", "patch_leaf_functions"]
+__all__ = ["patch_checks", "patch_functions", "patch_leaf_functions"]
 
 
 def patch_functions(session: TracingSession) -> None:
@@ -68,3 +73,30 @@ def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
     if next(proxies_in((args, kwargs)), None) is None:
         return original(*args, **kwargs)
     return tracer.create_proxy("call_function", original, args, kwargs)
+
+
+def patch_checks(session: TracingSession) -> None:
+    """Send the checks that traced code makes to its tracer."""
+    session.wrap(torch, "_check", _record_check)
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is not None:
+        session.wrap(library, "torch_compilable_check", _record_check)
+
+
+def _record_check(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    """Decide by the condition, and by nothing else."""
+    condition = kwargs["cond"] if "cond" in kwargs else args[0]
+    if type(condition) is not ValueProxy and callable(condition):
+        condition = condition()
+    if type(condition) is ValueProxy:
+        holds = condition.all() if isinstance(condition.fxopt_value, Tensor) else condition
+        if not holds:
+            tracer.fail("a check of its own does not hold")
+    elif not _all(condition):
+        return original(*args, **kwargs)
+    tracer.messages.close(user_frame())
+    return None
+
+
+def _all(condition: Any) -> bool:
+    return bool(condition.all() if isinstance(condition, Tensor) else condition)

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from ..compat import untraceable_entries
-from .checked import patch_checks
 from .exclusive import alone
-from .functions import patch_functions, patch_leaf_functions
+from .functions import patch_checks, patch_functions, patch_leaf_functions
 from .proxy import proxies_in
 from .record import calls_intercepted
 from .switches import patch_contexts

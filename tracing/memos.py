@@ -8,18 +8,15 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from .proxy import UNKNOWN
+from .recorder import Recorder
 from .structure import copied, map_leaves
 
-if TYPE_CHECKING:
-    from .session import Session
-    from .tracer import ModuleTracer
-
-__all__ = ["asks_memo", "call_memo", "is_memoised", "patch_memos"]
+__all__ = ["asks_memo", "call_memo", "is_memoised"]
 
 _MEMO = type(functools.lru_cache(lambda: None))
 
@@ -40,19 +37,7 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def patch_memos(session: Session[Any], cls: type) -> None:
-    """Send calls of the memoised functions in a class and its bases, made by traced code, to its tracer."""
-    for owner in cls.__mro__:
-        if owner.__module__.partition(".")[0] in ("torch", "builtins") or not session.is_new(owner):
-            continue
-        for name, value in list(vars(owner).items()):
-            function: Any = value.__func__ if isinstance(value, staticmethod) else value
-            if is_memoised(function):
-                made = session.stand_in(function, call_memo)
-                session.patch_now(owner, name, staticmethod(made) if isinstance(value, staticmethod) else made)
-
-
-def call_memo(tracer: ModuleTracer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_memo(tracer: Recorder, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call of a memoised function, which asks the memo whenever the graph runs."""
     if not _has_name(function):
         tracer.fail(f"it calls the memoised function {function.__name__}, which is no attribute of a module or class")
@@ -68,7 +53,7 @@ def call_memo(tracer: ModuleTracer, function: Callable[..., Any], args: tuple[An
     return tracer.add("call_function", function, args, kwargs, held, optional=True)
 
 
-def _check(tracer: ModuleTracer, function: Callable[..., Any], value: object) -> None:
+def _check(tracer: Recorder, function: Callable[..., Any], value: object) -> None:
     """Refuse what a memo knows by identity: to ask it for an example would leave that in the user's memo."""
     if isinstance(value, (Tensor, nn.Module)):
         tracer.fail(f"it calls the memoised function {function.__name__} with a {type(value).__name__}")

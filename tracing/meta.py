@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, Union, cast
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .plain_types import PLAIN_TYPES
 
-__all__ = ["Meta", "TensorMeta", "meta_of"]
+__all__ = ["Meta", "TensorMeta", "meta_key", "meta_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +55,16 @@ def meta_of(value: object) -> Meta:
 @lru_cache(maxsize=4096)
 def _tensor_meta(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> TensorMeta:
     return TensorMeta(tuple(shape), dtype, device)
+
+
+def meta_key(meta: Meta) -> Hashable:
+    """Return a description as something that can be a key; an object that only its type tells of is like no other."""
+    if isinstance(meta, TensorMeta) or meta is None:
+        return meta
+    if isinstance(meta, tuple):
+        return tuple(map(meta_key, meta))
+    if isinstance(meta, list):
+        return ("list", *map(meta_key, meta))
+    if isinstance(meta, dict):
+        return ("dict", *((key, meta_key(item)) for key, item in meta.items()))
+    return object() if isinstance(meta, type) else (type(meta), meta)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import fx, nn
 
-from .changes import Change
+from .changes import Change, Changes
 from .dataflow import DataFlow
 from .names import ModelNames
 from .sources import Source
@@ -91,6 +91,7 @@ class Recorder(Protocol):
         liftable: whether what decides may be asked before the graph runs: no tensor was reshaped in place so far.
         data: which values hang on the data in tensors.
         failure: why the module was given up; None as long as it was not.
+        changes: what the forward changes that outlives the call.
         decisions: answers the questions that steer.
     """
 
@@ -103,6 +104,7 @@ class Recorder(Protocol):
     places: dict[str, Source]
     liftable: bool
     failure: Untraceable | None
+    changes: Changes
 
     @property
     def session(self) -> Interception:

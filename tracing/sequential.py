@@ -10,10 +10,9 @@ from torch import fx, nn
 from ..compat import own_children
 from .capture import Capture, Variant
 from .draws import tree_draws_from_host
-from .fingerprint import hashable
 from .guards import Equals, Guard, IsNot
 from .leaves import OWN_CHILDREN
-from .meta import Meta, meta_of
+from .meta import Meta, meta_key, meta_of
 from .record import Call
 from .signature import signature_of
 from .sources import Argument, key_of
@@ -38,7 +37,7 @@ class SequentialCaptures:
             (key, type(child), child is not None and tree_draws_from_host(child))
             for key, child in own_children(module).items()
         )
-        key = (type(module), children, None if metas is None else hashable(tuple(metas)))
+        key = (type(module), children, None if metas is None else meta_key(tuple(metas)))
         known = self._known.get(key)
         if known is None:
             variant = _variant({name: from_host for name, _, from_host in children}, metas)

@@ -255,6 +255,17 @@ class Session(Generic[TracerT]):
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)
 
+    def wrap_memos(self, cls: type) -> None:
+        """Send calls of the memoised functions in a class and its bases, made by traced code, to its tracer."""
+        for owner in cls.__mro__:
+            if owner.__module__.partition(".")[0] in ("torch", "builtins") or not self.is_new(owner):
+                continue
+            for name, value in list(vars(owner).items()):
+                function: Any = value.__func__ if isinstance(value, staticmethod) else value
+                if is_memoised(function):
+                    made = self.stand_in(function, call_memo)
+                    self.patch_now(owner, name, staticmethod(made) if isinstance(value, staticmethod) else made)
+
     def _make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make an object that traced code asks for: a node, if it is to be handed on whole."""
         return (

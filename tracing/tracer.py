@@ -29,7 +29,7 @@ from .examples import examples_of, is_tensor_method
 from .leaves import container_lengths, walks_children
 from .locate import source_of
 from .lowering import Lowering
-from .memos import asks_memo, patch_memos
+from .memos import asks_memo
 from .meta import meta_of
 from .names import ModelNames
 from .nested import NestedReads
@@ -117,7 +117,7 @@ class ModuleTracer:
         arguments = Arguments(signature, self._placeholder, self.places)
         forward, outside = type(self.module).forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
-        patch_memos(self.session, type(self.module))
+        self.session.wrap_memos(type(self.module))
         self.assignments.begin()
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import fx, nn
 
+from ..passes.analyses import found_in_graphs
 from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ..passes.effects import handed_out, has_effects, written_values
-from ..passes.kinds import found_in_graphs
 from ..tracing.names import is_meta
 from ..tracing.regions import ContextRegion
 

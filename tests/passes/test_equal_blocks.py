@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.passes import measure, site_trial
+from fxopt.passes import comparison, measure
 from fxopt.passes.base import Goal, Numerics, Pass, Phase, Site
 from fxopt.passes.edit import Edit
 from fxopt.passes.manager import Manager
@@ -151,7 +151,7 @@ class Subtract(Pass):
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Note each full and each brief reference that is taken, and each set of candidates that is timed."""
     seen: dict[str, list[Any]] = {"full": [], "brief": [], "timed": []}
-    reference: Callable[..., Any] = site_trial.verify.reference
+    reference: Callable[..., Any] = comparison.verify.reference
 
     def noted(home: nn.Module, *args: Any, brief: bool = False, **options: Any) -> Any:
         seen["brief" if brief else "full"].append(home)
@@ -162,7 +162,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         seconds = {"before": 3.0, "one": 2.0, "two": 1.0, "after": 1.0}
         return Timings([{name: seconds[name] for name in candidates}] * 9)
 
-    monkeypatch.setattr(site_trial.verify, "reference", noted)
+    monkeypatch.setattr(comparison.verify, "reference", noted)
     monkeypatch.setattr(measure, "time_candidates", timed)
     return seen
 

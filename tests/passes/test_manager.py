@@ -307,7 +307,7 @@ def test_a_right_rewrite_lands_at_each_site(program: Program) -> None:
     assert all("call_function[target=torch.sub]" in str(graph) for graph in program.graphs.values())
     assert torch.equal(program.model(X), expected)
     assert {decision.figures["checked"] for decision in manager.decisions} == {"float64"}
-    assert manager.checked() == "float64"
+    assert manager.history.checked() == "float64"
 
 
 WRONG = {
@@ -332,7 +332,7 @@ def test_a_wrong_rewrite_is_undone_with_its_reason(pass_: Pass, training: bool) 
 def test_without_verification_it_lands(program: Program) -> None:
     manager = managed(program, SwapOperands(), check=False)
     assert {decision.status for decision in manager.decisions} == {"applied"}
-    assert manager.checked() == "unverified: verify=False"
+    assert manager.history.checked() == "unverified: verify=False"
 
 
 def test_one_site_is_judged_without_the_others(program: Program) -> None:
@@ -346,13 +346,13 @@ def test_a_change_by_design_is_not_compared(program: Program) -> None:
     expected = program.model(X)
     manager = managed(program, ByDesign())
     assert {decision.status for decision in manager.decisions} == {"applied"}
-    assert manager.checked() == "unverified: changes the function by design"
+    assert manager.history.checked() == "unverified: changes the function by design"
     assert not torch.allclose(program.model(X), expected)
 
 
 def test_without_inputs_nothing_can_be_compared() -> None:
     manager = managed(fxopt.capture(Net()), SwapOperands())
-    assert manager.checked() == "unverified: no example inputs"
+    assert manager.history.checked() == "unverified: no example inputs"
 
 
 def test_regions_are_verified_like_anything_else(program: Program) -> None:
@@ -586,7 +586,7 @@ def test_a_plan_repeats_the_same_graphs_without_looking(
     passes = (Lowerings(), SwapOperandsAtHome(), Refuse())
     first = fxopt.capture(Net(), (X,))
     plan = managed(first, *passes, time=True).plan(passes)
-    monkeypatch.setattr("fxopt.passes.site_trial.verify.reference", lambda *a, **k: pytest.fail("verified"))
+    monkeypatch.setattr("fxopt.passes.comparison.verify.reference", lambda *a, **k: pytest.fail("verified"))
     timed(lambda candidates: pytest.fail("timed"))
     second = fxopt.capture(Net())
     manager = Manager(second)
@@ -623,4 +623,4 @@ def test_phases_are_those_of_the_program() -> None:
 
     manager = managed(fxopt.capture(Net().eval(), (X,)), OnlyEval())
     assert manager.plan((OnlyEval(),)).phase == "eval"
-    assert {landed.phase for landed in manager.landed} == {Phase.EVAL}
+    assert {rewrite.phase for rewrite in manager.rewrites} == {Phase.EVAL}

@@ -125,7 +125,7 @@ class FuseEnsembles(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         fuse((site,), edit)
 
-    def rewrite_together(self, sites: Sequence[Site], edit: Edit) -> None:
+    def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         fuse(sites, edit)
 
     def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:

@@ -34,7 +34,7 @@ def fuse(sites: Sequence[Site], edit: Edit) -> None:
     """Rewrite sites of one home; ensembles that are computed in the same graphs are written at once.
 
     Raises:
-        MatchFailure: if one of them cannot be written; `edit.site` is that one.
+        MatchFailure: if one of them cannot be written; `edit.failed_at` is that one.
     """
     left = list(sites)
     while left:

@@ -317,7 +317,7 @@ def test_a_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch: pytest.Monkey
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(FuseEnsembles, "rewrite", fail)
-    monkeypatch.setattr(FuseEnsembles, "rewrite_together", fail)
+    monkeypatch.setattr(FuseEnsembles, "rewrite_group", fail)
     for _ in range(2):
         assert_same(fast, plain, X, MASK)
     assert rewritten(fast) == [0]

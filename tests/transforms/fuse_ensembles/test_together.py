@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.edit import Edit
-from fxopt.passes.together import grouped, resolved, together
+from fxopt.passes.groups import Group, grouped
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.fuse_ensembles import FuseEnsembles
 
@@ -74,10 +74,11 @@ def test_written_at_once_they_are_what_they_are_one_after_another(name: str, bot
     for at_once in (True, False):
         program = fxopt.capture(model, (X,))
         found = grouped(FuseEnsembles(), list(FuseEnsembles().find(program)))
-        sites = [resolved(part, "bmm") for part in found[0].parts]
-        edit = Edit(program, together(sites), "fuse_ensembles")
-        for some in [sites] if at_once else [[site] for site in sites]:
-            FuseEnsembles().rewrite_together(some, edit)
+        assert isinstance(found[0], Group)
+        sites = found[0].lowered("bmm").sites
+        edit = Edit(program, sites[0], "fuse_ensembles")
+        for some in [sites] if at_once else [(site,) for site in sites]:
+            FuseEnsembles().rewrite_group(some, edit)
         edit.finish()
         program.model.train(both_modes)
         results.append(program.model(X))

@@ -11,9 +11,9 @@ from torch import fx, nn
 from .... import operators
 from ....compat import own_children
 from ....passes.effects import writes
-from ....passes.kinds import Kinds
 from ....passes.opening import obstacle_to_opening, unmet_guards
 from ....tracing.captured import Capture, Guard, Variant, capture_of
+from ....tracing.likeness import Likeness
 from ....tracing.sources import Argument
 from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
@@ -39,7 +39,7 @@ class Expansions:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._kinds = program.analyses[Kinds]
+        self._likeness = program.analyses[Likeness]
         self._homes: dict[tuple[str, int, bool], Expansion] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], Expansion] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
@@ -66,7 +66,7 @@ class Expansions:
             may_restart: whether what calls it, or the module itself, may start over where a check in the graph fails.
             flipped: see `expand`.
         """
-        key = self._kinds.of(module), graph, may_restart, flipped
+        key = self._likeness.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
             builder.run(graph, prefix="", inputs=None, call=None)
@@ -74,8 +74,8 @@ class Expansions:
         return self._known[key]
 
     def kind(self, module: nn.Module) -> int:
-        """Return the number of a module's kind."""
-        return self._kinds.of(module)
+        """Return the number that a module has in common with those that are alike."""
+        return self._likeness.of(module)
 
     def obstacle(self, module: nn.Module) -> str | None:
         """Return why a module must stay one call, or None."""

@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import MatchFailure, PassError
-from fxopt.passes import measure, site_trial
+from fxopt.passes import comparison, measure
 from fxopt.passes.base import Goal, Numerics, Pass, Refusal, Site
 from fxopt.passes.edit import Edit
+from fxopt.passes.groups import Group, grouped, with_lowering
 from fxopt.passes.manager import Manager
 from fxopt.passes.measure import Timings
 from fxopt.passes.patterns import operation
-from fxopt.passes.together import classes_of, grouped, resolved, together
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.program import Program
 
@@ -133,17 +133,17 @@ ALL = {"minus 1": "applied", "minus 2": "applied", "minus 3": "applied", "minus 
 
 def test_sites_of_one_graph_are_verified_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     references: list[nn.Module] = []
-    reference = site_trial.verify.reference
+    reference = comparison.verify.reference
 
     def noted(module: nn.Module, *args: object, **options: object) -> object:
         references.append(module)
         return reference(module, *args, **options)
 
-    monkeypatch.setattr(site_trial.verify, "reference", noted)
+    monkeypatch.setattr(comparison.verify, "reference", noted)
     manager = managed(Net(), Subtractions())
     assert statuses(manager) == ALL
     assert len(references) == 1
-    assert len(manager.landed) == 1
+    assert len(manager.rewrites) == 1
     assert {decision.figures["together"] for decision in manager.decisions} == {4}
     assert {decision.figures["checked"] for decision in manager.decisions} == {"float64"}
     assert torch.allclose(manager.program.model(X), Net()(X))
@@ -154,7 +154,7 @@ def test_undoing_takes_all_of_them_back() -> None:
     before = str(program.graph(""))
     manager.run([Subtractions()])
     assert str(program.graph("")) != before
-    manager.landed[0].edit.undo()
+    manager.rewrites[0].edit.undo()
     assert str(program.graph("")) == before
 
 
@@ -170,13 +170,13 @@ def test_a_plan_repeats_sites_that_landed_together() -> None:
     second.replay([Subtractions()], first.plan([Subtractions()]))
     assert str(second.program.graph("")) == str(first.program.graph(""))
     assert statuses(second) == ALL
-    assert len(second.landed) == 1
+    assert len(second.rewrites) == 1
 
 
 def test_sites_of_a_pass_that_changes_the_function_are_decided_one_by_one() -> None:
     manager = managed(Net(), ByDesign(wrong=(2.0,)))
     assert statuses(manager) == ALL
-    assert len(manager.landed) == 4
+    assert len(manager.rewrites) == 4
 
 
 # -- apart ---------------------------------------------------------------------------------------------------------
@@ -263,12 +263,52 @@ def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.Mo
 
 def test_equal_blocks_follow_with_all_their_sites() -> None:
     manager = managed(Blocks(), Subtractions(unsuitable=(3.0,)))
-    assert [landed.site.home for landed in manager.landed] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [rewrite.home for rewrite in manager.rewrites] == ["blocks.0", "blocks.1", "blocks.2"]
     assert [decision.figures.get("as") for decision in manager.decisions if decision.label == "minus 1"] == [
         None, "minus 1 and 2 more", "minus 1 and 2 more",
     ]  # fmt: skip
     assert [decision.status for decision in manager.decisions].count("applied") == 9
     assert [decision.status for decision in manager.decisions].count("refused") == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(Pass):
+    """Write `sin` as something that raises when it runs, or as what it is."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for match in program.matches(operation("sin", name="sin")):
+            yield match.site(choices=("raises", "works"))
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("sin")
+        shape = (-7, 3) if site.choice == "raises" else (-1, 4)
+        edit.replace(node, edit.call(torch.Tensor.reshape, edit.call(torch.sin, *node.args), shape))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_candidate_that_raises_is_left_out_of_the_race(check: bool, clock: Callable[..., list[int]]) -> None:
+    races = clock(lambda taken: 1.0)
+    manager = managed(Net(), Wider(), time=True, check=check)
+    (decision,) = manager.decisions
+    assert (decision.status, decision.figures["lowerings"].keys()) == ("undone", {"works"})
+    assert races == [2]
+
+
+def test_a_lone_site_is_verified_before_it_is_timed_and_several_after(clock: Callable[..., list[int]]) -> None:
+    races = clock(lambda taken: 1.0 - 0.1 * len(taken))
+    alone = managed(Net(), OnlyFirst(wrong=(1.0,)), time=True)
+    assert (statuses(alone), races) == ({"minus 1": "undone"}, [])
+    several = managed(Net(), Subtractions(wrong=(1.0, 2.0, 3.0, 4.0)), time=True)
+    assert set(statuses(several).values()) == {"undone"}
+    assert races
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyFirst(Subtractions):
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        yield next(super().find(program))
 
 
 # -- the parts -----------------------------------------------------------------------------------------------------
@@ -284,22 +324,21 @@ def test_sites_are_grouped_where_the_first_of_them_was_found() -> None:
     apart = dataclasses.replace(sites[1], home="other")
     refusal = Refusal("no", at="here")
     found = grouped(Subtractions(), [sites[0], refusal, apart, sites[2]])
-    assert [getattr(item, "home", None) for item in found] == ["", None, "other"]
-    assert found[0] == together([sites[0], sites[2]])
-    assert found[1:] == [refusal, apart]
-    assert grouped(ByDesign(), sites) == sites
+    assert found == [Group((sites[0], sites[2])), refusal, Group((apart,))]
+    assert grouped(ByDesign(), sites) == [Group((each,)) for each in sites]
 
 
 def test_a_lowering_that_a_site_does_not_have_is_its_first() -> None:
     part = site(0, ("bmm", "vmap"))
-    assert resolved(part, "vmap").choice == "vmap"
-    assert resolved(part, "wide").choice == "bmm"
-    assert resolved(site(0, ()), "wide").choice is None
+    assert with_lowering(part, "vmap").choice == "vmap"
+    assert with_lowering(part, "wide").choice == "bmm"
+    assert with_lowering(site(0, ()), "wide").choice is None
 
 
 def test_many_kinds_are_judged_several_at_a_time() -> None:
     sites = [site(number) for number in range(20)]
-    classes = classes_of(sites)
+    classes = Group(tuple(sites)).classes()
     assert len(classes) == 7
     assert [each for some in classes for each in some] == sites
-    assert [len(some) for some in classes_of([dataclasses.replace(each, kind="one") for each in sites])] == [20]
+    of_one_kind = Group(tuple(dataclasses.replace(each, kind="one") for each in sites))
+    assert [len(some) for some in of_one_kind.classes()] == [20]

@@ -1,16 +1,19 @@
-"""Which modules count as alike, and what is worked out once for all of them."""
+"""The structural hash: which modules count as alike, and what is worked out once for all of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.kinds import Kinds
+from fxopt.tracing.inputs import Inputs
+from fxopt.tracing.likeness import Alike, Likeness
+from fxopt.tracing.meta import meta_key
 from fxopt.tracing.names import ModelNames, tensors_by_name
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.fuse_ensembles.inlining import expand
@@ -53,8 +56,8 @@ def with_its_own_forward(module: nn.Sequential) -> None:
 
 
 def test_equal_modules_are_of_one_kind_whatever_their_tensors_hold():
-    kinds = Kinds()
-    assert kinds.of(block()) == kinds.of(block())
+    likeness = Likeness()
+    assert likeness.of(block()) == likeness.of(block())
 
 
 @pytest.mark.parametrize(
@@ -63,16 +66,85 @@ def test_equal_modules_are_of_one_kind_whatever_their_tensors_hold():
      with_its_own_forward],
 )  # fmt: skip
 def test_other_modules_are_of_another_kind(change: Callable[[nn.Sequential], None]):
-    kinds, other = Kinds(), block()
+    likeness, other = Likeness(), block()
     change(other)
-    assert kinds.of(other) != kinds.of(block())
+    assert likeness.of(other) != likeness.of(block())
 
 
 def test_a_flag_is_not_the_number_that_it_equals():
     one, other = block(), block()
     one[1].p, other[1].p = 0, False
-    kinds = Kinds()
-    assert kinds.of(one) != kinds.of(other)
+    likeness = Likeness()
+    assert likeness.of(one) != likeness.of(other)
+
+
+@dataclasses.dataclass
+class Setting:
+    size: int = 1
+
+
+def with_settings(size: int = 1) -> nn.Sequential:
+    made = block()
+    made.setting = Setting(size)  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def keys(alike: Alike, *modules: nn.Module) -> int:
+    """Return how many different descriptions modules have."""
+    numbers: dict[Hashable, int] = {}
+    return len({Likeness(alike, numbers).whole(module).key for module in modules})
+
+
+def test_objects_of_equal_fields_will_do_for_a_rewrite_but_not_for_a_trace():
+    same = with_settings()
+    assert keys(Alike.TRACED, same, copy.copy(same)) == 1
+    assert keys(Alike.TRACED, with_settings(), with_settings()) == 2
+    assert keys(Alike.REWRITTEN, with_settings(), with_settings()) == 1
+    assert keys(Alike.REWRITTEN, with_settings(), with_settings(2)) == 2
+
+
+def test_graphs_of_equal_code_will_do_for_a_rewrite_but_not_for_an_analysis():
+    captured = [capture_program(AsksFlag(), (torch.ones(1, 4),)).model for _ in range(2)]
+    assert keys(Alike.TRACED, *captured) == 2
+    assert keys(Alike.REWRITTEN, *captured) == 1
+
+
+def tied() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made[1].weight = made[0].weight
+    return made
+
+
+@pytest.mark.parametrize("alike", Alike)
+def test_modules_are_told_apart_by_which_tensors_and_children_are_one(alike: Alike):
+    apart, layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    assert keys(alike, tied(), tied()) == keys(alike, apart, copy.deepcopy(apart)) == 1
+    assert keys(alike, apart, tied(), nn.Sequential(layer, layer)) == 3
+
+
+def test_calls_are_alike_by_the_form_of_their_tensors_and_by_which_of_these_are_one():
+    module, numbers, x = tied(), dict[Hashable, int](), torch.ones(1, 2)
+    calls = [Inputs(x, torch.zeros(1, 2)), Inputs(torch.zeros(1, 2), x), Inputs(x, x), Inputs(x, module[0].weight[:1]),
+             Inputs(x, torch.ones(2, 2)), Inputs(x, module[1].weight)]  # fmt: skip
+    found = [Likeness(Alike.REWRITTEN, numbers).whole(module, [call]).key for call in calls]
+    assert found[0] == found[1]
+    assert len(set(found)) == 5
+
+
+def test_tensors_have_the_names_under_which_they_are_registered():
+    module = tied()
+    module.held = torch.zeros(3)  # pyright: ignore[reportAttributeAccessIssue]
+    tensors = Likeness().whole(module).tensors
+    assert tensors[id(module[1].weight)] == "0.weight"
+    assert tensors[id(module[1].bias)] == "1.bias"
+    assert tensors[id(module.held)] is None
+
+
+def test_an_object_of_which_only_the_type_is_known_is_like_no_other():
+    assert (
+        meta_key((1, [2.0], {"a": None})) == meta_key((1, [2.0], {"a": None})) != meta_key((True, [2.0], {"a": None}))
+    )
+    assert meta_key((object,)) != meta_key((object,))
 
 
 class Twins(nn.Module):
@@ -158,10 +230,10 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("inputs", [None, (torch.ones(3, 4),)])
 def test_members_whose_tensors_differ_in_what_a_graph_asks(kind: type[nn.Module], inputs: tuple[Tensor, ...] | None):
     model, x = Stacked(kind).eval(), torch.randn(3, 4)
-    kinds = Kinds.compute(capture_program(copy.deepcopy(model), inputs))
+    likeness = Likeness.compute(capture_program(copy.deepcopy(model), inputs))
     program = capture_program(copy.deepcopy(model), inputs)
     members = [program.module(f"members.{number}") for number in range(6)]
-    assert kinds.of(members[0]) == kinds.of(members[1]) != kinds.of(members[3])
+    assert likeness.of(members[0]) == likeness.of(members[1]) != likeness.of(members[3])
     fast = fxopt.optimize(model, "fuse_ensembles", example_inputs=inputs, verify=False, measure=False)
     torch.testing.assert_close(fast(x), model(x))
 
