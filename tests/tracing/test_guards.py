@@ -69,6 +69,10 @@ NAMES: dict[str, Any] = {
 _PLAIN = st.sampled_from([None, True, False, 0, 1, 2, -1, 5, 1.0, 2.5, "key", "text", (2, 3), [1, 2], {"a": 1}, {3}])
 
 
+_IDENTITIES = st.sampled_from([X, Known(int), key_of(None), key_of(True), Attribute(SELF, "inner")])
+"""What is the same object each time that it is read."""
+
+
 def _sources() -> st.SearchStrategy[Source]:
     leaves = st.one_of(st.sampled_from(sorted(NAMES)).map(Argument), _PLAIN.map(_constant), st.just(Globals(__name__)))
 
@@ -104,8 +108,8 @@ def _guards() -> st.SearchStrategy[Guard]:
     keys = st.sampled_from([0, "key"]).map(key_of)
     checks: st.SearchStrategy[Check] = st.one_of(
         _PLAIN.map(_constant).map(Equals),
-        st.one_of(_sources(), st.just(Known(int))).map(Is),
-        _sources().map(IsNot),
+        _IDENTITIES.map(Is),
+        _IDENTITIES.map(IsNot),
         st.booleans().map(Truth),
         keys.map(Has),
         keys.map(Lacks),
