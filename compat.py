@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[
 
 __all__ = [
     "HOOK_REGISTRIES",
+    "UNCHANGED",
     "DispatchMode",
     "all_modules",
     "autocast_settings",
@@ -55,6 +56,7 @@ __all__ = [
     "own_children",
     "own_parameters",
     "own_tensor",
+    "padding_around",
     "process_count",
     "property_access",
     "storage_id",
@@ -65,6 +67,10 @@ __all__ = [
     "version_of",
     "written_arguments",
 ]
+
+
+UNCHANGED = "{0}._version == {1} and {0}.data_ptr() == {2}"
+"""In generated code: a tensor has been changed in place so often, and its memory is there."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -312,6 +318,11 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
         if found is None:
             return None
     return found
+
+
+def padding_around(convolution: Any) -> list[int]:
+    """Return what a convolution pads its input with itself, as `torch.nn.functional.pad` takes it."""
+    return list(convolution._reversed_padding_repeated_twice)
 
 
 def process_count() -> int:

@@ -35,13 +35,13 @@ from mutation.zoo import Entry, zoo
 ENSEMBLES = "transforms/fuse_ensembles"
 FILES = (
     "transforms/eliminate_dead_code.py", "transforms/eliminate_common_subexpressions.py",
-    "transforms/fold_constants.py", "transforms/fold_batchnorm.py", f"{ENSEMBLES}/fusion.py",
+    "transforms/fold_constants.py", "transforms/fold_batchnorm/fold.py", f"{ENSEMBLES}/fusion.py",
     f"{ENSEMBLES}/search/isomorphism.py", f"{ENSEMBLES}/search/joins.py", f"{ENSEMBLES}/lowerings/packwise.py",
     f"{ENSEMBLES}/lowerings/leaving.py", f"{ENSEMBLES}/lowerings/vmap.py", f"{ENSEMBLES}/lowerings/operands.py",
     f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
-    "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py", "layers/folded.py",
+    "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py",
     "layers/members.py", "layers/templates.py",
-    "passes/state_steps.py", "passes/folding.py", "passes/effects.py",
+    "passes/state_steps.py", "operators/derived.py", "transforms/fold_batchnorm/arithmetic.py", "passes/effects.py",
 )  # fmt: skip
 EFFECTIVE = ("escaped", "undone", "raised")
 

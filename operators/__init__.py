@@ -13,15 +13,18 @@ from .calls import (
     operator_of_module,
     resolve,
 )
+from .derived import Derived, derived
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, register_operator
 
 __all__ = [
     "CallArguments",
     "Chance",
+    "Derived",
     "OpInfo",
     "Registration",
     "canonical_name",
+    "derived",
     "draws",
     "function_of",
     "function_path",

@@ -94,6 +94,7 @@ TABLE: tuple[OpInfo, ...] = (
     *_elementwise("eq ne logical_and logical_or logical_xor", commutative=True, keeps_type=False, differentiable=False),
     # -- layers ----------------------------------------------------------------------------------------------------
     *_rows("linear", fresh=True, keeps_rank=True, has_dimensions=True),
+    *_batched("derived"),
     *_batched(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm layer_norm rms_norm",
         fresh=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,13 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from ..errors import CaptureError, MatchFailure
+from ..operators import derived
 from ..tracing.capture import required_capture
-from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
+from ..tracing.sources import attribute_at
 from .effects import has_effects
 from .foreign import run_function
 from .owners import owner_of
@@ -39,6 +43,7 @@ class Edit:
         site: the place being rewritten; of several, the first.
         failed_at: which of several sites an error is about, where it is known.
         owner: of the children that the site's graph calls; for what runs under a context the module around it.
+        trainable: a rewrite for evaluation leaves the model as it is in training.
     """
 
     def __init__(self, program: Program, site: Site, pass_name: str) -> None:
@@ -54,6 +59,7 @@ class Edit:
         self._before = capture_of(self.home)
         self._owned = False
         self._made_from: list[int] | None = None
+        self.trainable = False
 
     # -- the graph -------------------------------------------------------------------------------------------------
 
@@ -162,6 +168,41 @@ class Edit:
                 node = graph.call_module(target, args, kwargs)
         self.sign(node)
         return node
+
+    def derive(
+        self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """Add tensors made of the model's own and kept until these change; see `Derived` and `hold_in_evaluation`.
+
+        Args:
+            function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
+            tensors: names of parameters and buffers, qualified from the home module.
+            before: where the nodes go, one for each tensor that the function gives; by default to the beginning.
+        """
+        originals = [operator.attrgetter(name)(self.home) for name in tensors]
+        target = derived(function, len(originals))
+        with torch.no_grad():
+            made = target(*originals)
+        anchor = before or _behind_operands(self.graph, ())
+        reads = [self.get_attr(name, before=anchor) for name in tensors]
+        for node, original in zip(reads, originals, strict=True):
+            node.meta["parameter" if isinstance(original, nn.Parameter) else "buffer"] = True
+        whole = self.call(target, *reads, before=anchor)
+        parts = [self.call(operator.getitem, whole, index, before=anchor) for index in range(len(made))]
+        for node, value in zip((*reads, whole, *parts), (*originals, made, *made), strict=True):
+            node.meta["val"] = meta_of(value)
+        return parts
+
+    def hold_in_evaluation(self, children: Sequence[str]) -> None:
+        """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
+        self._own_graph()
+        variants, number = required_capture(self.home).variants, self.site.variant
+        reason = f"{self.pass_name} rewrote it for evaluation"
+        asked = [Guard(attribute_at(f"{name}.training"), Truth(False), reason) for name in children]
+        guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
+        variants[number] = dataclasses.replace(variants[number], guards=guards)
+        self.trainable = True
+        self.program.touch()
 
     def graph_node(self, label: str) -> fx.Node:
         """Return the site's node called `label` in the graph being edited."""

@@ -61,7 +61,6 @@ def translate_optimizer(
             tensors; by name, and with nothing changed.
     """
     _check_type(optimizer)
-    _check_moves(state_map)
     families = _families(state_map, direction)
     places = _Places(optimizer, names, parameters, _other_names(state_map, families), frozenset(families))
     move = _Move(places, families, parameters, _translation(state_map, direction))
@@ -79,15 +78,6 @@ def _check_type(optimizer: Optimizer) -> None:
     if issubclass(kind, tuple(ELEMENT_WISE)):
         why = "is a subclass, which may treat tensors as a whole"
     raise StateError(f"{kind.__name__} {why}, so its state cannot be moved to merged parameters; known are {known}")
-
-
-def _check_moves(state_map: StateMap) -> None:
-    names = list(dict.fromkeys(name for origins in state_map.computed.values() for name in origins))
-    if names:
-        raise StateError(
-            f"{listing(names)} were folded for inference, and an optimizer's state cannot be; train the "
-            "unoptimized model (fxopt.restore gives it back), or optimize it for training"
-        )
 
 
 Family = tuple[tuple[str, ...], tuple[str, ...]]

@@ -114,12 +114,13 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
 
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
-    if not record.eval_only:
-        return
-    fast.eval()
-    _limit(fast, record.eval_only)
-    for rewrite in rewrites:
-        for module in _rewritten_by(rewrite, fast) if rewrite.phase is Phase.EVAL else ():
+    limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
+    if limited or record.eval_only:
+        fast.eval()
+    if record.eval_only:
+        _limit(fast, record.eval_only)
+    for rewrite in limited:
+        for module in () if rewrite.edit.trainable else _rewritten_by(rewrite, fast):
             known: tuple[str, ...] = vars(module).get(EVAL_ONLY, ())
             _limit(module, tuple(dict.fromkeys((*known, rewrite.pass_.name))))
 
@@ -184,7 +185,7 @@ def _in_mode(program: Program) -> Generator[None]:
         for module in program.names.distinct:
             flag = flags.get(module, model.training)
             if module.training != flag:
-                vars(module)["training"] = flag  # a folded norm would refuse, though `run_session` sets it back
+                module.training = flag
 
 
 def _manager(program: Program, request: Request) -> Manager:
@@ -214,7 +215,8 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
 
 def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
     before, after = manager.history.changed_graphs(program.graphs)
-    limited = [rewrite.pass_.name for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL]
+    of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
+    limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
     return Record(
         plan=earlier.plan.extended(manager.plan(request.passes)),
         state_map=earlier.state_map.compose(manager.history.state_map()),

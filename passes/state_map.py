@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .state_steps import Concatenate, Fold, Rename, Stack, StateStep, step_from_json
+from .state_steps import Concatenate, Rename, Stack, StateStep, step_from_json
 
-__all__ = ["Concatenate", "Fold", "Rename", "Stack", "StateMap", "StateStep"]
+__all__ = ["Concatenate", "Rename", "Stack", "StateMap", "StateStep"]
 
 SCHEMA_VERSION = 1
 
@@ -138,13 +138,6 @@ class StateMap:
     def targets(self) -> frozenset[str]:
         """Return the new names that the steps make."""
         return frozenset(self.origins)
-
-    @cached_property
-    def computed(self) -> Mapping[str, tuple[str, ...]]:
-        """Return `origins` for the tensors that were computed, not moved: gradients and moments cannot follow these."""
-        used = {name for step in self.steps if step.computes for name in step.sources}
-        used |= {name for step in self.steps if step.computes for name in step.targets}
-        return {target: names for target, names in self.origins.items() if target in used or used.intersection(names)}
 
     def original_names(self, name: str) -> tuple[str, ...]:
         """Return the original names of the tensor that is now called `name`."""

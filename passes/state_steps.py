@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
-from .folding import Channels, Folded, Originals, fold, touched, unfold
 
-__all__ = ["Concatenate", "Fold", "Rename", "Stack", "StateStep", "step_from_json"]
+__all__ = ["Concatenate", "Rename", "Stack", "StateStep", "step_from_json"]
 
 
 class StateStep(ABC):
@@ -23,15 +21,13 @@ class StateStep(ABC):
 
     A step that only moves values knows neither what its tensors are nor where they come from: weights, buffers,
     gradients and the moments of an element-wise optimizer all go through it. Subclasses are frozen dataclasses of
-    strings, numbers and tuples; the fields that hold names are called `old`, `olds`, `new`, `layer` and `norm`.
+    strings, numbers and tuples; the fields that hold names are called `old`, `olds` and `new`.
 
     Attributes:
         kind: the step's name in JSON.
-        computes: whether new tensors are computed from old ones, so that only weights and buffers can go through.
     """
 
     kind: ClassVar[str]
-    computes: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -54,7 +50,7 @@ class StateStep(ABC):
     def renamed(self, rename: Callable[[str], str]) -> StateStep:
         """Return the same step on other names."""
         changes: dict[str, Any] = {}
-        for field in ("old", "olds", "new", "layer", "norm"):
+        for field in ("old", "olds", "new"):
             value = cast("str | tuple[str, ...] | None", getattr(self, field, None))
             if value is not None:
                 changes[field] = rename(value) if isinstance(value, str) else tuple(map(rename, value))
@@ -170,97 +166,8 @@ class Concatenate(StateStep):
     __str__ = StateStep.__str__
 
 
-@dataclass(frozen=True)
-class Fold(StateStep):
-    """The batch norm `norm` is folded into the layer before it: `layer.folded` computes both.
-
-    The originals stay, under names of their own (`layer.unfolded_weight`). The way back gives them bit by bit as long
-    as the folded tensors are what they fold to, and otherwise values that compute the same, with a warning.
-
-    Attributes:
-        layer, norm: the two modules' names.
-        eps: of the norm.
-        biased: the layer has a bias.
-        scaled, shifted: the norm has a weight, a bias.
-        transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
-        groups: of a transposed convolution; otherwise 1.
-    """
-
-    layer: str
-    norm: str
-    eps: float
-    biased: bool
-    scaled: bool
-    shifted: bool
-    transposed: bool = False
-    groups: int = 1
-
-    kind: ClassVar[str] = "fold"
-    computes: ClassVar[bool] = True
-
-    @property
-    def layer_tensors(self) -> tuple[str, ...]:
-        """Return what the layer's own tensors are called in it."""
-        return ("weight", "bias") if self.biased else ("weight",)
-
-    @property
-    def norm_tensors(self) -> tuple[str, ...]:
-        """Return what the tensors that the norm computes with are called in it."""
-        return (*["weight"] * self.scaled, *["bias"] * self.shifted, "running_mean", "running_var")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self._names("")
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (f"{self.layer}.folded.weight", f"{self.layer}.folded.bias", *self._names("unfolded_"))
-
-    def _names(self, prefix: str) -> tuple[str, ...]:
-        layer = (f"{self.layer}.{prefix}{name}" for name in self.layer_tensors)
-        return (*layer, *(f"{self.norm}.{prefix}{name}" for name in self.norm_tensors))
-
-    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        originals = self._originals(tensors)
-        size, channels = originals.mean.shape, self._channels.count(originals.weight)
-        if size != (channels,):
-            raise StateError(f"'{self.norm}' has {list(size)} channels and '{self.layer}' {channels}")
-        return (*fold(originals, self.eps, self._channels), *(tensor.detach() for tensor in tensors))
-
-    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        folded, kept = Folded(*tensors[:2]), tensors[2:]
-        if any(tensor.is_meta for tensor in tensors):
-            return kept
-        originals = self._originals(kept)
-        which = touched(folded, originals, self.eps, self._channels)
-        if not which.any():
-            return kept
-        warnings.warn(
-            f"'{self.layer}.folded' was changed after '{self.norm}' was folded into it: '{self.layer}' and "
-            f"'{self.norm}' are given values that compute the same, not those they had",
-            stacklevel=2,
-        )
-        made = unfold(folded, originals, self.eps, self._channels, which)
-        return [tensor for tensor in made if tensor is not None]
-
-    @property
-    def _channels(self) -> Channels:
-        return Channels(self.transposed, self.groups)
-
-    def _originals(self, tensors: Sequence[Tensor]) -> Originals:
-        rest = iter(tensors)
-        weight = next(rest)
-        bias, gamma, beta = (next(rest) if there else None for there in (self.biased, self.scaled, self.shifted))
-        return Originals(weight, bias, gamma, beta, next(rest), next(rest))
-
-    __str__ = StateStep.__str__
-
-
-_KINDS: Mapping[str, type[StateStep]] = {step.kind: step for step in (Rename, Stack, Concatenate, Fold)}
-_FIELDS: Mapping[str, type] = {
-    "dim": int, "sizes": int, "groups": int, "eps": float,
-    "biased": bool, "scaled": bool, "shifted": bool, "transposed": bool,
-}  # fmt: skip
+_KINDS: Mapping[str, type[StateStep]] = {step.kind: step for step in (Rename, Stack, Concatenate)}
+_FIELDS: Mapping[str, type] = {"dim": int, "sizes": int}
 """What the fields of steps hold; the others hold names."""
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..errors import FxoptError, VerificationError
 from .compare import Tolerance, bitwise_problem, distance, form_problem
-from .float64 import widened
 from .perturb import perturbed_state
 from .reference import Reference
 from .reference_runs import coarsest_epsilon
@@ -59,7 +58,6 @@ class Translation:
             the old state cannot be carried over.
         is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
         steps: the map as steps that lead back, too, where it is one.
-        recomputes: whether the map computes tensors, and covers all: then it can compute them in wider types, too.
     """
 
     def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
@@ -72,8 +70,6 @@ class Translation:
         self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
         steps = getattr(map_state, "__self__", None)
         self.steps = steps if isinstance(steps, StateMap) else None
-        self._computed = frozenset[str]() if self.steps is None else frozenset(self.steps.computed)
-        self.recomputes = self.covers and bool(self._computed)
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Map whole old state.
@@ -86,14 +82,9 @@ class Translation:
         except FxoptError as error:
             raise Objection(f"the state map does not fit: {error}") from error
 
-    def stand_ins(self, state: Mapping[str, Tensor], wide: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names.
-
-        With a `wide` type, what the map uses up goes in in that type, so that what it computes is not rounded.
-        """
+    def stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names."""
         actual = self.after.state
-        if wide is not None:
-            state = {n: t if n in self.mapped else t.to(widened(t.dtype, wide)) for n, t in state.items()}
         mapped = {name: tensor for name, tensor in self.state(state).items() if name in actual}
         by_tensor = {id(actual[name]): tensor for name, tensor in mapped.items()}
         return {name: by_tensor.get(id(tensor), tensor) for name, tensor in actual.items()}
@@ -147,7 +138,7 @@ class Translation:
         return {
             name: _if_present(name, gradient, marks[name])
             for name, gradient in mapped.items()
-            if name not in self._computed and (name in self.after.parameters or bool(marks[name].any()))
+            if name in self.after.parameters or bool(marks[name].any())
         }
 
     def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:

@@ -37,6 +37,8 @@ _PLAIN_NAMES: Mapping[str, Any] = {
     **{function.__name__: function for function in (getattr, hasattr, isinstance, len)},
 }
 """What code calls by its own name, unless an argument has it."""
+_REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers"}
+"""Where a module keeps what a node is known to read."""
 
 
 @dataclass(frozen=True)
@@ -245,12 +247,13 @@ class _Body:
         return self._call(cast("Callable[..., Any]", node.target), node)
 
     def _read(self, node: fx.Node) -> str:
-        """Write the read of an attribute; a child's parameter is had in a tenth of the time without `__getattr__`."""
+        """Write the read of an attribute; a child's tensor is had in a tenth of the time without `__getattr__`."""
         target, local = str(node.target), self._local(node)
-        if not (node.meta.get("parameter") and node.users and "." in target):
+        registry = next((name for kind, name in _REGISTRIES.items() if node.meta.get(kind)), None)
+        if registry is None or not (node.users and "." in target):
             return _attribute(target)
         *parents, name = target.split(".")
-        held = f"{_module_text(parents)}._parameters.get({name!r})"
+        held = f"{_module_text(parents)}.{registry}.get({name!r})"
         # It may be kept elsewhere: as a parametrization, or on the replicas of nn.DataParallel.
         return f"{local} if ({local} := {held}) is not None else {_attribute(target)}"
 

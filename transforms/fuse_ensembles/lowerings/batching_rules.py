@@ -13,7 +13,7 @@ from ....errors import MatchFailure
 from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
-from ....operators import operator_info, resolve
+from ....operators import Derived, operator_info, resolve
 from ....tracing.structure import map_structure
 from ..search import Operand, Pack, is_stacked
 
@@ -123,6 +123,12 @@ def _norm(function: Callable[..., Any], names: Sequence[str], defaults: Mapping[
         return graph.call_function(function, _written(arguments, values))
 
     return rule
+
+
+def _derived(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
+    """Write what is kept for each member as what is kept for all of them."""
+    target = cast("Derived", pack.members[0].node.target)
+    return graph.call_function(target.for_members(tuple(map(is_stacked, pack.operands))), tuple(values))
 
 
 def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
@@ -291,6 +297,7 @@ _RULES: Mapping[str, Callable[[Pack, Values, fx.Graph], fx.Node | None]] = {
         _DIM,
     ),
     "batch_norm": _batch_norm,
+    "derived": _derived,
     "embedding": _embedding,
     "recurrent": _recurrent,
     "cat": _along(("dim", 1, 0)),

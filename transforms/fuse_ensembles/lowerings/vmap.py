@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -86,6 +86,8 @@ def _write_member(
         return graph.call_function(F.linear, args, kwargs)
     if operator_info(pack.operator).elementwise:
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
+    if pack.operator == "derived":
+        return graph.call_function(cast("Callable[..., Any]", pack.members[0].node.target), args, kwargs)
     if pack.function:
         return call(pack.function, args, kwargs, graph)
     raise MatchFailure(f"'{pack.operator}' has no batching rule")

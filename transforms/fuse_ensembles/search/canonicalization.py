@@ -47,7 +47,7 @@ def packable(operation: Operation) -> bool:
 
 def _plain(operation: Operation) -> bool:
     """Say whether a call keeps to values: it writes into nothing, and its gradients are dense."""
-    if operator_info(operation.operator).elementwise or operation.operator == "linear":
+    if operator_info(operation.operator).elementwise or operation.operator in ("linear", "derived"):
         return True
     if operation.operator == "getitem" and isinstance(operation.args[1], Operation):
         return False

@@ -110,7 +110,7 @@ class _Search:
         if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
             self.number(operation, text, operands)
             return
-        what = operation.operator if _in_one_spelling(operation) else function_path(operation.node)
+        what = operation.operator if _in_one_spelling(operation) else _spelled(operation)
         signature = (what, text, *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
@@ -361,8 +361,21 @@ def _same_value(one: Operation, other: Operation) -> bool:
     return one is other or (one.kind == other.kind == "get_attr" and one.target == other.target)
 
 
+def _spelled(operation: Operation) -> str | None:
+    return repr(operation.node.target) if operation.operator == "derived" else function_path(operation.node)
+
+
 def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
     _, weight, *bias = operands
     if isinstance(weight, Shared):
         return all(isinstance(b, Shared) for b in bias)
-    return isinstance(weight, (Parameters, Selected)) and all(isinstance(b, (Parameters, Selected)) for b in bias)
+    return all(isinstance(operand, (Parameters, Selected)) or _is_derived(operand) for operand in (weight, *bias))
+
+
+def _is_derived(operand: Operand) -> bool:
+    """Say whether an operand is made from the members' parameters and kept."""
+    return isinstance(operand, Pack) and operand.operator == "getitem" and _is_of_derived(operand.operands[0])
+
+
+def _is_of_derived(operand: Operand) -> bool:
+    return isinstance(operand, Pack) and operand.operator == "derived"

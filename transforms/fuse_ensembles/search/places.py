@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
-from ....tracing.captured import Guard, Variant
+from ....tracing.captured import Guard, Variant, capture_of
 from ....tracing.portable import copy_graph
 from ..inlining import Case, Expansion, Operation, cases_of, expand
 from .isomorphism import find_ensembles
@@ -91,6 +91,8 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> li
         same = _same_ensemble(ensemble, other, program, home)
         if same is not None:
             places.append(Place(other, expansion, same))
+        elif _is_for_one_mode(places[0], other, program.module(home)):
+            continue
         elif _reads_any(expansion, [name for operand in ensemble.parameters for name in operand.names]):
             raise MatchFailure(f"{_described(other, program, home)} computes with its members otherwise")
     return places
@@ -128,6 +130,20 @@ def _is_covered(case: Case, places: Sequence[Place]) -> bool:
     """Say whether the same graph was looked at in a mode on which nothing in the members depends."""
     known = [place for place in places if place.case.variant == case.variant]
     return bool(known) and not any(guard.asks_for_training for place in known for guard in place.assumed)
+
+
+def _is_for_one_mode(place: Place, other: Case, home: nn.Module) -> bool:
+    """Say whether a module in the members has no graph in the other mode: there its own forward runs, on slices."""
+    if not other.flipped or place.case.flipped:
+        return False
+    calls = dict.fromkeys(member.call for pack in place.ensemble.packs for member in pack.members)
+    inside = (home.get_submodule(path) for call in calls for path in place.expansion.opened.get(call, ()))
+    return any(_has_no_graph_in_other_mode(module) for module in inside)
+
+
+def _has_no_graph_in_other_mode(module: nn.Module) -> bool:
+    capture = capture_of(module)
+    return capture is not None and not any(variant.runs_in_mode(module, flipped=True) for variant in capture.variants)
 
 
 def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, home: str) -> Ensemble | None:

@@ -1,0 +1,191 @@
+"""Tensors made from a model's own and kept until one of these changes: inference-only rewrites compute with them.
+
+The originals stay where they are, and the derived tensors are in no module: state dicts, `.to()`, copies, pickles and
+hooks know nothing of them. A graph reads the originals and calls a `Derived` with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ..compat import UNCHANGED, is_plainly_eager, version_of
+
+__all__ = ["Derived", "derived"]
+
+
+class Derived:
+    """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
+
+    A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
+    Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward everything is
+    made anew. Where gradients are wanted, they flow to the originals. Compiled, exported and transformed code
+    (`torch.func`), and originals that are more than plain tensors, compute anew each time. `derived` makes these.
+
+    Args:
+        function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
+    """
+
+    count: ClassVar[int] = 0
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        # What torch.fx prints of a function.
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__module__ = getattr(function, "__module__", type(function).__module__)
+        self._kept: dict[int, tuple[Any, ...]] = {}
+        """By the identity of the first original, for copies of a model may share a graph."""
+
+    def __call__(self, *originals: Tensor) -> Any:
+        """Return what the function makes of the originals, of shapes that are the function's own."""
+        raise NotImplementedError  # written out for each number of originals
+
+    def _make(self, *originals: Tensor) -> Any:
+        """Return the result where the one that is kept will not do, or none is."""
+        if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or not all(map(_is_plain, originals)):
+            return self.function(*originals)
+        if torch.is_grad_enabled() and any(original.requires_grad for original in originals):
+            return self._attached(originals)
+        # Noted before it is computed: what another thread writes meanwhile is seen at the next call.
+        noted = (*originals[1:], *map(version_of, originals), *(original.data_ptr() for original in originals))
+        memory = [original.detach() for original in originals]  # nothing else may come to lie in these places
+        with torch.inference_mode(False), torch.no_grad():
+            made = self.function(*originals)
+        tensors: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
+        if all(type(tensor) is Tensor for tensor in tensors) and _is_finished(tensors):
+            key = id(originals[0])
+            alive = weakref.ref(originals[0], partial(_forget, weakref.ref(self), key))
+            self._kept[key] = (*noted, (memory, alive), made)
+        return made
+
+    def _attached(self, originals: Sequence[Tensor]) -> Any:
+        """Return the result as one that gradients flow through to the originals."""
+        with torch.no_grad():
+            made = self(*originals)
+        single = isinstance(made, Tensor)
+        result: Any = cast("Any", _Attached).apply(self, (made,) if single else made, *originals)
+        return result[0] if single else result
+
+    def forget(self, first: int) -> None:
+        """Let what was made of tensors, by the identity of the first, be made anew."""
+        self._kept.pop(first, None)
+
+    def for_members(self, stacked: Sequence[bool]) -> Derived:
+        """Return the same for N members at once; where `stacked`, an original is [N, ...], and so are all results."""
+        return derived(_ForMembers(self.function, tuple(stacked)), self.count)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Derived) and self.function == other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __repr__(self) -> str:
+        return f"Derived({self.function!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return derived, (self.function, self.count)
+
+
+def derived(function: Callable[..., Any], count: int) -> Derived:
+    """Return a `Derived` for a function of so many tensors."""
+    return _class_of(count)(function)
+
+
+@cache
+def _class_of(count: int) -> type[Derived]:
+    """Return the class whose calls take so many originals.
+
+    The check is straight-line code, for it runs at every call: a loop takes three times as long.
+    """
+    given, others, versions, places = (
+        [f"{what}{i}" for i in range(count)] for what in ("x", "other", "version", "place")
+    )
+    same = [f"{x} is {other}" for x, other in zip(given[1:], others[1:], strict=True)]
+    same += [UNCHANGED.format(*each) for each in zip(given, versions, places, strict=True)]
+    text = f"""
+def __call__(self, {", ".join(given)}):
+    kept = None if is_compiling() else self._kept.get(id(x0))
+    if kept is not None:
+        {", ".join((*others[1:], *versions, *places))}, _, made = kept
+        if {" and ".join(same)} and not (is_grad_enabled() and ({" or ".join(f"{x}.requires_grad" for x in given)})):
+            return made
+    return self._make({", ".join(given)})
+"""
+    names: dict[str, Any] = {
+        "is_compiling": torch.compiler.is_dynamo_compiling, "is_grad_enabled": torch.is_grad_enabled,
+    }  # fmt: skip
+    exec(text, names)  # noqa: S102  made of numbers and names of this file
+    return type("Derived", (Derived,), {"__call__": names["__call__"], "__module__": __name__, "count": count})
+
+
+@dataclass(frozen=True)
+class _ForMembers:
+    """Compute a function for N members at once."""
+
+    function: Callable[..., Any]
+    stacked: tuple[bool, ...]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return torch.vmap(self.function, tuple(0 if stacked else None for stacked in self.stacked))(*tensors)
+
+
+class _Attached(Function):
+    """Give what a function made of tensors before; backward computes it anew, with its gradients.
+
+    After that an optimizer may step, and torch does not count the writes of fused ones: nothing made before is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, derived: Derived, made: Sequence[Tensor], *originals: Tensor) -> Any:
+        ctx.derived = derived
+        ctx.save_for_backward(*originals)
+        return tuple(tensor.detach() for tensor in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        originals: Sequence[Tensor] = ctx.saved_tensors
+        ctx.derived.forget(id(originals[0]))
+        wanted = [original for original in originals if original.requires_grad]
+        create = torch.is_grad_enabled()
+        with torch.enable_grad():
+            made = ctx.derived.function(*originals)
+        outputs = (made,) if isinstance(made, Tensor) else made
+        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                create_graph=create,
+                allow_unused=True,
+            )
+        )
+        return None, None, *(next(found) if original.requires_grad else None for original in originals)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether a change of a tensor can be seen."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def _is_finished(tensors: Sequence[Tensor]) -> bool:
+    """Wait until tensors are there, for another stream may read them next; False where that cannot be waited for."""
+    if any(tensor.is_cuda for tensor in tensors):
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.current_stream().synchronize()
+    return True
+
+
+def _forget(held: weakref.ref[Derived], key: int, _: object) -> None:
+    owner = held()
+    if owner is not None:
+        owner.forget(key)

@@ -1,0 +1,69 @@
+"""Folding as arithmetic: the same function as layer and norm one after the other, whatever the layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxopt.transforms.fold_batchnorm.arithmetic import Fold
+
+
+@st.composite
+def folds(draw: st.DrawFn) -> tuple[Fold, dict[str, Tensor]]:
+    """Draw a fold and the tensors that go into it, in the order of the call."""
+    transposed, groups = draw(st.booleans()), draw(st.sampled_from([1, 2, 3]))
+    rank, seed = draw(st.integers(int(transposed), 2)), draw(st.integers(0, 99))
+    flags = (draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
+    fold = Fold(draw(st.sampled_from([1e-5, 0.1])), *flags, transposed, groups if transposed else 1)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2 * groups, 4, *[3] * rank) if transposed else (4 * groups, 2, *[3] * rank)
+    names = [f"layer {name}" for name in fold.layer_tensors] + [f"norm {name}" for name in fold.norm_tensors]
+    tensors = {name: torch.randn(4 * groups, generator=generator) for name in names}
+    tensors["layer weight"] = torch.randn(shape, generator=generator)
+    tensors["norm running_var"] = torch.rand(4 * groups, generator=generator) + 0.1
+    tensors["norm num_batches_tracked"] = torch.tensor(3)
+    return fold, tensors
+
+
+def run(fold: Fold, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rank = weight.ndim - 2
+    if rank == 0:
+        return F.linear(x, weight, bias)
+    groups = {"groups": fold.groups} if fold.transposed else {}
+    return getattr(F, f"conv{'_transpose' if fold.transposed else ''}{rank}d")(x, weight, bias, **groups)
+
+
+@given(folds())
+def test_it_folds_to_what_the_norm_computes(case: tuple[Fold, dict[str, Tensor]]) -> None:
+    fold, tensors = case
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    weight = wide["layer weight"]
+    x = torch.randn(2, weight.shape[0 if fold.transposed else 1], *[5] * (weight.ndim - 2), dtype=torch.float64)
+    expected = F.batch_norm(
+        run(fold, x, weight, wide.get("layer bias")), wide["norm running_mean"], wide["norm running_var"],
+        wide.get("norm weight"), wide.get("norm bias"), eps=fold.eps,
+    )  # fmt: skip
+    torch.testing.assert_close(run(fold, x, *fold(*wide.values())), expected)
+
+
+@given(folds(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_it_rounds_once(case: tuple[Fold, dict[str, Tensor]], dtype: torch.dtype) -> None:
+    fold, tensors = case
+    narrow = [tensor.to(dtype) for tensor in tensors.values()]
+    exact = fold(*(tensor.double() for tensor in narrow))
+    for found, expected in zip(fold(*narrow), exact, strict=True):
+        assert torch.equal(found, expected.to(dtype))
+
+
+@given(folds())
+def test_members_at_once(case: tuple[Fold, dict[str, Tensor]]) -> None:
+    fold, tensors = case
+    several = [torch.stack([tensor, tensor * 2]) for tensor in tensors.values()]
+    weights, biases = torch.vmap(fold)(*several)
+    for member in range(2):
+        weight, bias = fold(*(tensor[member] for tensor in several))
+        torch.testing.assert_close(weights[member], weight)
+        torch.testing.assert_close(biases[member], bias)

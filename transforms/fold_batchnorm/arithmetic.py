@@ -1,0 +1,89 @@
+"""The arithmetic of folding a batch norm into the convolution or linear before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Fold"]
+
+
+class _Originals(NamedTuple):
+    """What goes into a fold, in float64: a layer's weight and bias, and a batch norm's tensors, each [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Compute the weight and bias of a layer that does what a layer and a batch norm in evaluation mode do.
+
+    It is computed in float64 and rounded once, to the weight's type.
+
+    Attributes:
+        eps: of the norm.
+        biased: the layer has a bias.
+        scaled, shifted: the norm has a weight, a bias.
+        transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
+        groups: of a transposed convolution; of other layers it does not matter.
+    """
+
+    eps: float
+    biased: bool
+    scaled: bool
+    shifted: bool
+    transposed: bool = False
+    groups: int = 1
+
+    def __call__(self, weight: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weight and bias.
+
+        Args:
+            weight: of the layer.
+            rest: its bias, the norm's weight and bias, where there are any, its running mean and variance, each [out],
+                and the number of batches: torch counts that as written to in training, and not the statistics.
+        """
+        wide = self._originals((weight, *rest))
+        scale = _scale(wide, self.eps)
+        bias = _shift(wide) * scale if wide.beta is None else _shift(wide) * scale + wide.beta
+        return (wide.weight * self._spread(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
+
+    @property
+    def layer_tensors(self) -> tuple[str, ...]:
+        """Return what the layer's own tensors are called in it, in the order of the call."""
+        return ("weight", "bias") if self.biased else ("weight",)
+
+    @property
+    def norm_tensors(self) -> tuple[str, ...]:
+        """Return what the tensors that the norm computes with are called in it."""
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        return (*["weight"] * self.scaled, *["bias"] * self.shifted, *statistics)
+
+    def _originals(self, tensors: tuple[Tensor, ...]) -> _Originals:
+        rest = iter([tensor.double() for tensor in tensors[:-1]])
+        weight = next(rest)
+        bias, gamma, beta = (next(rest) if there else None for there in (self.biased, self.scaled, self.shifted))
+        return _Originals(weight, bias, gamma, beta, next(rest), next(rest))
+
+    def _spread(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Return one value for each output channel, [out], in a shape that multiplies the weight."""
+        if not self.transposed:
+            return values.reshape(-1, *[1] * (weight.ndim - 1))
+        rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
+        return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))
+
+
+def _scale(wide: _Originals, eps: float) -> Tensor:
+    deviation = (wide.variance + eps).sqrt()
+    return 1 / deviation if wide.gamma is None else wide.gamma / deviation
+
+
+def _shift(wide: _Originals) -> Tensor:
+    return -wide.mean if wide.bias is None else wide.bias - wide.mean

@@ -1,0 +1,246 @@
+"""Where a batch norm follows a layer that it can be folded into, and why it must stay where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import fx, nn
+
+from ...compat import own_buffers, own_parameters
+from ...passes.analyses import CallSites, TensorOwners, TensorReads
+from ...passes.opening import obstacle_to_opening
+from ...tracing.capture import Variant, required_capture
+from ...tracing.dynamic import user_class
+from ...tracing.meta import TensorMeta
+from ...tracing.regions import Region
+
+if TYPE_CHECKING:
+    from ...tracing.program import Program
+
+__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "obstacles", "pairs_in", "qualified"]
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    nn.BatchNorm1d: (nn.Linear, nn.Conv1d, nn.ConvTranspose1d),
+    nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
+    nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
+}
+_KNOWN = frozenset((*_LAYERS, *(layer for layers in _LAYERS.values() for layer in layers)))
+_DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Linear: 2, nn.Conv1d: 3, nn.ConvTranspose1d: 3}
+"""What the output must have where the norm takes several; with fewer or more it would norm another dimension."""
+
+_COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
+
+
+class Call(NamedTuple):
+    """Where one graph calls a norm on a layer's output."""
+
+    variant: int
+    layer: fx.Node
+    norm: fx.Node
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A norm and the layer before it, with every place where a module's graphs call one on the other's output."""
+
+    home: str
+    layer_name: str
+    norm_name: str
+    layer: nn.Module
+    norm: nn.BatchNorm1d
+    calls: list[Call] = field(default_factory=list["Call"])
+
+    @property
+    def both(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Return what the report calls the two, and the modules."""
+        return (self.layer_kind, self.layer), ("batch norm", self.norm)
+
+    @property
+    def layer_kind(self) -> str:
+        return "linear" if isinstance(self.layer, nn.Linear) else "convolution"
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what goes into the fold, by qualified name."""
+        found: dict[str, torch.Tensor] = {}
+        for path, module in ((self.layer_name, self.layer), (self.norm_name, self.norm)):
+            registered = {**own_parameters(module), **own_buffers(module)}
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                tensor = registered.get(name)
+                if tensor is not None:
+                    found[f"{qualified(self.home, path)}.{name}"] = tensor
+        return found
+
+
+# -- where there is something to fold --------------------------------------------------------------------------------
+
+
+def pairs_in(program: Program) -> list[Pair]:
+    """Return every pair in a program."""
+    if not any(isinstance(module, tuple(_LAYERS)) for module in program.names.distinct):
+        return []  # most ensembles: their many graphs need not be gone through
+    return [pair for home in program.captures for pair in _pairs(program, home)]
+
+
+def obstacles(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
+    """Return why pairs must stay as they are, where they must."""
+    outside = _called_from_outside(pairs, program)
+    reasons = {pair: _obstacle(pair, program) or outside.get(pair) for pair in pairs}
+    return {pair: reason for pair, reason in reasons.items() if reason is not None}
+
+
+def _pairs(program: Program, home: str) -> Sequence[Pair]:
+    found: dict[tuple[str, str], Pair] = {}
+    for number, variant in _evaluated(program, home):
+        for node in variant.graph.find_nodes(op="call_module"):
+            if len(node.all_input_nodes) != 1 or node.all_input_nodes[0].op != "call_module":
+                continue
+            call = Call(number, node.all_input_nodes[0], node)
+            layer, norm = (program.callee(home, n) for n in (call.layer, call.norm))
+            if any(isinstance(norm, kind) and isinstance(layer, layers) for kind, layers in _LAYERS.items()):
+                names = str(call.layer.target), str(call.norm.target)
+                pair = found.setdefault(names, Pair(home, *names, layer, cast("nn.BatchNorm1d", norm)))
+                pair.calls.append(call)
+    return list(found.values())
+
+
+def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
+    """Return the graphs of a module that can run in evaluation mode, with their numbers."""
+    module = program.module(home)
+    return [item for item in enumerate(required_capture(module).variants) if item[1].runs_in_mode(module)]
+
+
+def _obstacle(pair: Pair, program: Program) -> str | None:
+    """Return why a pair must stay as it is, or None."""
+    return (
+        _obstacle_in_mode(pair, program)
+        or _obstacle_in_modules(pair, program)
+        or _obstacle_in_calls(pair, program)
+        or _obstacle_in_tensors(pair, program)
+        or _obstacle_in_shapes(pair)
+    )
+
+
+def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
+    if program.training or pair.norm.training:
+        return "the batch norm is in training mode"
+    buffers = own_buffers(pair.norm)
+    if any(buffers.get(name) is None for name in ("running_mean", "running_var", "num_batches_tracked")):
+        return "the batch norm has no running statistics"
+    return None
+
+
+def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
+    if isinstance(program.module(pair.home), Region):
+        return "they are called in a region, which does not own them"
+    for what, module in pair.both:
+        reason = obstacle_to_opening(module)
+        if reason is not None:
+            return f"the {what} cannot be folded: {reason}"
+        if _kind(module) is None:
+            return f"the {what} is a {type(module).__name__}, whose forward is its own"
+        if type(module) is not user_class(type(module)):
+            return f"the {what} is part of something fused"
+    return None
+
+
+def _kind(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class of torch.nn whose forward a module runs; None where a subclass has one of its own."""
+    cls = user_class(type(module))
+    kind = next((base for base in cls.__mro__ if base in _KNOWN), None)
+    keeps = all(getattr(cls, name, None) is getattr(kind, name, None) for name in _COMPUTING)
+    return kind if keeps else None
+
+
+def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
+    if any(len(call.layer.args) + len(call.layer.kwargs) > 1 for call in pair.calls):
+        return f"the {pair.layer_kind} is given more than an input"
+    if any(len(call.layer.users) > 1 for call in pair.calls):
+        return f"the {pair.layer_kind}'s output is read elsewhere too"
+    graphs = _evaluated(program, pair.home)
+    nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
+    for what, module in pair.both:
+        if program.analyses[CallSites].count(module) > 1:
+            return f"the {what} is called elsewhere too"
+        if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.home, graphs)):
+            return f"the {what} is called otherwise in another graph of the same module"
+    return None
+
+
+def _calls_of(
+    module: nn.Module, program: Program, home: str, graphs: Sequence[tuple[int, Variant]]
+) -> Iterator[fx.Node]:
+    for _, variant in graphs:
+        for node in variant.graph.find_nodes(op="call_module"):
+            if program.callee(home, node) is module:
+                yield node
+
+
+def _called_from_outside(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
+    """Return why pairs inside modules without a graph must stay: those may call the layer or the norm, too."""
+    inside = {pair: around for pair in pairs if (around := _opaque_around(pair, program)) is not None}
+    if not inside:
+        return {}
+    if not program.inputs:
+        return {pair: f"'{around}' could not be captured and may call it, too" for pair, around in inside.items()}
+    modules = {module for pair in inside for module in (program.module(pair.home), pair.layer, pair.norm)}
+    calls = {module: len(of_module) for module, of_module in program.recording(modules).calls.items()}
+    reasons: dict[Pair, str] = {}
+    for pair, around in inside.items():
+        of_home = calls.get(program.module(pair.home), 0)
+        if any(calls.get(module, 0) > of_home for module in (pair.layer, pair.norm)):
+            reasons[pair] = f"'{around}' could not be captured and calls it, too"
+    return reasons
+
+
+def _opaque_around(pair: Pair, program: Program) -> str | None:
+    """Return a module without a graph that one of the two is inside of."""
+    names = [qualified(pair.home, name) for name in (pair.layer_name, pair.norm_name)]
+    around = (name for name in program.opaque if not name or any(own.startswith(f"{name}.") for own in names))
+    return next((name or "(root)" for name in around), None)
+
+
+def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
+    owners, reads, tensors = program.analyses[TensorOwners], program.analyses[TensorReads], pair.tensors
+    for name, tensor in tensors.items():
+        names = owners.names(name)
+        if len(names) > 1:
+            return f"'{names[0]}' is tied to '{names[1]}'"
+        reader = reads.reader(tensor)
+        if reader is not None:
+            return f"'{name}' is read in the graph of '{reader}'"
+    for what in ("dtype", "device"):
+        found = list(dict.fromkeys(str(getattr(tensor, what)).removeprefix("torch.") for tensor in tensors.values()))
+        if len(found) > 1:
+            return f"the {pair.layer_kind} and the batch norm have tensors of {what} {found[0]} and {found[1]}"
+    return None
+
+
+def _obstacle_in_shapes(pair: Pair) -> str | None:
+    layer = pair.layer
+    channels = layer.out_features if isinstance(layer, nn.Linear) else cast("nn.Conv2d", layer).out_channels
+    if channels != pair.norm.num_features:
+        return f"the {pair.layer_kind} has {channels} channels and the batch norm {pair.norm.num_features}"
+    wanted = dimensions_wanted(layer)
+    for call in pair.calls if wanted is not None else ():
+        known = call.layer.meta.get("val")
+        if not isinstance(known, TensorMeta):
+            return "the number of dimensions is not known; give example_inputs"
+        if len(known.shape) != wanted:
+            return f"the {pair.layer_kind} gives {len(known.shape)} dimensions, so the batch norm acts on another one"
+    return None
+
+
+def dimensions_wanted(layer: nn.Module) -> int | None:
+    """Return how many dimensions a layer's output must have for the norm behind it to norm its channels; None: any."""
+    kind = _kind(layer)
+    return None if kind is None else _DIMENSIONS.get(kind)
+
+
+def qualified(home: str, name: str) -> str:
+    """Return what the model calls what `home` calls `name`."""
+    return f"{home}.{name}" if home else name

@@ -1,0 +1,168 @@
+"""The pass: batch norms folded into the convolutions and linears before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ...compat import own_parameters, padding_around
+from ...layers.members import seal
+from ...operators import info_of, operator_info, operator_of_module
+from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ...tracing.dynamic import user_class
+from ...tracing.observe import INTERNAL
+from .arithmetic import Fold
+from .dimensions import expect_dimensions
+from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in, qualified
+
+if TYPE_CHECKING:
+    from ...passes.edit import Edit
+    from ...tracing.program import Program
+
+__all__ = ["FoldBatchnorm"]
+
+_KEEPS_DIMENSIONS = (
+    nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.LayerNorm, nn.Dropout, nn.Dropout1d, nn.AlphaDropout,
+    nn.Identity,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FoldBatchnorm(Pass):
+    """Fold evaluation-mode batch norms into the convolutions or linears that feed them.
+
+    Before: self.bn(self.conv(x))        After: conv2d(x, *fold(conv.weight, ..., bn.running_var))
+    Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
+        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.EVAL
+    # In a fused ensemble the members' convolutions are one function call, with nothing left to fold into.
+    before: ClassVar[tuple[str, ...]] = ("fuse_ensembles",)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        pairs = pairs_in(program)
+        reasons = obstacles(pairs, program)
+        sound: dict[str, list[Pair]] = {}
+        for pair in pairs:
+            if pair in reasons:
+                yield Refusal(reasons[pair], qualified(pair.home, pair.norm_name))
+            else:
+                sound.setdefault(pair.home, []).append(pair)
+        # One site for all of a module: by itself, one of many norms gains less than can be measured.
+        for home, group in sound.items():
+            nodes = {
+                f"{what}.{number}.{call.variant}": node.name
+                for number, pair in enumerate(group)
+                for call in pair.calls
+                for what, node in (("layer", call.layer), ("norm", call.norm))
+            }
+            first = group[0]
+            detail = f"{first.norm_name} into {first.layer_name}" if len(group) == 1 else f"{len(group)} batch norms"
+            yield Site(program, home, nodes, min(call.variant for pair in group for call in pair.calls), detail=detail)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        norms: dict[int, set[str]] = {}
+        for label in site.nodes:
+            what, number, variant = label.split(".")
+            if what == "layer":
+                with edit.in_variant(int(variant)):
+                    call = Call(int(variant), edit.graph_node(label), edit.graph_node(f"norm.{number}.{variant}"))
+                    norms.setdefault(int(variant), set()).add(str(call.norm.target))
+                    _seal(call, edit)
+                    _fold(call, edit)
+        for variant, names in norms.items():
+            with edit.in_variant(variant):
+                edit.hold_in_evaluation(sorted(names))
+
+
+def _fold(call: Call, edit: Edit) -> None:
+    program, home = edit.program, edit.site.home
+    layer, norm = program.callee(home, call.layer), program.callee(home, call.norm)
+    wanted = dimensions_wanted(layer)
+    if wanted is not None:
+        _expect_dimensions(_source_of_dimensions(call.layer.all_input_nodes[0], program, home), wanted, edit)
+    fold = _fold_of(layer, cast("nn.BatchNorm1d", norm))
+    tensors = [f"{call.layer.target}.{name}" for name in fold.layer_tensors]
+    tensors += [f"{call.norm.target}.{name}" for name in fold.norm_tensors]
+    weight, bias = edit.derive(fold, tensors, before=call.layer)
+    folded = _call(layer, call.layer, weight, bias, edit)
+    folded.meta["source"] = call.layer.meta.get("source")
+    edit.replace(call.layer, folded)
+    edit.replace(call.norm, folded)
+
+
+def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:
+    return Fold(
+        eps=float(norm.eps),
+        biased=own_parameters(layer).get("bias") is not None,
+        scaled=own_parameters(norm).get("weight") is not None,
+        shifted=own_parameters(norm).get("bias") is not None,
+        transposed=isinstance(layer, TRANSPOSED),
+        groups=layer.groups if isinstance(layer, TRANSPOSED) else 1,
+    )
+
+
+def _call(layer: nn.Module, node: fx.Node, weight: fx.Node, bias: fx.Node, edit: Edit) -> fx.Node:
+    """Write what a layer does with its input, with another weight and bias."""
+    x = node.all_input_nodes[0]
+    if isinstance(layer, nn.Linear):
+        return edit.call(F.linear, x, weight, bias, before=node)
+    conv = cast("nn.Conv2d", layer)
+    options: dict[str, Any] = {"stride": conv.stride, "dilation": conv.dilation, "groups": conv.groups}
+    options["padding"] = conv.padding
+    kind = f"{'conv_transpose' if isinstance(layer, TRANSPOSED) else 'conv'}{len(conv.kernel_size)}d"
+    if isinstance(layer, TRANSPOSED):
+        options["output_padding"] = layer.output_padding
+    if conv.padding_mode != "zeros":
+        x = edit.call(F.pad, x, padding_around(conv), mode=conv.padding_mode, before=node)
+        options["padding"] = 0
+    return edit.call(getattr(F, kind), x, weight, bias, before=node, **options)
+
+
+# -- what the rewrite stands on ------------------------------------------------------------------------------------
+
+
+def _seal(call: Call, edit: Edit) -> None:
+    """Let the settings that the graph now holds, and the way to the two modules, be what they are."""
+    sealed: dict[str, set[str]] = {}
+    for node in (call.layer, call.norm):
+        path = str(node.target)
+        module = edit.home.get_submodule(path)
+        settings = (name for name in vars(module) if not name.startswith("_") and name not in INTERNAL)
+        sealed.setdefault(path, set()).update(settings, ("forward",))
+        while path:
+            parent, _, last = path.rpartition(".")
+            sealed.setdefault(parent, set()).add(last)
+            path = parent
+    for path, names in sealed.items():
+        edit.on_undo(seal(edit.home.get_submodule(path), names))
+
+
+def _expect_dimensions(node: fx.Node, count: int, edit: Edit) -> None:
+    """Let the graph check a tensor's number of dimensions, once."""
+    if not any(user.target is expect_dimensions and user.args[1] == count for user in node.users):
+        edit.call(expect_dimensions, node, count)
+
+
+def _source_of_dimensions(node: fx.Node, program: Program, home: str) -> fx.Node:
+    """Return the first of the nodes up to `node` that is bound to have as many dimensions.
+
+    Members of an ensemble then check the input that they share, and nothing in between.
+    """
+
+    def keeps_dimensions(node: fx.Node) -> bool:
+        if node.op != "call_module":
+            return info_of(node).elementwise
+        kind = user_class(type(program.callee(home, node)))
+        return kind in _KEEPS_DIMENSIONS or operator_info(operator_of_module(kind)).elementwise
+
+    while len(node.all_input_nodes) == 1 and keeps_dimensions(node):
+        node = node.all_input_nodes[0]
+    return node
