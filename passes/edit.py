@@ -16,6 +16,7 @@ from ..errors import CaptureError, MatchFailure
 from ..operators import derived
 from ..tracing.capture import required_capture
 from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.guards import Truth
 from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
