@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         FusedMemberError,
         FxoptError,
         GuardError,
+        GuardWarning,
         InputError,
         MatchFailure,
         ModeError,
@@ -44,11 +45,12 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from .operators import OpInfo, register_operator
-    from .passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+    from .passes.base import Goal, Numerics, OwnForward, Pass, Phase, Refusal, Site
     from .passes.edit import Edit
     from .passes.patterns import Match, Pattern, anything, either, module, operation
     from .passes.plan import Decision, Plan
     from .reporting.report import Report
+    from .tracing.example_calls import recording
     from .tracing.inputs import Inputs
     from .tracing.program import Program
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -63,15 +65,16 @@ _HOMES = {
         "translate_optimizer"
     ),
     "errors": (
-        "ArchiveError CaptureError FusedMemberError FxoptError GuardError InputError ModeError OrderError PassError "
-        "PipelineError PlanError StateError MatchFailure UsageError VerificationError"
+        "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
+        "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
-    "passes.base": "Goal Numerics Pass Phase Refusal Site",
+    "passes.base": "Goal Numerics OwnForward Pass Phase Refusal Site",
     "passes.edit": "Edit",
     "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
     "reporting.report": "Report",
+    "tracing.example_calls": "recording",
     "tracing.inputs": "Inputs",
     "tracing.program": "Program",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
@@ -96,6 +99,7 @@ __all__ = [
     "FxoptError",
     "Goal",
     "GuardError",
+    "GuardWarning",
     "InputError",
     "Inputs",
     "Match",
@@ -104,6 +108,7 @@ __all__ = [
     "Numerics",
     "OpInfo",
     "OrderError",
+    "OwnForward",
     "Pass",
     "PassError",
     "Pattern",
@@ -131,6 +136,7 @@ __all__ = [
     "operation",
     "optimize",
     "plan",
+    "recording",
     "register_operator",
     "report",
     "restore",

@@ -160,7 +160,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         hold(fresh)
         program = capture_program(fresh, example_inputs)
         rest_askers(fresh)
-        release(program.names, current().max_graphs)
+        release(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program
 

@@ -8,6 +8,7 @@ __all__ = [
     "FusedMemberError",
     "FxoptError",
     "GuardError",
+    "GuardWarning",
     "InputError",
     "MatchFailure",
     "ModeError",
@@ -78,6 +79,10 @@ class CaptureError(FxoptError):
 
 class GuardError(FxoptError):
     """A call does not meet what was assumed at capture, and no fallback is safe."""
+
+
+class GuardWarning(UserWarning):
+    """A call does not meet what was assumed at capture, and the module's original forward ran instead of a graph."""
 
 
 class ModeError(FxoptError):

@@ -26,14 +26,12 @@ class Settings:
         measure: time every rewrite made for speed unless the call says otherwise.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
         reproducer_dir: the folder that reproducers of failed passes are written to.
-        max_graphs: graphs that one module may have; a call that none fits makes one more, up to this. 0 makes none.
     """
 
     verify: bool = True
     measure: bool = True
     pass_timeout: float = 300.0
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
-    max_graphs: int = 8
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
@@ -80,16 +78,9 @@ def _seconds(key: str, text: str) -> float:
     return seconds
 
 
-def _number(key: str, text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"{key}={text!r} is not a whole number, zero or more")
-    return int(text)
-
-
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "verify": _flag,
     "measure": _flag,
     "pass_timeout": _seconds,
-    "max_graphs": _number,
     "reproducer_dir": lambda _, text: Path(text).expanduser(),
 }

@@ -7,18 +7,18 @@ for `model.heads[3][0].weight` reads and writes the slice of the stacked paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import all_modules, own_buffers, own_children, own_parameters, own_tensor
+from ..compat import own_buffers, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.captured import Capture, capture_of, install, own_class
-from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, live_weights, sealed_names, views_of
+from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
 
-__all__ = ["FusedMembers", "attach_member", "seal", "separate"]
+__all__ = ["FusedMembers", "attach_member", "seal"]
 
 
 class FusedMembers(nn.Module):
@@ -92,30 +92,6 @@ def _give_back(
         register.update(old | now)
     if listed is not None:
         module.__dict__["_flat_weights"] = listed
-
-
-def separate(home: nn.Module, stores: Iterable[str]) -> None:
-    """Give the members in a copy of a home tensors of their own again, cut from the stacked ones; nothing stays sealed.
-
-    Args:
-        home: is changed in place; its graphs are not.
-        stores: names of its children that hold the stacked tensors; they go.
-    """
-    children = own_children(home)
-    gone = {child for name in stores if (child := children.pop(name, None)) is not None}
-    for module in all_modules(home):
-        views = views_of(module)
-        cut = {name: view for name, view in views.items() if view.store in gone}
-        if cut or sealed_names(module):
-            _change(module, {VIEWS: {name: views[name] for name in views if name not in cut}, SEALED: frozenset()})
-        for name, view in cut.items():
-            tensor = view.stacked.detach()[view.position]
-            if view.is_buffer:
-                own_buffers(module)[name] = tensor
-            else:
-                own_parameters(module)[name] = nn.Parameter(tensor, view.stacked.requires_grad)
-        if cut and isinstance(module, nn.RNNBase):
-            module.__dict__["_flat_weights"] = live_weights(module)
 
 
 def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

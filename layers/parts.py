@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, own_tensor
+from ..compat import modules_by_name, own_tensor, version_of
 from ..errors import FusedMemberError
 from ..tracing.captured import Captured
 from ..tracing.dynamic import class_recipe, subclass, user_class
@@ -307,24 +307,28 @@ def _rebuild(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -
     return nn.Module.__new__(make(*arguments))
 
 
-_NO_VIEWS: Mapping[str, View] = {}
-
-
 def _live(name: str) -> property:
     """Return the property through which a member's parameter is read; writing goes through `__setattr__`."""
 
     def read(self: nn.Module) -> Tensor:
-        views: Mapping[str, View] = self.__dict__.get(VIEWS, _NO_VIEWS)
-        view = views.get(name)
-        if view is None:
-            raise AttributeError(name)
+        try:
+            view: View = self.__dict__[VIEWS][name]
+        except KeyError:
+            raise AttributeError(name) from None
         call = sharing.call
-        if call is None or torch.compiler.is_compiling():
+        if call is None:
             return view.read()
         store, stacked, position = view
-        cut = call.cuts.get((id(store), stacked))
-        if cut is None or not cut.holds():
+        try:
+            cut = call.cuts[store][stacked]
+        except KeyError:
             cut = call.cut(store, stacked)
+        else:
+            # Written out, for a call costs more than the answer: members read hundreds of times in a call of the model.
+            tensor = cut.stacked
+            same = cut.registry.get(stacked) is tensor and cut.version == version_of(tensor)
+            if not same or not (cut.tracked or not torch.is_grad_enabled()):
+                cut = call.cut(store, stacked)
         return view.read() if cut is None else cut.slices[position]
 
     return property(read)

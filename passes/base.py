@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx, nn
 
-from ..errors import MatchFailure
 from .options import format_options
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
-    from .state_map import StateStep
 
-__all__ = ["FunctionPass", "Goal", "Numerics", "Pass", "Phase", "Refusal", "Site"]
+__all__ = ["FunctionPass", "Goal", "Numerics", "OwnForward", "Pass", "Phase", "Refusal", "Site"]
 
 
 class Numerics(enum.Enum):
@@ -57,6 +55,17 @@ class Phase(enum.Enum):
         return self is not Phase.TRAIN
 
 
+class OwnForward(enum.Enum):
+    """What the original forward of a rewritten module is worth for a call that no graph fits."""
+
+    RIGHT = "right"
+    """It gives the same: it may run."""
+    ACCEPTABLE = "acceptable"
+    """It gives something else that the user can do with (the unquantized function, say): it may run."""
+    WRONG = "wrong"
+    """It must not run: the call raises GuardError."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Say why a place that looks right is left as it is.
@@ -89,7 +98,6 @@ class Site:
         label: what the report calls the site; the home's name by default.
         kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
             other.
-        tensors: names of the home's tensors that the rewrite takes; they tell the same site in another graph.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -103,7 +111,6 @@ class Site:
     detail: str = ""
     label: str = ""
     kind: Hashable = None
-    tensors: frozenset[str] = frozenset()
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""
@@ -139,6 +146,9 @@ class Pass:
         goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
         clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
         phase: when the result is valid.
+        own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
+            None: it is right where the pass keeps the function, unless it would leave out a region or does not know
+            tensors that the pass added; else wrong.
         before: names of passes that must not run earlier than this one.
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
@@ -149,6 +159,7 @@ class Pass:
     goal: ClassVar[Goal] = Goal.SPEED
     clean_up: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = None
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
@@ -172,20 +183,6 @@ class Pass:
         for site in sites:
             with edit.at(site):
                 self.rewrite(site, edit)
-
-    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
-        """Make the modules inside a copy of a rewritten home again what they were before; its graphs do not count.
-
-        A pass that can do so has its rewrites repeated on the graphs that are captured for the home later.
-
-        Args:
-            home: is changed in place.
-            steps: what the pass's rewrites of it did to its tensors, in their order.
-
-        Raises:
-            MatchFailure: by default.
-        """
-        raise MatchFailure(f"pass '{self.name}' cannot be repeated")
 
     def __str__(self) -> str:
         return f"{self.name}{format_options(self)}" if is_dataclass(self) else self.name

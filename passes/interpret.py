@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..tracing.captured import Capture, Variant, capture_of, select
+from ..tracing.guards import GuardMiss
+from ..tracing.selection import fitting
 from .tape import Tape
 
 __all__ = ["Arguments", "graph_forward"]
@@ -27,29 +30,32 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
     capture = capture_of(module)
     if capture is None:
         return None
-    selected = select(module, *arguments)
-    if selected is None:
-        return None
-    variant, _ = selected
-    return _Forward(module, variant, capture, tape)
+    variants = fitting(module, *arguments)
+    return _Forward(module, variants, capture, tape) if variants else None
 
 
 @dataclasses.dataclass
 class _Forward:
     module: nn.Module
-    variant: Variant
+    variants: Sequence[Variant]
     capture: Capture
     tape: Tape | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unguarded = dataclasses.replace(self.variant, guards=())
+        for variant in self.variants[:-1]:
+            with contextlib.suppress(GuardMiss):
+                return self._run(variant, args, kwargs)
+        return self._run(self.variants[-1], args, kwargs)
+
+    def _run(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unguarded = dataclasses.replace(variant, guards=())
         self.module.__dict__["_fxopt_capture"] = dataclasses.replace(self.capture, variants=[unguarded])
         try:
             selected = select(self.module, args, kwargs)
         finally:
             self.module.__dict__["_fxopt_capture"] = self.capture
         values = selected[1] if selected is not None else []
-        return _Interpreter(self.module, self.variant.graph, self.tape).run(*values, enable_io_processing=False)
+        return _Interpreter(self.module, variant.graph, self.tape).run(*values, enable_io_processing=False)
 
 
 class _Interpreter(fx.Interpreter):

@@ -11,7 +11,7 @@ from ..compat import modules_by_name, own_buffers, own_parameters, submodule, tr
 from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
-from .base import Numerics
+from .base import Numerics, OwnForward
 from .owners import Owner, owner_of
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let modules whose own forward would no longer do raise GuardError where no graph fits a call.
 
-    These are modules that a pass made compute something else, on purpose or within an error budget; that run a region,
-    whose wrapper would be left out; or that read tensors of which no original one knows.
+    A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
+    purpose or within an error budget; that run a region, whose wrapper would be left out; or that read tensors of which
+    no original one knows.
 
     Args:
         model: the optimized model.
@@ -47,8 +48,10 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
 
 
 def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
-    name, home = rewrite.pass_.name, rewrite.home
-    if rewrite.pass_.numerics in _OTHER_FUNCTION:
+    name, home, stated = rewrite.pass_.name, rewrite.home, rewrite.pass_.own_forward
+    if stated is OwnForward.ACCEPTABLE:
+        return
+    if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
         yield f"pass '{name}' made it compute something else"
     known = {*record.state_map.names, *record.state_map.targets}
     borrowed = module.origins if isinstance(module, Region) else {}

@@ -27,7 +27,6 @@ from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import RECORD_KEY, Record, record_of
-from .repeating import let_repeat
 from .root import crown
 from .state_map import StateMap
 from .supervision import collection_paused
@@ -83,7 +82,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     with collection_paused():
         parameters = names.parameters()
         fast = copied(model)
-        repeated = hold(fast)
+        hold(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
@@ -102,8 +101,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.rewrites, record)
     forbid_asking_forwards(program.names.distinct)
-    release(program.names, request.settings.max_graphs)
-    let_repeat(manager.rewrites, request, repeated)
+    release(program.names)
     _limit_to_evaluation(fast, manager.rewrites, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.
     for rewrite in manager.rewrites:

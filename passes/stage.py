@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..tracing.exclusive import captures_fixed
 from ..tracing.generators import RandomState
 from ..tracing.observe import INTERNAL
 from ..tracing.preserve import AttributeState
@@ -89,8 +88,7 @@ class Stage:
             if training is not None and training != self.module.training:
                 for belongings in self._belongings:
                     belongings.own["training"] = training
-            with captures_fixed():
-                yield
+            yield
         finally:
             for belongings in self._belongings:
                 belongings.restore()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the JSON; it grows when a key changes its meaning or goes, not when one is added."""
 
 
@@ -59,7 +59,7 @@ class Report:
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": list(record.messages),
-            "missed": [{**dataclasses.asdict(miss), "fallbacks": miss.fallbacks} for miss in self.missed],
+            "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 
     def __str__(self) -> str:

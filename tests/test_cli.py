@@ -144,7 +144,7 @@ def test_optimize_reports_and_saves(fxopt: Fxopt, zoo: Path):
 
 def test_optimize_as_json(fxopt: Fxopt):
     report = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "--json", *FAST).json
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert [decision["status"] for decision in report["decisions"]] == ["applied"]
     assert report["phase"] == "eval"
 

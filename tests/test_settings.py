@@ -19,9 +19,8 @@ def test_each_variable_is_read():
         "FXOPT_MEASURE": "off",
         "FXOPT_PASS_TIMEOUT": "2.5",
         "FXOPT_REPRODUCER_DIR": "/somewhere",
-        "FXOPT_MAX_GRAPHS": "3",
     }
-    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"), 3)
+    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"))
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):
@@ -38,8 +37,6 @@ def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.Monkey
         ("FXOPT_PASS_TIMEOUT", "-1"),
         ("FXOPT_PASS_TIMEOUT", "nan"),
         ("FXOPT_PASS_TIMEOUT", "inf"),
-        ("FXOPT_MAX_GRAPHS", "-1"),
-        ("FXOPT_MAX_GRAPHS", "many"),
     ],
 )
 def test_a_wrong_value_is_named(key: str, text: str):

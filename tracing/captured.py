@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,18 +13,19 @@ import torch
 from torch import fx, nn
 
 from ..compat import own_children
-from ..errors import CaptureError, ModeError
+from ..errors import CaptureError, GuardError, ModeError
 from .at_rest import note_found
 from .capture import Capture, Variant, capture_of, required_capture
 from .compiled_class import dynamic_class
 from .dynamic import class_recipe, same_kind, user_class
-from .exclusive import alone
-from .generators import ANNOUNCES
+from .generators import ANNOUNCES, announce
 from .guards import Guard, GuardMiss
+from .misses import handler_of
 from .observe import FOUND
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
-from .selection import select
+from .rollback import announce_changes
+from .selection import explain_miss, select
 from .source import generate
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Variant",
     "capture_of",
     "class_for",
+    "drop_variants",
     "install",
     "own",
     "own_class",
@@ -124,35 +127,56 @@ class Captured(_Module):
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward where no variant's guards hold, and perhaps capture it for such calls."""
-        if torch.compiler.is_compiling():
-            return self._fxopt_own(*args, **kwargs)
-        from .recapture import answer
-
-        return answer(cast("nn.Module", self), args, kwargs)
+        """Run the module's own forward where no variant's guards hold."""
+        return _answered(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward after an assumption failed in the middle of a graph."""
-        if torch.compiler.is_compiling():
-            return self._fxopt_own(*args, **kwargs)
-        from .recapture import answer, answer_to_data
-
-        module = cast("nn.Module", self)
-        if miss.tally is not None:
-            return answer_to_data(module, args, kwargs, str(miss), miss.tally)
-        return answer(module, args, kwargs, str(miss))
+        return _answered(cast("nn.Module", self), args, kwargs, miss)
 
     def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
         """Raise GuardError where no variant's guards hold, and the module's own forward would be wrong."""
-        from .recapture import refuse
-
-        return refuse(cast("nn.Module", self), args, kwargs)
+        _refuse(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_refuse_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
         """Raise GuardError after an assumption failed in the middle of a graph."""
-        from .recapture import refuse
+        _refuse(cast("nn.Module", self), args, kwargs, miss)
 
-        return refuse(cast("nn.Module", self), args, kwargs, str(miss))
+
+def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
+    """Return what the module's own forward gives for a call that no graph fits."""
+    forward: Callable[..., Any] = cast("Any", module)._fxopt_own
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    announce()
+    announce_changes()
+    reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
+    handler = handler_of(module)
+    handler.note(module, args, kwargs, reason, None if miss is None else miss.tally)
+    _without_graphs(module)
+    with handler.during_call():
+        return forward(*args, **kwargs)
+
+
+def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> None:
+    """Count a call that no graph fits, where the module's own forward would be wrong.
+
+    Raises:
+        GuardError: always.
+    """
+    reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
+    which = handler_of(module).refuse(module, reason)
+    raise GuardError(
+        f"no graph of {which} fits this call: {reason}. Its original forward would be wrong, for "
+        f"{required_capture(module).lost}. Add this call to example_inputs, or record it with fxopt.recording"
+    )
+
+
+def _without_graphs(module: nn.Module) -> None:
+    """Give a module whose graphs were all dropped its own forward: forwards exist that ask whether theirs is called."""
+    if not required_capture(module).variants:
+        own(module).dropped = ""
+        recompile(module)
 
 
 def _refuse_training(module: _Module) -> None:
@@ -318,11 +342,22 @@ def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
     capture = capture_of(module)
     if capture is None or not any(attribute in variant.reads for variant in capture.variants):
         return
-    with alone():
+    drop_variants(
+        module, lambda variant: attribute in variant.reads, f"attribute {attribute!r} was {done} after capture"
+    )
+
+
+def drop_variants(module: nn.Module, chosen: Callable[[Variant], bool], why: str) -> None:
+    """Drop the graphs of `module` that are `chosen`, or all where none is; `why` is told at the next call."""
+    with _dropping:
         capture = own(module)
-        capture.dropped = f"attribute {attribute!r} was {done} after capture"
-        capture.variants = [variant for variant in capture.variants if attribute not in variant.reads]
+        left = [variant for variant in capture.variants if not chosen(variant)]
+        capture.variants = [] if len(left) == len(capture.variants) else left
+        capture.dropped = why
         recompile(module)
+
+
+_dropping = threading.RLock()
 
 
 def class_for(capture: Capture) -> type[nn.Module]:

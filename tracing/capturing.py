@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..compat import all_modules, is_torch_wrapper, own_buffers
-from .capture import Capture, RegionPlan, Variant, capture_of
+from .capture import Capture, Variant, capture_of
+from .guards import require
 from .interception import tracing_session
 from .leaves import is_container, is_leaf, runs_as_sequential
 from .likeness import Likeness
@@ -27,7 +28,7 @@ from .sources import Source
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
 
-__all__ = ["Captures", "Opaque", "capture_modules", "further_variant", "variants_of_call"]
+__all__ = ["Captures", "Opaque", "capture_modules"]
 
 _MAX_VARIANTS = 8
 """Graphs kept for one module that is called in several ways."""
@@ -95,54 +96,6 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                     result.opaque[name] = found
         result.uncertain = capturer.uncertain
     return result
-
-
-def further_variant(
-    names: ModelNames,
-    signature: Signature,
-    call: Call,
-    changed: set[nn.Module],
-    assigning: dict[nn.Module, frozenset[str]],
-) -> tuple[Variant, Mapping[str, RegionPlan]]:
-    """Trace the root of `names` for one more call of it; return the graph, and the regions that it calls.
-
-    Args:
-        names: of a module and those inside it.
-        signature: of its forward.
-        call: the call, with the results of its children.
-        changed: the modules whose buffers the call changed in place.
-        assigning: the modules whose attributes it set, and which.
-
-    Raises:
-        Untraceable: if the forward does something that no graph can say.
-        Exception: whatever the forward raises when it is run on proxies.
-    """
-    with tracing_session(names.modules.values()) as session:
-        recording = Recording(changed=changed, assigning=assigning)
-        variant = next(_Capturer(names, recording, session).variants("", signature, call))
-        (variant,), regions = with_regions(names.modules[""], [variant])
-    return variant, regions
-
-
-def variants_of_call(module: nn.Module, signature: Signature, call: Call) -> list[Variant]:
-    """Return the graphs of a module for one call of it, in both modes where they differ; none where they run regions.
-
-    Args:
-        module: is not changed.
-        signature: of its forward.
-        call: with the results of its children.
-
-    Raises:
-        Untraceable: if the forward does something that no graph can say.
-        Exception: whatever the forward raises when it is run on proxies.
-    """
-    if runs_as_sequential(module):
-        return SequentialCaptures().capture(module, call).variants
-    names = ModelNames(module)
-    with tracing_session(names.modules.values()) as session:
-        variants = list(_Capturer(names, Recording(), session).variants("", signature, call))
-        variants, regions = with_regions(module, variants)
-    return [] if regions else variants
 
 
 @dataclass
@@ -242,13 +195,13 @@ class _Capturer:
 
     def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
         """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
-        conditions = {frozenset(variant.guards) for variant in known}
+        cases = set(map(_case, known))
         try:
             found = list(self.variants(name, signature, call))
         except Exception:
             self.uncertain = True
             return []
-        return [v for v in found if frozenset(v.guards) not in conditions]
+        return [variant for variant in found if _case(variant) not in cases]
 
     def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
         """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
@@ -309,6 +262,12 @@ def _fits(signature: Signature, call: Call | None) -> bool:
     return True
 
 
+def _case(variant: Variant) -> Hashable:
+    """Return what tells graphs of a module apart: when they hold, and what they check on the way."""
+    checks = variant.graph.find_nodes(op="call_function", target=require)
+    return frozenset(variant.guards), tuple(check.args[2] for check in checks)
+
+
 def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
     """Return what a trace may depend on of a call: its arguments, and what the modules inside gave that it called."""
     args, kwargs = call.forward_arguments
@@ -321,11 +280,13 @@ def _key_of(value: object) -> Hashable:
 
 
 def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:
+    """Tell whether a graph holds for a call, whatever it may come to check on the way."""
     if call is None:
         return True
     args, kwargs = call.plain_arguments
     names = {"self": module, **signature.bind(args, dict(kwargs))}
-    return any(variant.fits(names) for variant in variants)
+    sure = [v for v in variants if not v.graph.find_nodes(op="call_function", target=require)]
+    return any(variant.fits(names) for variant in sure)
 
 
 def _refusal(module: nn.Module) -> str | None:

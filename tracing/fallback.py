@@ -1,166 +1,151 @@
-"""What a module in the user's hands did where no graph fitted a call, and what it may still do."""
+"""What a module in the user's hands did where no graph fitted a call: its own forward ran, and that is counted."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat import all_modules
-from .capture import Variant, capture_of
-from .captured import uninstall
+from ..errors import GuardWarning
+from .capture import Variant, capture_of, required_capture
+from .captured import drop_variants, uninstall
+from .guards import Tally, require
+from .misses import HANDLER, Miss
 from .names import ModelNames
-from .record import Call
 from .shared_slices import SharedSlices
+from .structure import map_leaves
 
-__all__ = ["Fallback", "Miss", "Repeating", "fallback_of", "hold", "misses_in", "release"]
+__all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 
-_KEY = "_fxopt_fallback"
-
-
-@dataclass(frozen=True)
-class Miss:
-    """The calls that one guard turned away from a module's graphs.
-
-    Attributes:
-        module: its qualified name.
-        guard: the conditions that did not hold.
-        calls: how many; each ran the module's own forward.
-        captured: how many of them gave the module a further graph.
-        failure: why the module could not be captured for such a call; empty where it was, or was not tried.
-        rewritten: how many of the further graphs have the rewrites that the module's first graphs have.
-    """
-
-    module: str
-    guard: str
-    calls: int
-    captured: int
-    failure: str
-    rewritten: int = 0
-
-    @property
-    def fallbacks(self) -> int:
-        """Return how many of the calls ran the module's own forward and left no graph behind."""
-        return self.calls - self.captured
-
-    def __str__(self) -> str:
-        rewritten = f" and {self.rewritten} rewritten" if self.rewritten else ""
-        what = [f"{self.captured} captured again{rewritten}"] if self.captured else []
-        what += [f"{self.fallbacks} ran its own forward"] if self.fallbacks else []
-        why = f" ({self.failure})" if self.failure else ""
-        return f"{self.guard}: {', '.join(what)}{why}"
-
-
-class Repeating(Protocol):
-    """Do to a further graph of a module what passes did to its first ones."""
-
-    def __call__(self, module: nn.Module, variant: Variant, call: Call) -> tuple[Variant, Mapping[str, nn.Module]]:
-        """Return the rewritten graph, and the children by name that the module has to have for it.
-
-        Args:
-            module: is only read.
-            variant: of the module, as it was captured.
-            call: one that it holds for, with all calls inside it; it is not changed.
-
-        Raises:
-            MatchFailure: if the graph must stay as it is.
-            Exception: whatever goes wrong in the user's code or in a pass.
-        """
-        ...
+_ADD = "Add this call to example_inputs, or record it with fxopt.recording"
+_AGAIN = "Set it before fxopt.optimize or fxopt.capture"
+_DROPPED = "most calls decided otherwise by the data in a tensor: the graph was dropped"
 
 
 @dataclass
 class Fallback:
-    """Count what happened to one module since the model was handed over.
+    """Count what happened to one module since the model was handed over, and warn of it once for each guard.
 
     Attributes:
         name: the module's qualified name.
-        graphs: how many graphs it may have; a call that none fits makes one more up to there.
-        repeating: rewrites further graphs as the first ones were; None where no pass left what can be repeated.
     """
 
     name: str
-    graphs: int
-    repeating: Repeating | None = None
 
     # Most modules never need any of these: they are made on first use.
 
     @cached_property
     def misses(self) -> Counter[str]:
-        """Count calls by the guards that failed."""
+        """Count the calls that ran the module's own forward, by the guards that failed."""
         return Counter()
 
     @cached_property
-    def captured(self) -> Counter[str]:
-        """Count the graphs made for such calls, by the guards that failed."""
+    def refused(self) -> Counter[str]:
+        """Count the calls that raised GuardError, by the guards that failed."""
         return Counter()
 
     @cached_property
-    def rewritten(self) -> Counter[str]:
-        """Count those of these graphs that were rewritten, by the guards that failed."""
-        return Counter()
-
-    @cached_property
-    def failures(self) -> dict[str, str]:
-        """Hold why capturing such a call failed, by the guards that failed; it is not tried again."""
+    def notes(self) -> dict[str, str]:
+        """Hold what came of misses besides, by the guards that failed."""
         return {}
 
     @cached_property
     def slices(self) -> SharedSlices:
-        """Hold slices of stacked tensors, for calls in which the members run one by one."""
+        """Hold slices of stacked tensors, for calls in which the members of an ensemble run one by one."""
         return SharedSlices()
 
-    def may_capture(self, reason: str, present: int) -> bool:
-        """Say whether a call that failed for `reason` may make a graph, the module having `present` of them.
+    def note(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
+    ) -> None:
+        """Count a call, and warn of the first; a graph goes whose check of data mostly misses."""
+        self.misses[reason] += 1
+        if tally is not None and tally.is_hopeless():
+            self.notes[reason] = _DROPPED
+            drop_variants(module, lambda variant: _checks(variant, reason), _DROPPED)
+        elif tally is None and self.misses[reason] == 1:
+            advice = f"{_ADD}: {_described(args, kwargs)}" if required_capture(module).variants else _AGAIN
+            warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 
-        Graphs that were dropped again count: an attribute that is set before each call would make one each time.
-        """
-        return reason not in self.failures and max(present, self.captured.total()) < self.graphs
+    def during_call(self) -> AbstractContextManager[None]:
+        """Let the members of an ensemble share the slices of their stacked tensors."""
+        return self.slices.during_call()
+
+    def refuse(self, module: nn.Module, reason: str) -> str:
+        """Count a call that raises GuardError, and return what to call the module."""
+        self.refused[reason] += 1
+        return self._which(module)
+
+    def _which(self, module: nn.Module) -> str:
+        return f"module {self.name or '(root)'!r} ({type(module).__name__})"
 
     def report(self) -> Iterator[Miss]:
         """Yield what happened, by guard."""
         for guard, calls in self.misses.items():
-            failure = self.failures.get(guard, "")
-            yield Miss(self.name, guard, calls, self.captured[guard], failure, self.rewritten[guard])
+            yield Miss(self.name, guard, calls, note=self.notes.get(guard, ""))
+        for guard, calls in self.refused.items():
+            yield Miss(self.name, guard, calls, refused=True)
+
+
+def _checks(variant: Variant, reason: str) -> bool:
+    checks = variant.graph.find_nodes(op="call_function", target=require)
+    return any(check.args[2] == reason for check in checks)
+
+
+def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments of a call in short, tensors as their shapes."""
+    positional, named = map_leaves(_Short, (tuple(args), dict(kwargs)))
+    return f"({', '.join([*map(repr, positional), *(f'{name}={value!r}' for name, value in named.items())])})"
+
+
+class _Short:
+    """Print a value in a few letters."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        if isinstance(self._value, Tensor):
+            return f"{type(self._value).__name__}{list(self._value.shape)}"
+        plain = isinstance(self._value, (bool, int, float, str, type(None)))
+        text = repr(self._value) if plain else type(self._value).__name__
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST = 40
 
 
 def fallback_of(module: nn.Module) -> Fallback | None:
     """Return what happened to a module since its model was handed over; None before, and for what has no graph."""
-    return module.__dict__.get(_KEY)
+    return module.__dict__.get(HANDLER)
 
 
-def release(names: ModelNames, graphs: int) -> None:
-    """Hand a model over to its user: from now on its modules capture what they have no graph for.
+def release(names: ModelNames) -> None:
+    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for.
 
     Args:
         names: of the model, captured, and rewritten as far as it will be.
-        graphs: how many graphs a module may have.
     """
     for name, module in names.modules.items():
         if capture_of(module) is not None and names.name(module) == name:
-            module.__dict__[_KEY] = Fallback(name, graphs)
+            module.__dict__[HANDLER] = Fallback(name)
 
 
-def hold(model: nn.Module) -> dict[nn.Module, Repeating]:
-    """Take a model back from its user, to work on it: its modules capture nothing by themselves any more.
+def hold(model: nn.Module) -> None:
+    """Take a model back from its user, to work on it; what its modules told so far is forgotten.
 
     Graphs of modules at rest go where they are not what these would run from any more.
-
-    Returns:
-        What was repeated on the further graphs of each module, so far.
     """
-    repeated: dict[nn.Module, Repeating] = {}
     for module in all_modules(model):
-        fallback: Fallback | None = module.__dict__.pop(_KEY, None)
-        if fallback is not None and fallback.repeating is not None:
-            repeated[module] = fallback.repeating
+        module.__dict__.pop(HANDLER, None)
         if capture_of(module) is None:
             uninstall(module)
-    return repeated
 
 
 def misses_in(modules: Iterable[nn.Module]) -> list[Miss]:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..compat import untraceable_entries
-from .exclusive import alone
 from .functions import patch_checks, patch_functions, patch_leaf_functions
 from .proxy import proxies_in
 from .record import calls_intercepted
+from .redirect import patching
 from .switches import patch_contexts
 from .tracer import ModuleTracer, TracingSession
 
@@ -40,7 +40,7 @@ def tracing_session(modules: Iterable[nn.Module]) -> Generator[TracingSession]:
     Args:
         modules: those that will be traced, and all that are inside them.
     """
-    with alone():
+    with patching:
         session = _idle.pop() if _idle else None
         if session is None or not session.is_current():
             session = _prepared()

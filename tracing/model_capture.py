@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from .agreement import disagreeing, expectations
 from .captured import capture_of, install, uninstall
 from .capturing import Captures, Opaque, capture_modules
 from .inputs import Inputs, normalize_inputs
+from .leaves import is_container, is_leaf
 from .names import ModelNames, is_meta
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, record
@@ -55,6 +57,8 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
     with in_phase(model, training):
         state = ModelState(model)
         recording = record(model, inputs, state=state, exact=False) if inputs else None
+        if recording is not None:
+            _record_other_mode(model, names, inputs, recording)
         with restoring(state):
             found = capture_modules(names, recording)
         if recording is None:
@@ -64,12 +68,21 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
         if found.uncertain and not recording.is_exact():
             # Where forwards work in place, the numbers recorded are what became of them.
             recording = record(model, inputs, state=state)
+            _record_other_mode(model, names, inputs, recording)
             with restoring(state):
                 found = capture_modules(names, recording)
         found.captured = rested_inside_askers(names, found.captured)
         _install_checked(model, names, found, inputs, recording, state)
         recording.forget()
     return found
+
+
+def _record_other_mode(model: nn.Module, names: ModelNames, inputs: tuple[Inputs, ...], recording: Recording) -> None:
+    """Record the modules that are called in the other mode only, where the model runs in that mode at all."""
+    uncalled = [m for m in names.distinct if m not in recording.calls and not (is_leaf(m) or is_container(m))]
+    if uncalled:
+        with in_phase(model, not model.training), contextlib.suppress(InputError):
+            recording.calls.update(record(model, inputs, uncalled, exact=False).calls)
 
 
 def _install(names: ModelNames, found: Captures) -> None:

@@ -214,12 +214,6 @@ class ModelState:
         """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
         self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
 
-    def assigning(self) -> dict[nn.Module, frozenset[str]]:
-        """Return, by module, the names of the attributes that were set since; buffers and parameters do not count."""
-        if self._namespaces.are_same() and self._containers.are_same():
-            return {}
-        return self._assigned()
-
     def _assigned(self) -> dict[nn.Module, frozenset[str]]:
         pairs = zip(self.modules, self._attributes, strict=True)
         return {module: names for module, state in pairs if (names := state.assigned())}

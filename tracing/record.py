@@ -15,12 +15,11 @@ from ..compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ..errors import InputError
 from .ambient import Ambient, ambient_now
 from .attribute_watch import AttributeWatch
-from .exclusive import alone, captures_fixed
 from .held_tensors import ChangeCounts, change_count
 from .inputs import Inputs
 from .objects import objects_in
 from .preserve import ModelState, memory_of, restoring
-from .redirect import redirect
+from .redirect import patching, redirect
 from .structure import aliased, are_plain, copied, map_leaves, map_tensors
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
@@ -213,7 +212,7 @@ class _Recorder:
 
     def run_preserved(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs, and put back what that changes."""
-        with captures_fixed(), restoring(state, self.recording.assigning):
+        with restoring(state, self.recording.assigning):
             self.run(model, inputs, state, grad=grad)
             self.note_changed(model, state.data.changed())
             state.check_parameters(model)
@@ -312,7 +311,7 @@ def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any
     def intercepted(original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return handler(original, module, args, kwargs)
 
-    with alone():
+    with patching:
         end = redirect(cast("Any", nn.Module.__call__), intercepted)
         try:
             yield

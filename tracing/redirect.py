@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["redirect"]
+__all__ = ["patching", "redirect"]
+
+patching = threading.RLock()
+"""Held by the thread that patches torch, in `capture` and `optimize` alone; a thread may take it several times."""
 
 
 def _entry(*args: Any, fxopt_handler: Callable[..., Any], **kwargs: Any) -> Any:

@@ -10,7 +10,14 @@ from torch import nn
 from .capture import Capture, Variant, required_capture
 from .sources import reader
 
-__all__ = ["call_names", "explain_miss", "select"]
+__all__ = ["call_names", "explain_miss", "fitting", "select"]
+
+
+def fitting(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Variant]:
+    """Return the variants whose guards hold for a call, in their order; what they check on the way may not."""
+    capture = required_capture(module)
+    names = call_names(module, capture, args, kwargs)
+    return [variant for variant in capture.variants if all(guard.holds(names) for guard in variant.guards)]
 
 
 def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:

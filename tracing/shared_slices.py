@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, own_parameters, version_of
 
-__all__ = ["SharedSlices", "sharing", "unshared"]
+__all__ = ["SharedSlices", "sharing"]
 
 
 @dataclass(slots=True)
@@ -39,28 +39,30 @@ class _Cut:
     tracked: bool
     slices: tuple[Tensor, ...]
 
-    def holds(self) -> bool:
-        """Say whether the slices are still what the parameter is made of, and gradients flow if they are wanted."""
-        if self.version != version_of(self.stacked) or not (self.tracked or not torch.is_grad_enabled()):
-            return False
-        return self.registry.get(self.name) is self.stacked
-
     def is_still_there(self) -> bool:
-        """Say whether slices that no gradients flow from can be given out in another call."""
+        """Say whether the slices can be given out in another call."""
         stacked, first = self.stacked, self.slices[0]
         same = self.registry.get(self.name) is stacked and self.address == stacked.data_ptr() and stacked.grad is None
-        return same and stacked.dtype is first.dtype and stacked.shape[1:] == first.shape
+        # Autograd follows no change in place from the whole to slices that were cut before.
+        linked = not self.tracked or (
+            self.version == version_of(stacked) and stacked.requires_grad == first.requires_grad
+        )
+        return same and linked and stacked.dtype is first.dtype and stacked.shape[1:] == first.shape
+
+
+_Kept = dict[tuple[int, str, bool], _Cut]
+"""By the `id` of the module that holds the parameter, name, and whether gradients flow from the slices."""
 
 
 class SharedSlices:
     """Let members of an ensemble that run one by one share what was cut of their stacked parameters.
 
-    With gradients these are cut anew in each call; autograd then has one node, not one for each member, whose backward
-    would fill a tensor of the size of all. Without, they are kept from call to call; copies keep nothing.
+    Autograd then has one node, not one for each member, whose backward would fill a tensor of the size of all. The
+    slices are kept from call to call while the parameter is the same, and has no gradient; copies keep nothing.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], _Cut] = {}
+        self._kept: _Kept = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedSlices, ()
@@ -79,14 +81,18 @@ class SharedSlices:
 
 
 class _SharingCall:
-    """What was cut so far in a call, by `id` of the module that holds the parameter, and name.
+    """What was cut so far in a call, by the module that holds the parameter, and name.
 
     Args:
-        kept: what was cut in earlier calls without gradients.
+        kept: what was cut in earlier calls.
+
+    Attributes:
+        cuts: who reads one makes sure that the slices are still what the parameter is made of (`stacked` is in the
+            `registry`, at that `version`), and are `tracked` if gradients are wanted; else `cut` gives others.
     """
 
-    def __init__(self, kept: dict[tuple[int, str], _Cut]) -> None:
-        self.cuts: dict[tuple[int, str], _Cut] = {}
+    def __init__(self, kept: _Kept) -> None:
+        self.cuts: dict[nn.Module, dict[str, _Cut]] = {}
         self._kept = kept
 
     def cut(self, store: nn.Module, name: str) -> _Cut | None:
@@ -95,20 +101,20 @@ class _SharingCall:
         stacked = registry.get(name)
         if stacked is None or stacked.is_inference():  # such a tensor does not count its changes
             return None
-        place, tracked = (id(store), name), torch.is_grad_enabled()
-        plain = not tracked and type(stacked) is nn.Parameter
+        tracked, plain = torch.is_grad_enabled(), type(stacked) is nn.Parameter
+        place = id(store), name, tracked
         cut = self._kept.get(place) if plain else None
         if cut is not None and cut.store is store and cut.is_still_there():
             cut.version = version_of(stacked)
         else:
-            slices = (stacked.detach() if plain else stacked).unbind(0)
+            slices = (stacked.detach() if plain and not tracked else stacked).unbind(0)
             address, gradient = stacked.data_ptr() if plain else 0, stacked.grad
             cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, slices)
             for member, part in zip(slices, () if gradient is None else gradient.unbind(0), strict=False):
                 member.grad = part
             if plain and gradient is None:  # one that is kept would be held after `zero_grad`
                 self._kept[place] = cut
-        self.cuts[place] = cut
+        self.cuts.setdefault(store, {})[name] = cut
         return cut
 
 
@@ -118,13 +124,3 @@ class _Local(threading.local):
 
 sharing = _Local()
 """The call of this thread that members share slices in; None outside of one."""
-
-
-@contextmanager
-def unshared() -> Generator[None]:
-    """Let nothing be shared for a while: what is traced, or runs on stand-ins, is no part of the call."""
-    outer, sharing.call = sharing.call, None
-    try:
-        yield
-    finally:
-        sharing.call = outer

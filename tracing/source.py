@@ -50,7 +50,7 @@ class Code:
 
 
 def generate(signature: Signature, variants: Sequence[Variant], *, restarts: bool = True, refuse: bool = False) -> Code:
-    """Write the forward that runs the first of `variants` whose guards hold, and the module's own otherwise.
+    """Write the forward that runs the first of `variants` whose guards and checks hold, and the module's own otherwise.
 
     Args:
         signature: of the module's own forward.
@@ -60,22 +60,30 @@ def generate(signature: Signature, variants: Sequence[Variant], *, restarts: boo
     """
     names = _Names({p.name for p in signature.parameters}, variants)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
-    miss = f"return self._fxopt_{'refuse' if refuse else 'miss'}({forwarding})"
-    restart = f"return self._fxopt_{'refuse_' if refuse else ''}restart(miss{', ' if forwarding else ''}{forwarding})"
-    lines = [f"def forward({signature.header}):"]
+    refuses, missed = "refuse" if refuse else "", names.fresh("missed")
+    miss = [f"return self._fxopt_{refuses or 'miss'}({forwarding})"]
+    restart = f"return self._fxopt_{refuses and 'refuse_'}restart({', '.join(filter(None, (missed, forwarding)))})"
+    lines: list[str] = []
+    if restarts and any(_checks_something(variant) for variant in variants[:-1]):
+        lines.append(f"{missed} = None")
+        miss.insert(0, f"if {missed} is not None: {restart}")
     for variant in variants:
-        body = _variant(variant, names, restart if restarts else None)
+        is_last = variant is variants[-1]
+        body = _Body(variant, names).lines()
+        if restarts and _checks_something(variant):
+            body = _restarting(variant, names, body, missed, restart if is_last else "")
         asked, condition = fits(variant.guards, names.fresh, names.name)
-        lines += [f"    {line}" for line in asked]
-        if variant is variants[-1]:
-            if condition:
-                lines += [f"    if not ({condition}):", f"        {miss}"]
-            lines += [f"    {line}" for line in body]
+        lines += asked
+        if not is_last:
+            lines += [f"if {condition or True}:", *_indented(body)]
         else:
-            lines += [f"    if {condition or True}:", *(f"        {line}" for line in body)]
-    if not variants:
-        lines.append(f"    {miss}")
-    return Code("\n".join(lines) + "\n", names.objects)
+            lines += [*([f"if not ({condition}):", *_indented(miss)] if condition else []), *body]
+    text = "\n".join([f"def forward({signature.header}):", *_indented(lines if variants else miss)])
+    return Code(f"{text}\n", names.objects)
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 @dataclass
@@ -121,21 +129,23 @@ def _hint(value: Any) -> str:
     return repr(value).rpartition(".")[2] if isinstance(value, (torch.dtype, torch.layout)) else type(value).__name__
 
 
-def _variant(variant: Variant, names: _Names, restart: str | None) -> list[str]:
-    """Write one graph; where it checks something on the way, a miss starts over with the module's own forward."""
-    body = _Body(variant, names).lines()
-    if restart is None or not any(map(_checks, variant.graph.nodes)):
-        return body
+def _restarting(variant: Variant, names: _Names, body: list[str], missed: str, restart: str) -> list[str]:
+    """Write one graph that checks something on the way; after a miss the next graph is tried, or `restart` runs."""
     drawn = _drawn_before_checks(variant.graph)
     state = names.fresh("generators")
     return [
         *([f"{state} = {names.name(generators_now)}(host={'host' in drawn})"] if drawn else []),
         "try:",
-        *(f"    {line}" for line in body),
+        *_indented(body),
         f"except {names.name(GuardMiss)} as miss:",
         *([f"    {names.name(take_back)}({state})"] if drawn else []),
-        f"    {restart}",
+        f"    {missed} = miss.with_traceback(None)",  # that holds this frame, which holds the exception
+        *([f"    {restart}"] if restart else []),
     ]
+
+
+def _checks_something(variant: Variant) -> bool:
+    return any(map(_checks, variant.graph.nodes))
 
 
 def _checks(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from .regions import ContextRegion
 from .signature import Signature
 from .sources import SELF, Constant, Source, key_of, module_at
 
-__all__ = ["closed", "counting", "mark", "opened", "with_regions"]
+__all__ = ["closed", "mark", "opened", "with_regions"]
 
 
 def opened() -> None:
@@ -87,10 +87,10 @@ def with_regions(module: nn.Module, variants: Sequence[Variant]) -> tuple[list[V
     cut = [
         _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v for v in variants
     ]
-    return [counting(variant, len(plans)) for variant in cut] if plans else cut, plans
+    return [_counting(variant, len(plans)) for variant in cut] if plans else cut, plans
 
 
-def counting(variant: Variant, more: int) -> Variant:
+def _counting(variant: Variant, more: int) -> Variant:
     """Let a guard on the number of a module's children count its regions."""
     return dataclasses.replace(variant, guards=tuple(_with_more(guard, more) for guard in variant.guards))
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.tracing.fallback import misses_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,21 +41,46 @@ def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL, state_size=8))
 
 
+def _generated(model: Any, prompt: torch.Tensor, sampled: bool) -> torch.Tensor:
+    torch.manual_seed(3)
+    return model.generate(prompt, do_sample=sampled, max_new_tokens=10, min_new_tokens=10)
+
+
+def _captured(model: nn.Module, calls: list[fxopt.Inputs]) -> nn.Module:
+    return fxopt.capture(model, calls).model
+
+
+def _optimized(model: nn.Module, calls: list[fxopt.Inputs]) -> nn.Module:
+    return fxopt.optimize(model, "inference", example_inputs=calls, measure=False)
+
+
 @pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_generated_tokens_are_the_same(make: Callable[[], nn.Module], sampled: bool):
+    """Most calls inside fit no graph: the original forwards run."""
     model: Any = make().eval()
     prompt = torch.randint(3, 99, (2, 7))
     call = {"input_ids": prompt}
     if make is t5:
         call["decoder_input_ids"] = torch.randint(3, 99, (2, 5))
     fast: Any = fxopt.optimize(model, "inference", example_inputs=call, measure=False)
-    tokens = []
-    for each in (model, fast):
-        torch.manual_seed(3)
-        tokens.append(each.generate(prompt, do_sample=sampled, max_new_tokens=10, min_new_tokens=10))
-    assert tokens[0].shape[1] >= 10
-    assert torch.equal(*tokens)
+    assert torch.equal(_generated(fast, prompt, sampled), _generated(model, prompt, sampled))
+
+
+@pytest.mark.parametrize(
+    ("make", "run"), [(gpt2, _captured), (llama, _captured), (t5, _captured), (mamba, _captured), (llama, _optimized)]
+)
+def test_a_recorded_run_generates_from_graphs(make: Callable[[], nn.Module], run: Callable[..., Any]):
+    model: Any = make().eval()
+    # A Mamba counts the steps of its prompt in a loop.
+    first, second = torch.randint(3, 99, (2, 7)), torch.randint(3, 99, (3, 7 if make is mamba else 5))
+    with fxopt.recording(model) as calls:
+        _generated(model, first, sampled=False)
+    assert 2 <= len(calls) <= 4  # a prompt, and steps: not one for each token
+    fast = run(model, calls)
+    for prompt, sampled in ((first, False), (second, False), (second, True)):
+        assert torch.equal(_generated(fast, prompt, sampled), _generated(model, prompt, sampled))
+    assert misses_in(fast.modules()) == []
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, t5])

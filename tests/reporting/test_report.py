@@ -117,7 +117,7 @@ def test_hostile_names_cannot_move_the_cursor_or_change_colours():
 def test_json_is_json_and_has_a_version():
     shown = report(APPLIED, decision("undone", figures={"speedup": float("nan")}), timings={"before_ms": 1.0})
     data = json.loads(json.dumps(shown.to_json(), allow_nan=False))
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert data["pipeline"] == ["fuse_ensembles"]
     assert data["decisions"][0]["figures"]["speedup"] == 63.14
     assert data["decisions"][1]["figures"]["speedup"] is None

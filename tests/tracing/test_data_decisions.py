@@ -237,24 +237,24 @@ def test_lengths_of_tensors_are_values(agree, misses):
 def test_where_most_calls_miss_the_graph_is_dropped():
     model = model_of(decides)
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast), 4)
+    release(ModelNames(fast))
     for _ in range(40):
         assert torch.equal(fast(-X), model(-X))
     assert torch.equal(fast(X), model(X))
     (miss,) = misses_in(fast.modules())
     assert miss.calls == 16
-    assert "dropped" in miss.failure
+    assert "dropped" in miss.note
 
 
 def test_where_few_calls_miss_the_graph_stays():
     model = model_of(decides)
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast), 4)
+    release(ModelNames(fast))
     for number in range(100):
         x = X if number % 3 else -X
         assert torch.equal(fast(x), model(x))
     (miss,) = misses_in(fast.modules())
-    assert (miss.calls, miss.captured, miss.failure) == (34, 0, "")
+    assert (miss.calls, miss.note) == (34, "")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

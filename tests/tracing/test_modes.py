@@ -59,6 +59,22 @@ def test_half_train_half_eval(agree, misses):
     agree(model, X, X2)
 
 
+class CallsByMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = DecidingTraining(), SymbolicTraining()
+
+    def forward(self, x):
+        return self.b(self.a(x)) if self.training else self.a(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_children_that_one_mode_calls_have_graphs(agree, misses, training):
+    program = agree(CallsByMode().train(training), X, X2)
+    assert misses(program) == 0
+    assert set(program.captures) == {"", "a", "b"}
+
+
 class GradDecides(nn.Module):
     def forward(self, x):
         if torch.is_grad_enabled():

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from ...errors import MatchFailure
-from ...layers.members import separate
 from ...passes.analyses import TensorOwners, is_on_meta
 from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ...passes.owners import Owner, owner_of
@@ -31,7 +30,6 @@ from .stacking import common_name, fuse, tensor_of
 
 if TYPE_CHECKING:
     from ...passes.edit import Edit
-    from ...passes.state_map import StateStep
     from ...tracing.program import Program
 
 __all__ = ["FuseEnsembles", "Lowering"]
@@ -114,7 +112,6 @@ class FuseEnsembles(Pass):
             choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
             kind=_kind(ensemble, program.module(home)),
-            tensors=frozenset(name for operand in ensemble.parameters for name in operand.names),
         )  # fmt: skip
 
     def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
@@ -127,9 +124,6 @@ class FuseEnsembles(Pass):
 
     def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         fuse(sites, edit)
-
-    def revert(self, home: nn.Module, steps: Sequence[StateStep]) -> None:
-        separate(home, dict.fromkeys(target.partition(".")[0] for step in steps for target in step.targets))
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------

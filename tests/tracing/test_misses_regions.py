@@ -1,4 +1,4 @@
-"""Calls that no graph fits, of forwards that open contexts or are given objects: captured again like any other."""
+"""Calls that no graph fits, of forwards that open contexts or are given objects: the original forward answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import fxopt
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.fallback import fallback_of
-from fxopt.tracing.regions import ContextRegion
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -64,14 +63,13 @@ def test_contexts(cls: type[nn.Module], training: bool) -> None:
             assert (mine is None) == (other is None)
             if mine is not None and other is not None:
                 torch.testing.assert_close(mine, other)
-    assert sum(fallback_of(fast).captured.values()) == 1 and sum(fallback_of(fast).misses.values()) == 1
-    assert len(capture_of(fast).variants) == 2
-    assert any(isinstance(child, ContextRegion) for child in fast.children())
+    assert sum(fallback_of(fast).misses.values()) == 6
+    assert len(capture_of(fast).variants) == 1
     assert list(fast.state_dict()) == names
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         reference = copy.deepcopy(model)
         assert torch.equal(other(X, True), reference(X, True))
-        assert not [miss for miss in fallback_of(other).misses if fallback_of(other).misses[miss] > 1]
+        assert sum(fallback_of(other).misses.values()) == 7
 
 
 def test_a_child_replaced_afterwards_is_seen_inside_of_a_context() -> None:
@@ -121,9 +119,7 @@ def test_objects() -> None:
             torch.testing.assert_close(fast(X, mine, double), model(X, other, double))
             assert mine.calls == other.calls == count and len(mine.kept) == len(other.kept) == count
             assert all(map(torch.allclose, mine.kept, other.kept))
-    misses = fallback_of(fast)
-    assert sum(misses.captured.values()) >= 1
-    assert not any("argument" in failure for failure in misses.failures.values())
+    assert sum(fallback_of(fast).misses.values()) >= 1
 
 
 class Writes(nn.Module):
@@ -149,14 +145,12 @@ def filled(cls: type[Grown]) -> Grown:
     return grown
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"), [(Grown, "it changes tensors in an object"), (Locked, "an argument is a Locked")]
-)
-def test_objects_that_cannot_be_put_back(cls: type[Grown], reason: str) -> None:
+@pytest.mark.parametrize("cls", [Grown, Locked])
+def test_objects_that_cannot_be_put_back(cls: type[Grown]) -> None:
     model = Writes()
     fast: Any = fxopt.capture(copy.deepcopy(model), [(X, filled(Grown))]).model
     mine, other = filled(cls), filled(cls)
     for double in (True, True, True):
         assert torch.equal(fast(X, mine, double), model(X, other, double))
         assert torch.equal(mine.kept[0], other.kept[0])
-    assert [failure for failure in fallback_of(fast).failures.values() if reason in failure]
+    assert sum(fallback_of(fast).misses.values()) == 3
