@@ -15,12 +15,11 @@ from torch.fx.node import Argument
 from ..errors import CaptureError, MatchFailure
 from ..operators import derived
 from ..tracing.capture import required_capture
-from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
-from ..tracing.guards import Truth
+from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.guards import in_evaluation
 from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
-from ..tracing.sources import attribute_at
 from .effects import has_effects
 from .foreign import run_function
 from .owners import owner_of
@@ -170,21 +169,17 @@ class Edit:
         self.sign(node)
         return node
 
-    def derive(
-        self, function: Callable[..., Any], tensors: Sequence[str], *, before: fx.Node | None = None
-    ) -> list[fx.Node]:
+    def derive(self, function: Callable[..., Any], tensors: Sequence[str]) -> list[fx.Node]:
         """Add tensors made of the model's own and kept until these change; see `Derived` and `hold_in_evaluation`.
 
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
             tensors: names of parameters and buffers, qualified from the home module.
-            before: where the nodes go, one for each tensor that the function gives; by default to the beginning.
         """
         originals = [operator.attrgetter(name)(self.home) for name in tensors]
         target = derived(function, len(originals))
-        with torch.no_grad():
-            made = target(*originals)
-        anchor = before or _behind_operands(self.graph, ())
+        made = torch.no_grad()(target)(*originals)
+        anchor = _behind_operands(self.graph, ())
         reads = [self.get_attr(name, before=anchor) for name in tensors]
         for node, original in zip(reads, originals, strict=True):
             node.meta["parameter" if isinstance(original, nn.Parameter) else "buffer"] = True
@@ -199,7 +194,7 @@ class Edit:
         self._own_graph()
         variants, number = required_capture(self.home).variants, self.site.variant
         reason = f"{self.pass_name} rewrote it for evaluation"
-        asked = [Guard(attribute_at(f"{name}.training"), Truth(False), reason) for name in children]
+        asked = (in_evaluation(name, reason) for name in children)
         guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
         variants[number] = dataclasses.replace(variants[number], guards=guards)
         self.trainable = True
@@ -402,5 +397,4 @@ def _check_targets(graph: fx.Graph, home: nn.Module) -> None:
         if node.op == "call_module":
             home.get_submodule(str(node.target))
         elif node.op == "get_attr":
-            path, _, last = str(node.target).rpartition(".")
-            getattr(home.get_submodule(path), last)
+            operator.attrgetter(str(node.target))(home)

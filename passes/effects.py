@@ -15,7 +15,7 @@ from ..tracing.dynamic import user_class
 from ..tracing.guards import require
 from ..tracing.likeness import Likeness
 from ..tracing.meta import TensorMeta
-from .opening import unmet_guard
+from .inlining import unmet_guard
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

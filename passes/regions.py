@@ -21,7 +21,7 @@ from ..tracing.signature import Signature
 from ..tracing.sources import Argument
 from ..tracing.structure import map_structure
 from .edit import Edit
-from .opening import unmet_guard
+from .inlining import unmet_guard
 
 __all__ = ["Region", "inline", "outline"]
 

@@ -21,6 +21,7 @@ from .sources import (
     Source,
     Term,
     Writer,
+    attribute_at,
     constant,
     is_training,
     key_of,
@@ -41,6 +42,7 @@ __all__ = [
     "Tally",
     "Truth",
     "equal",
+    "in_evaluation",
     "is_tensor",
     "of_class",
     "require",
@@ -227,6 +229,11 @@ def of_class(source: Source, cls: type[Any], reason: str) -> Guard:
 def is_tensor(source: Source, expected: bool, reason: str) -> Guard:
     """Return a guard on whether a value is a tensor."""
     return Guard(Call(_ISINSTANCE, (source, Known(Tensor))), Truth(expected), reason)
+
+
+def in_evaluation(module: str, reason: str) -> Guard:
+    """Return a guard on the mode of a module inside, by its qualified name: it is in evaluation."""
+    return Guard(attribute_at(f"{module}.training"), Truth(False), reason)
 
 
 # -- checks in the middle of a graph ---------------------------------------------------------------------------------

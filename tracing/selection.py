@@ -17,7 +17,7 @@ def fitting(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the variants whose guards hold for a call, in their order; what they check on the way may not."""
     capture = required_capture(module)
     names = call_names(module, capture, args, kwargs)
-    return [variant for variant in capture.variants if all(guard.holds(names) for guard in variant.guards)]
+    return [variant for variant in capture.variants if variant.fits(names)]
 
 
 def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:

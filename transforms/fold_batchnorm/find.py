@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_parameters
 from ...passes.analyses import CallSites, TensorOwners, TensorReads
-from ...passes.opening import obstacle_to_opening
+from ...passes.inlining import obstacle_to_inlining
 from ...tracing.capture import Variant, required_capture
 from ...tracing.dynamic import user_class
 from ...tracing.meta import TensorMeta
@@ -138,7 +138,7 @@ def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
     if isinstance(program.module(pair.home), Region):
         return "they are called in a region, which does not own them"
     for what, module in pair.both:
-        reason = obstacle_to_opening(module)
+        reason = obstacle_to_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
         if _kind(module) is None:

@@ -91,7 +91,7 @@ def _fold(call: Call, edit: Edit) -> None:
     fold = _fold_of(layer, cast("nn.BatchNorm1d", norm))
     tensors = [f"{call.layer.target}.{name}" for name in fold.layer_tensors]
     tensors += [f"{call.norm.target}.{name}" for name in fold.norm_tensors]
-    weight, bias = edit.derive(fold, tensors, before=call.layer)
+    weight, bias = edit.derive(fold, tensors)
     folded = _call(layer, call.layer, weight, bias, edit)
     folded.meta["source"] = call.layer.meta.get("source")
     edit.replace(call.layer, folded)

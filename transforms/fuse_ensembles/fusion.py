@@ -13,7 +13,7 @@ from ...passes.analyses import TensorOwners, is_on_meta
 from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
 from ...passes.owners import Owner, owner_of
 from ...tracing.regions import Region
-from .inlining import Case, Expansion, Operation, expand, is_chain
+from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
     Ensemble,
@@ -76,7 +76,7 @@ class FuseEnsembles(Pass):
             closed: dict[str, str] = {}
             seen: set[frozenset[Parameters]] = set()
             for case in present_cases(program, home):
-                for path, reason in _closed_families(expand(program, home, case.variant)).items():
+                for path, reason in _closed_families(inlined_graph(program, home, case.variant)).items():
                     if path not in closed:
                         closed[path] = reason
                         yield Refusal(reason, _qualified(home, path))
@@ -129,19 +129,19 @@ class FuseEnsembles(Pass):
 # -- what may be fused ---------------------------------------------------------------------------------------------
 
 
-def _closed_families(expansion: Expansion) -> dict[str, str]:
-    """Return container -> why the calls of its children cannot be fused, where one of several cannot be opened."""
+def _closed_families(inlined: InlinedGraph) -> dict[str, str]:
+    """Return container -> why the calls of its children cannot be fused, where one of several cannot be inlined."""
     families: dict[str, list[Operation]] = {}
-    for operation in expansion.operations:
-        if operation.name in expansion.closed or operation.name in expansion.conditional:
+    for operation in inlined.operations:
+        if operation.name in inlined.closed or operation.name in inlined.conditional:
             families.setdefault(str(operation.target).rpartition(".")[0], []).append(operation)
     closed: dict[str, str] = {}
     for path, calls in families.items():
-        first = next((call for call in calls if call.name in expansion.closed), None)
+        first = next((call for call in calls if call.name in inlined.closed), None)
         independent = len({call.level for call in calls}) < len(calls)
         call = first or (calls[0] if independent else None)
         if path and call is not None:
-            reason = expansion.closed.get(call.name) or expansion.conditional[call.name]
+            reason = inlined.closed.get(call.name) or inlined.conditional[call.name]
             closed[path] = f"member {str(call.target).rpartition('.')[2]} cannot be fused: {reason}"
     return closed
 
@@ -183,8 +183,8 @@ def _casts(owner: Owner, around: int = 0) -> bool:
 
 
 def _order_obstacle(place: Place) -> str | None:
-    ensemble, expansion, inside = place.ensemble, place.expansion, place.covered
-    writing = [operation for operation in expansion.writes if operation not in inside]
+    ensemble, inlined, inside = place.ensemble, place.inlined, place.covered
+    writing = [operation for operation in inlined.writes if operation not in inside]
     for pack in ensemble.packs:
         first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
         if any(first < write.index < last for write in writing):
@@ -211,9 +211,9 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     other = used_by(program, home, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
-    trained = [place.expansion for place in places if place.is_for(training=True, now=module.training)]
+    trained = [place.inlined for place in places if place.is_for(training=True, now=module.training)]
     reach = program.analyses[GradientReach]
-    if any(len(set(reach.reached(expansion, members))) > 1 for expansion in trained):
+    if any(len(set(reach.reached(inlined, members))) > 1 for inlined in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
     return None, None
 

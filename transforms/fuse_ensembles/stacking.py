@@ -67,15 +67,15 @@ def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
     site = located[0].site
     edit.set_variants(*rewritten_variants(rows, graphs, required_capture(site.program.module(site.home)).variants))
     for each, (store, stored, _) in zip(located, stacks, strict=True):
-        opened = [path for place in each.places for path in place.opened(edit.home)]
-        _close(_views(stored, store), opened, edit, store)
+        inlined = [path for place in each.places for path in place.inlined_modules(edit.home)]
+        _close(_views(stored, store), inlined, edit, store)
 
 
 def _lowered(
     row: Sequence[Place], located: Sequence[_Located], names: Sequence[Mapping[tuple[str, ...], str]], edit: Edit
 ) -> fx.Graph:
     """Return a graph of the home with the ensembles in it written as batched operations."""
-    site, expansion = located[0].site, row[0].expansion
+    site, inlined = located[0].site, row[0].inlined
     units: list[Unit] = []
     covered: set[Operation] = set()
     for place, each, stacked in zip(row, located, names, strict=True):
@@ -83,7 +83,7 @@ def _lowered(
         with edit.at(each.site):
             units += [_of_site(u, each.site, edit) for u in (*each.rule.write(task), *leaving_units(task))]
         covered |= task.covered
-    return rebuild(site.program.graph(site.home, row[0].case.variant), expansion, units, covered)
+    return rebuild(site.program.graph(site.home, row[0].case.variant), inlined, units, covered)
 
 
 def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
@@ -101,7 +101,7 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
 
 def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
     name = f"vectorized_{common_name(place.ensemble, edit.owner)}".replace(".", "_")
-    return Task(place.ensemble, names, lambda module: edit.add_module(module, name=name), place.expansion.may_restart)
+    return Task(place.ensemble, names, lambda module: edit.add_module(module, name=name), place.inlined.may_restart)
 
 
 def _located(site: Site, edit: Edit) -> _Located:
@@ -137,7 +137,7 @@ class _Members:
 
 
 def _written_out(name: str) -> str:
-    """Return the name that an operation inside an opened call gets as a node of the home."""
+    """Return the name that an operation inside an inlined call gets as a node of the home."""
     return name.replace("/", "_")
 
 
@@ -184,19 +184,19 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
     return views
 
 
-def _close(views: _Views, opened: Iterable[str], edit: Edit, store: FusedMembers) -> None:
-    """Leave views of what was stacked, and refuse changes to members and opened modules that would have no effect."""
+def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMembers) -> None:
+    """Leave views of what was stacked, and refuse changes to members and inlined modules that would have no effect."""
     owner = edit.owner
     views = {owner.path(path): slices for path, slices in views.items()}
-    seals, opened = _parents(views), dict.fromkeys(map(owner.path, opened))
+    seals, inlined = _parents(views), dict.fromkeys(map(owner.path, inlined))
     if owner.regions:  # they would go on with the store that they borrowed
         seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
     alike: dict[frozenset[str], frozenset[str]] = {}  # members have the same settings: they share one set of names
     undo: list[Callable[[], None]] = []
     try:
-        for path in dict.fromkeys((*views, *seals, *opened)):
+        for path in dict.fromkeys((*views, *seals, *inlined)):
             module, sealed = _module(owner.module, path), seals.get(path, _NOTHING)
-            names = frozenset((*sealed, *_settings(module), "forward") if path in opened else sealed)
+            names = frozenset((*sealed, *_settings(module), "forward") if path in inlined else sealed)
             undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])

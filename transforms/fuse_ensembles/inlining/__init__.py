@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from .batchable_modules import module_signature, state_names
-from .dataflow import Expansion, Operation, is_chain
-from .inliner import expand
+from .dataflow import InlinedGraph, Operation, is_chain
+from .inliner import inlined_graph
 from .mode_guards import Case, cases_of
 
 __all__ = [
     "Case",
-    "Expansion",
+    "InlinedGraph",
     "Operation",
     "cases_of",
-    "expand",
+    "inlined_graph",
     "is_chain",
     "module_signature",
     "state_names",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ....passes.opening import unmet_guards
+from ....passes.inlining import unmet_guards
 from ....tracing.captured import Capture, Variant
 from ....tracing.guards import require
 from ....tracing.leaf_graphs import leaf_graph

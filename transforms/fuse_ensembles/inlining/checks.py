@@ -1,4 +1,4 @@
-"""The conditions of an opened module's graph, written as checks in the graph of what calls it."""
+"""The conditions of an inlined module's graph, written as checks in the graph of what calls it."""
 
 from __future__ import annotations
 

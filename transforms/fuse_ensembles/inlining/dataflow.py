@@ -1,4 +1,4 @@
-"""A module's dataflow with its children opened up, as plain records: what structural analyses read.
+"""A module's dataflow with its children inlined, as plain records: what structural analyses read.
 
 Captured children and `torch.nn` leaves are expanded into the operators they call, so that a loop over Sequentials, a
 comprehension over user classes and a line of functional calls all look the same. Nothing here changes the program;
@@ -18,7 +18,7 @@ from torch import fx
 from ....errors import CaptureError
 from ....tracing.captured import Guard
 
-__all__ = ["Expansion", "Operation", "is_chain", "operations_in"]
+__all__ = ["InlinedGraph", "Operation", "is_chain", "operations_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +39,8 @@ class Operation:
         users: the operations that read it, in order.
         example: what is known of its value: shape, dtype, device of a tensor; None where nothing is.
         mutates: whether it writes into one of its operands.
-        pattern: of what an opened module does, the operation that stands for this one in all modules of its kind.
-        form: what `forms` keeps about the operations of a pattern.
+        pattern: of what an inlined module does, the operation that stands for this one in all modules of its kind.
+        canonical: of a pattern, its canonical form once that was asked for.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Operation:
     example: Any = None
     mutates: bool = False
     pattern: Operation | None = None
-    form: Any = None
+    canonical: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.operator or self.target}>"
 
 
 @dataclass(frozen=True)
-class Expansion:
+class InlinedGraph:
     """The operations of one home graph in execution order.
 
     Attributes:
@@ -73,7 +73,7 @@ class Expansion:
         results: name of each home node -> its value: an operation, or a structure of them.
         closed: name of each module call that must stay one -> why.
         conditional: name of each module call whose graph does not hold for every call -> under what it does.
-        opened: name of each home node -> the modules that were opened to see what it calls, qualified from the home.
+        modules: name of each home node -> the modules that were inlined to see what it calls, qualified from the home.
         assumed: name of each home node -> what is taken to be the mode of modules in it, as guards of the home.
         may_restart: whether the home may run its own forward after having begun with its graph: it writes nothing.
     """
@@ -82,7 +82,7 @@ class Expansion:
     results: Mapping[str, Any]
     closed: Mapping[str, str]
     conditional: Mapping[str, str]
-    opened: Mapping[str, Sequence[str]]
+    modules: Mapping[str, Sequence[str]]
     assumed: Mapping[str, Sequence[Guard]]
     may_restart: bool
 

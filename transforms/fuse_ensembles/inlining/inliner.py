@@ -1,4 +1,4 @@
-"""Open a home's graph up: what captured children and `torch.nn` leaves compute takes the place of their calls."""
+"""Inline what a graph of a home calls: captured children and `torch.nn` leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 from .... import operators
 from ....compat import own_children
 from ....passes.effects import writes
-from ....passes.opening import obstacle_to_opening, unmet_guards
+from ....passes.inlining import obstacle_to_inlining, unmet_guards
 from ....tracing.captured import Capture, Guard, Variant, capture_of
 from ....tracing.likeness import Likeness
 from ....tracing.sources import Argument
@@ -19,37 +19,37 @@ from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
 from .checks import write_checks
-from .dataflow import Expansion, Operation, operations_in
+from .dataflow import InlinedGraph, Operation, operations_in
 from .mode_guards import child_guard, is_passed_on
 
 if TYPE_CHECKING:
     from ....tracing.program import Program
 
-__all__ = ["Expansions", "expand"]
+__all__ = ["InlinedGraphs", "inlined_graph"]
 
-_Way = tuple[Expansion, Sequence[Any], Sequence[Guard]]
-"""How a call is opened: what is inserted, what its placeholders receive, and the conditions that are passed on."""
+_Way = tuple[InlinedGraph, Sequence[Any], Sequence[Guard]]
+"""How a call is inlined: what is inserted, what its placeholders receive, and the conditions that are passed on."""
 
 _NAMED = ("call_module", "get_attr")
 """The kinds of operations whose target is a name in the module tree."""
 
 
-class Expansions:
-    """The expansions of a program, worked out once for all modules of a kind until the program changes."""
+class InlinedGraphs:
+    """The inlined graphs of a program, worked out once for all modules of a kind until the program changes."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._likeness = program.analyses[Likeness]
-        self._homes: dict[tuple[str, int, bool], Expansion] = {}
-        self._known: dict[tuple[int, fx.Graph, bool, bool], Expansion] = {}
+        self._homes: dict[tuple[str, int, bool], InlinedGraph] = {}
+        self._known: dict[tuple[int, fx.Graph, bool, bool], InlinedGraph] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
         self._obstacles: dict[int, str | None] = {}
 
     @classmethod
-    def compute(cls, program: Program) -> Expansions:
+    def compute(cls, program: Program) -> InlinedGraphs:
         return cls(program)
 
-    def of_home(self, home: str, variant: int, flipped: bool) -> Expansion:
+    def of_home(self, home: str, variant: int, flipped: bool) -> InlinedGraph:
         key = home, variant, flipped
         if key not in self._homes:
             graph = self._program.graph(home, variant)
@@ -57,20 +57,20 @@ class Expansions:
             self._homes[key] = self.of(self._program.module(home), graph, may_restart, flipped)
         return self._homes[key]
 
-    def of(self, module: nn.Module, graph: fx.Graph, may_restart: bool, flipped: bool) -> Expansion:
-        """Return the expansion of a module's graph.
+    def of(self, module: nn.Module, graph: fx.Graph, may_restart: bool, flipped: bool) -> InlinedGraph:
+        """Return the inlined form of a module's graph.
 
         Args:
             module: the module.
             graph: one of its graphs, or what a leaf calls.
             may_restart: whether what calls it, or the module itself, may start over where a check in the graph fails.
-            flipped: see `expand`.
+            flipped: see `inlined_graph`.
         """
         key = self._likeness.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
             builder.run(graph, prefix="", inputs=None, call=None)
-            self._known[key] = builder.expansion()
+            self._known[key] = builder.result()
         return self._known[key]
 
     def kind(self, module: nn.Module) -> int:
@@ -81,34 +81,34 @@ class Expansions:
         """Return why a module must stay one call, or None."""
         kind = self.kind(module)
         if kind not in self._obstacles:
-            self._obstacles[kind] = obstacle_to_opening(module)
+            self._obstacles[kind] = obstacle_to_inlining(module)
         return self._obstacles[kind]
 
 
-def expand(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> Expansion:
-    """Return the dataflow of module `home` with captured children and `torch.nn` leaves opened up.
+def inlined_graph(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> InlinedGraph:
+    """Return the dataflow of module `home` with captured children and `torch.nn` leaves inlined.
 
     Children whose graphs differ by mode are taken to be in the mode that they are in or, if `flipped`, in the other.
     """
-    return program.analyses[Expansions].of_home(home, variant, flipped)
+    return program.analyses[InlinedGraphs].of_home(home, variant, flipped)
 
 
 class _Builder:
-    def __init__(self, expansions: Expansions, root: nn.Module, may_restart: bool, flipped: bool) -> None:
-        self.expansions = expansions
+    def __init__(self, graphs: InlinedGraphs, root: nn.Module, may_restart: bool, flipped: bool) -> None:
+        self.graphs = graphs
         self.root = root
         self.may_restart = may_restart
         self.flipped = flipped
         self.operations: list[Operation] = []
         self.closed: dict[str, str] = {}
         self.conditional: dict[str, str] = {}
-        self.opened: dict[str, list[str]] = {}
+        self.modules: dict[str, list[str]] = {}
         self.assumed: dict[str, list[Guard]] = {}
         self.results: dict[str, Any] = {}
 
-    def expansion(self) -> Expansion:
-        return Expansion(
-            tuple(self.operations), self.results, self.closed, self.conditional, self.opened, self.assumed,
+    def result(self) -> InlinedGraph:
+        return InlinedGraph(
+            tuple(self.operations), self.results, self.closed, self.conditional, self.modules, self.assumed,
             self.may_restart,
         )  # fmt: skip
 
@@ -133,15 +133,15 @@ class _Builder:
         if node.target is len and isinstance(args[0], (tuple, list, dict)):
             return len(cast("Sequence[Any]", args[0]))
         if node.op == "call_module":
-            opened = self.open(node, args, kwargs, prefix, call)
-            if opened is not None:
-                return opened[0]
+            inlined = self.inline(node, args, kwargs, prefix, call)
+            if inlined is not None:
+                return inlined[0]
         return self.append(node, args, kwargs, prefix, call)
 
-    def open(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> tuple[Any] | None:
-        """Expand a module call, or say why not and return None."""
+    def inline(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> tuple[Any] | None:
+        """Inline a module call, or say why not and return None."""
         module = self.child(str(node.target))
-        obstacle = self.expansions.obstacle(module)
+        obstacle = self.graphs.obstacle(module)
         if obstacle is not None:
             self.closed[prefix + node.name] = obstacle
             return None
@@ -158,23 +158,23 @@ class _Builder:
         return (result,)
 
     def alike(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, bool, bool] | None:
-        """Return what calls that are opened alike have in common; None where constants are passed, or a value twice.
+        """Return what calls that are inlined alike have in common; None where constants are passed, or a value twice.
 
         Nothing is known of values but which argument each is: for modules of a kind it is the same.
         """
         plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
-        return (self.expansions.kind(module), len(args), self.may_restart, self.flipped) if plain else None
+        return (self.graphs.kind(module), len(args), self.may_restart, self.flipped) if plain else None
 
     def known_way(self, module: nn.Module, args: Any, kwargs: Any) -> _Way | None:
-        """Return how a call is opened, if one like it was before."""
-        known = self.expansions.ways.get(self.alike(module, args, kwargs))
+        """Return how a call is inlined, if one like it was before."""
+        known = self.graphs.ways.get(self.alike(module, args, kwargs))
         if known is None:
             return None
         inner, positions, passed_on = known
         return inner, [args[position] for position in positions], passed_on
 
     def way(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, call: str) -> _Way | None:
-        """Append what checks that a module may be opened for a call, and return how it is; None, and why, if not."""
+        """Append what checks that a module may be inlined for a call, and return how it is; None, and why, if not."""
         capture = capture_of(module)
         if capture is None:
             graph = leaf_graph_of(module)
@@ -203,21 +203,21 @@ class _Builder:
         return way if checked else self.noted(way, module, args, kwargs)
 
     def noted(self, way: _Way, module: nn.Module, args: Any, kwargs: Any) -> _Way:
-        """Keep how a call was opened for others like it."""
+        """Keep how a call was inlined for others like it."""
         alike = self.alike(module, args, kwargs)
         if alike is not None:
             inner, inputs, passed_on = way
-            self.expansions.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
+            self.graphs.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
         return way
 
-    def inside(self, module: nn.Module, graph: fx.Graph) -> Expansion:
-        return self.expansions.of(module, graph, self.may_restart, self.flipped)
+    def inside(self, module: nn.Module, graph: fx.Graph) -> InlinedGraph:
+        return self.graphs.of(module, graph, self.may_restart, self.flipped)
 
-    def insert(self, inner: Expansion, inputs: Sequence[Operation], *, prefix: str, path: str, call: str) -> Any:
+    def insert(self, inner: InlinedGraph, inputs: Sequence[Operation], *, prefix: str, path: str, call: str) -> Any:
         """Append what a called module computes; return what it outputs.
 
         Args:
-            inner: the expansion of the module.
+            inner: the inlined graph of the module.
             inputs: what its placeholders receive, in their order.
             prefix, path: what goes before the names of operations and of modules and tensors.
             call: the home's node.
@@ -233,9 +233,9 @@ class _Builder:
 
         self.closed |= {prefix + name: why for name, why in inner.closed.items()}
         self.conditional |= {prefix + name: when for name, when in inner.conditional.items()}
-        opened = self.opened.setdefault(call, [])
-        opened.append(path)
-        opened.extend(f"{path}.{name}" for names in inner.opened.values() for name in names)
+        inlined = self.modules.setdefault(call, [])
+        inlined.append(path)
+        inlined.extend(f"{path}.{name}" for names in inner.modules.values() for name in names)
         assumed = [child_guard(guard, path) for guards in inner.assumed.values() for guard in guards]
         if assumed:
             self.assumed.setdefault(call, []).extend(assumed)
@@ -305,7 +305,7 @@ class _Builder:
 
 
 def _is_item(container: Any, index: Any) -> bool:
-    """Say whether an item is picked from a structure that an opened module returned."""
+    """Say whether an item is picked from a structure that an inlined module returned."""
     return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
 
 

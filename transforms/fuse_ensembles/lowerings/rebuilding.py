@@ -13,7 +13,7 @@ from torch import fx
 
 from ....errors import MatchFailure
 from ....tracing.structure import map_structure
-from ..inlining import Expansion, Operation
+from ..inlining import InlinedGraph, Operation
 from ..search import writes_to_fresh_value
 
 __all__ = ["Unit", "Writer", "rebuild"]
@@ -61,7 +61,7 @@ class Writer:
 
 
 def rebuild(
-    graph: fx.Graph, expansion: Expansion, replacements: Sequence[Unit], covered: Iterable[Operation]
+    graph: fx.Graph, inlined: InlinedGraph, replacements: Sequence[Unit], covered: Iterable[Operation]
 ) -> fx.Graph:
     """Return a new graph in which `replacements` stand for the `covered` operations.
 
@@ -71,9 +71,9 @@ def rebuild(
         MatchFailure: if the replacements depend on one another in a circle.
     """
     covered = set(covered)
-    opened = {operation.call for operation in covered}
+    written_out = {operation.call for operation in covered}
     needed = {key for unit in replacements for key in unit.needs}
-    units = [*replacements, *_kept(graph, expansion, covered, opened, needed)]
+    units = [*replacements, *_kept(graph, inlined, covered, written_out, needed)]
     new = fx.Graph()
     writer = Writer(new, origins=_origins(graph))
     for unit in _scheduled(units):
@@ -82,20 +82,20 @@ def rebuild(
 
 
 def _kept(
-    graph: fx.Graph, expansion: Expansion, covered: set[Operation], opened: set[str], needed: set[Hashable]
+    graph: fx.Graph, inlined: InlinedGraph, covered: set[Operation], written_out: set[str], needed: set[Hashable]
 ) -> Iterable[Unit]:
     origins = _origins(graph)
-    for operation in expansion.operations:
+    for operation in inlined.operations:
         idle = operation not in needed and _is_idle(operation, covered)
-        if operation.call in opened and operation not in covered and not idle:
+        if operation.call in written_out and operation not in covered and not idle:
             yield _operation_unit(operation, origins[operation.call])
-    last = {operation.call: operation.index for operation in expansion.operations}
-    writing = {op.call for op in expansion.operations if op.mutates and not writes_to_fresh_value(op)}
+    last = {operation.call: operation.index for operation in inlined.operations}
+    writing = {op.call for op in inlined.operations if op.mutates and not writes_to_fresh_value(op)}
     for node in graph.nodes:
-        result = expansion.results[node.name]
+        result = inlined.results[node.name]
         idle = isinstance(result, Operation) and result not in needed and _is_idle(result, covered)
-        if node.name not in opened and not idle:
-            yield _node_unit(node, expansion, last.get(node.name, 0), node.name in writing)
+        if node.name not in written_out and not idle:
+            yield _node_unit(node, inlined, last.get(node.name, 0), node.name in writing)
 
 
 def _origins(graph: fx.Graph) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def _operation_unit(operation: Operation, origin: Any) -> Unit:
     return Unit(operation.index, list(operation.inputs), [operation], emit, operation.mutates)
 
 
-def _node_unit(node: fx.Node, expansion: Expansion, order: int, mutating: bool) -> Unit:
-    needs = [leaf for source in node.all_input_nodes for leaf in _operations(expansion.results[source.name])]
-    result = expansion.results[node.name]
+def _node_unit(node: fx.Node, inlined: InlinedGraph, order: int, mutating: bool) -> Unit:
+    needs = [leaf for source in node.all_input_nodes for leaf in _operations(inlined.results[source.name])]
+    result = inlined.results[node.name]
     gives = [leaf for leaf in _operations(result) if leaf not in needs]
 
     def emit(writer: Writer) -> None:
         if node.target in (operator.getitem, len) and not gives:
             return  # an item of a structure whose items are known, or their number
-        copy = writer.graph.node_copy(node, lambda source: writer.substitute(expansion.results[source.name]))
+        copy = writer.graph.node_copy(node, lambda source: writer.substitute(inlined.results[source.name]))
         _give(result, copy, writer)
 
     return Unit(order if node.op != "output" else order + 1, needs, gives, emit, mutating)

@@ -13,8 +13,8 @@ from ....tracing.structure import map_structure
 from ..inlining import Operation
 
 __all__ = [
-    "Form",
-    "form_of",
+    "CanonicalForm",
+    "canonical_form",
     "gives_new_value",
     "may_share_memory",
     "packable",
@@ -93,8 +93,8 @@ def same_type(one: Operation, other: Operation) -> bool:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The normal form of operations of one pattern.
+class CanonicalForm:
+    """The canonical form of operations of one pattern.
 
     Attributes:
         arguments: positional and keyword arguments with slots in the place of operands; in-place flags are left out.
@@ -107,15 +107,15 @@ class Form:
     order: tuple[int, ...]
 
 
-def form_of(operation: Operation) -> Form:
-    """Return the normal form of an operation, worked out once for its pattern."""
+def canonical_form(operation: Operation) -> CanonicalForm:
+    """Return the canonical form of an operation, worked out once for its pattern."""
     pattern = operation.pattern or operation
-    if pattern.form is None:
-        pattern.form = _form(pattern)
-    return pattern.form
+    if pattern.canonical is None:
+        pattern.canonical = _canonical_form(pattern)
+    return pattern.canonical
 
 
-def _form(operation: Operation) -> Form:
+def _canonical_form(operation: Operation) -> CanonicalForm:
     places: dict[Operation, int] = {}
     for place, read in enumerate(operation.inputs):
         places.setdefault(read, place)
@@ -128,7 +128,7 @@ def _form(operation: Operation) -> Form:
         return Slot(len(order) - 1)
 
     arguments = map_structure(_bound(operation), slot)
-    return Form(arguments, repr(arguments), tuple(order))
+    return CanonicalForm(arguments, repr(arguments), tuple(order))
 
 
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,7 +174,7 @@ def same_shape(one: Operation, other: Operation, depth: int = 64) -> bool:
     if one.kind != other.kind or not alike or depth == 0 or one.kind == "call_module":
         return False
     sources = list(zip(one.inputs, other.inputs, strict=False))
-    if form_of(one).text != form_of(other).text and not _pick_alike(one, other):
+    if canonical_form(one).text != canonical_form(other).text and not _pick_alike(one, other):
         return False
     return all(same_shape(*pair, depth - 1) for pair in sources)
 

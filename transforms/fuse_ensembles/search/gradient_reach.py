@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ....operators import operator_info
 from ....passes.owners import owner_of
 from ....tracing.regions import Region
-from ..inlining import Expansion, Operation
+from ..inlining import InlinedGraph, Operation
 
 if TYPE_CHECKING:
     from ....tracing.program import Program
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["GradientReach", "differentiable_outputs", "used_by"]
 
 
-def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
+def differentiable_outputs(inlined: InlinedGraph) -> dict[Operation, int]:
     """Return for each operation a bit mask of the module's output leaves that it can receive gradients from.
 
     A call that is not understood is taken to pass gradients on.
     """
     reach: dict[Operation, int] = {}
-    leaves = _output_leaves(expansion)
-    for operation in reversed(expansion.operations):
+    leaves = _output_leaves(inlined)
+    for operation in reversed(inlined.operations):
         mask = leaves.get(operation, 0)
         for user in operation.users:
             if not _stops_gradients(user):
@@ -34,31 +34,31 @@ def differentiable_outputs(expansion: Expansion) -> dict[Operation, int]:
 
 
 class GradientReach:
-    """Which outputs each tensor can receive gradients from, worked out once for each expansion."""
+    """Which outputs each tensor can receive gradients from, worked out once for each inlined graph."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Expansion, dict[str, int], bool]] = {}
+        self._known: dict[int, tuple[InlinedGraph, dict[str, int], bool]] = {}
 
     @classmethod
     def compute(cls, program: Program) -> GradientReach:
         return cls()
 
-    def reached(self, expansion: Expansion, groups: Sequence[Collection[str]]) -> list[int]:
+    def reached(self, inlined: InlinedGraph, groups: Sequence[Collection[str]]) -> list[int]:
         """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
-        if id(expansion) not in self._known:
-            calls = any(operation.kind == "call_module" for operation in expansion.operations)
-            self._known[id(expansion)] = expansion, _masks(expansion), calls
-        _, masks, calls = self._known[id(expansion)]
+        if id(inlined) not in self._known:
+            calls = any(operation.kind == "call_module" for operation in inlined.operations)
+            self._known[id(inlined)] = inlined, _masks(inlined), calls
+        _, masks, calls = self._known[id(inlined)]
         # A module that is called may read any of its tensors.
         wanted = [[path for name in names for path in _paths(name)] for names in groups] if calls else groups
         return [_union([masks.get(path, 0) for path in paths]) for paths in wanted]
 
 
-def _masks(expansion: Expansion) -> dict[str, int]:
+def _masks(inlined: InlinedGraph) -> dict[str, int]:
     """Return the outputs that what an operation reads can receive gradients from, by the name of that."""
-    reach = differentiable_outputs(expansion)
+    reach = differentiable_outputs(inlined)
     masks: dict[str, int] = {}
-    for operation in expansion.operations:
+    for operation in inlined.operations:
         if operation.kind in ("get_attr", "call_module"):
             target = str(operation.target)
             masks[target] = masks.get(target, 0) | reach[operation]
@@ -147,8 +147,8 @@ class _Users:
         return cls({target: list(others) for target, others in modules.items()})
 
 
-def _output_leaves(expansion: Expansion) -> dict[Operation, int]:
-    output = next(op for op in reversed(expansion.operations) if op.kind == "output")
+def _output_leaves(inlined: InlinedGraph) -> dict[Operation, int]:
+    output = next(op for op in reversed(inlined.operations) if op.kind == "output")
     leaves: dict[Operation, int] = {}
     for number, operation in enumerate(output.inputs):
         leaves[operation] = leaves.get(operation, 0) | 1 << number

@@ -19,8 +19,8 @@ from torch import nn
 
 from ....compat import own_tensor, submodule
 from ....operators import function_path, operator_info
-from ..inlining import Expansion, Operation, expand, module_signature, state_names
-from .canonicalization import form_of, packable
+from ..inlining import InlinedGraph, Operation, inlined_graph, module_signature, state_names
+from .canonicalization import canonical_form, packable
 from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
 from .picks import is_one_of_several_places, selected, selection
 from .ranks import dimensional_slots, operand_ranks
@@ -48,23 +48,23 @@ class Ensembles:
     def of(self, home: str, variant: int, flipped: bool) -> list[Ensemble]:
         key = (home, variant, flipped)
         if key not in self._known:
-            expansion = expand(self._program, home, variant, flipped=flipped)
-            self._known[key] = _search(expansion, self._program.module(home))
+            inlined = inlined_graph(self._program, home, variant, flipped=flipped)
+            self._known[key] = _search(inlined, self._program.module(home))
         return self._known[key]
 
 
 def find_ensembles(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> list[Ensemble]:
-    """Return the ensembles of at least two members in what `home` computes, in execution order; see `expand`."""
+    """Return the ensembles of at least two members in what `home` computes, in execution order; see `inlined_graph`."""
     return program.analyses[Ensembles].of(home, variant, flipped)
 
 
-def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
+def _search(inlined: InlinedGraph, home: nn.Module) -> list[Ensemble]:
     """Look for members by their places in the module tree first, then among the rest by structure alone."""
     found: list[Ensemble] = []
     taken: set[Operation] = set()
     for by_place in (True, False):
         search = _Search(home, by_place)
-        for operation in expansion.operations:
+        for operation in inlined.operations:
             if operation not in taken:
                 search.color(operation)
         for members in list(search.classes.values()):
@@ -76,7 +76,7 @@ def _search(expansion: Expansion, home: nn.Module) -> list[Ensemble]:
 
 
 def _belongs_to_a_child(ensemble: Ensemble) -> bool:
-    """Say whether all of it lies in one opened call: then it is found there, without opening that call here."""
+    """Say whether all of it lies in one inlined call: then it is found there, without inlining that call here."""
     members = [member for pack in ensemble.packs for member in pack.members]
     return all("/" in member.name for member in members) and len({member.call for member in members}) == 1
 
@@ -105,7 +105,7 @@ class _Search:
             return
         if is_one_of_several_places(operation):
             return
-        template, text, operands = self.form_of(operation)
+        template, text, operands = self.spelled(operation)
         seed = operation.operator == "linear" or (operation.operator in _SIZES and selected(operands[0]) is not None)
         if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
             self.number(operation, text, operands)
@@ -122,9 +122,9 @@ class _Search:
             key = (operation.operator, text, *(id(self.same.get(o, o)) for o in operands))
             self.same[operation] = self.sizes.setdefault(key, operation)
 
-    def form_of(self, operation: Operation) -> tuple[tuple[Any, ...], str, list[Operation]]:
+    def spelled(self, operation: Operation) -> tuple[tuple[Any, ...], str, list[Operation]]:
         """Return an operation's arguments with slots for the operands, the text of these, and the operands."""
-        form = form_of(operation)
+        form = canonical_form(operation)
         operands = [operation.inputs[place] for place in form.order]
         if operation.kind != "call_module":
             return form.arguments, form.text, operands

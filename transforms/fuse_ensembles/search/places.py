@@ -13,7 +13,7 @@ from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
 from ....tracing.captured import Guard, Variant, capture_of
 from ....tracing.portable import copy_graph
-from ..inlining import Case, Expansion, Operation, cases_of, expand
+from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .packs import Ensemble, Parameters
@@ -30,19 +30,19 @@ class Place:
 
     Attributes:
         case: which graph and mode.
-        expansion: of that graph in that mode.
+        inlined: of that graph in that mode.
         ensemble: the members as they are there.
     """
 
     case: Case
-    expansion: Expansion
+    inlined: InlinedGraph
     ensemble: Ensemble
 
     @property
     def assumed(self) -> tuple[Guard, ...]:
         """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
         calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
-        guards = (guard for call in calls for guard in self.expansion.assumed.get(call, ()))
+        guards = (guard for call in calls for guard in self.inlined.assumed.get(call, ()))
         return tuple(dict.fromkeys(guards))
 
     @property
@@ -53,7 +53,7 @@ class Place:
             removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
         }
 
-    def opened(self, home: nn.Module) -> Iterator[str]:
+    def inlined_modules(self, home: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
         covered = sorted(self.covered, key=lambda operation: operation.index)
         for operation in covered:
@@ -64,7 +64,7 @@ class Place:
                     f"{path}.{name}".rstrip(".") for name in ({} if module is None else modules_by_name(module))
                 )
         for call in dict.fromkeys(operation.call for operation in covered):
-            yield from self.expansion.opened.get(call, ())
+            yield from self.inlined.modules.get(call, ())
 
     def is_for(self, training: bool, *, now: bool) -> bool:
         """Say whether it may run in a mode, given the home's mode `now`."""
@@ -83,17 +83,17 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> li
     Raises:
         MatchFailure: if some graph computes with its parameters otherwise.
     """
-    places = [Place(case, expand(program, home, case.variant, flipped=case.flipped), ensemble)]
+    places = [Place(case, inlined_graph(program, home, case.variant, flipped=case.flipped), ensemble)]
     for other in cases_of(program, home):
         if other == case or _is_covered(other, places):
             continue
-        expansion = expand(program, home, other.variant, flipped=other.flipped)
+        inlined = inlined_graph(program, home, other.variant, flipped=other.flipped)
         same = _same_ensemble(ensemble, other, program, home)
         if same is not None:
-            places.append(Place(other, expansion, same))
+            places.append(Place(other, inlined, same))
         elif _is_for_one_mode(places[0], other, program.module(home)):
             continue
-        elif _reads_any(expansion, [name for operand in ensemble.parameters for name in operand.names]):
+        elif _reads_any(inlined, [name for operand in ensemble.parameters for name in operand.names]):
             raise MatchFailure(f"{_described(other, program, home)} computes with its members otherwise")
     return places
 
@@ -137,7 +137,7 @@ def _is_for_one_mode(place: Place, other: Case, home: nn.Module) -> bool:
     if not other.flipped or place.case.flipped:
         return False
     calls = dict.fromkeys(member.call for pack in place.ensemble.packs for member in pack.members)
-    inside = (home.get_submodule(path) for call in calls for path in place.expansion.opened.get(call, ()))
+    inside = (home.get_submodule(path) for call in calls for path in place.inlined.modules.get(call, ()))
     return any(_has_no_graph_in_other_mode(module) for module in inside)
 
 
@@ -156,10 +156,10 @@ def _positions(ensemble: Ensemble) -> set[Parameters]:
     return set(ensemble.parameters)
 
 
-def _reads_any(expansion: Expansion, names: Sequence[str]) -> bool:
+def _reads_any(inlined: InlinedGraph, names: Sequence[str]) -> bool:
     """Say whether a graph reads one of these tensors, itself or in a call that stays closed."""
     tensors = frozenset(names)
-    for operation in expansion.operations:
+    for operation in inlined.operations:
         target = f"{operation.target}"
         if operation.kind == "get_attr" and target in tensors:
             return True

@@ -19,13 +19,13 @@ from ..tracing.sources import SELF, Attribute, Source
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
-    "obstacle_to_opening",
+    "obstacle_to_inlining",
     "unmet_guard",
     "unmet_guards",
 ]
 
 
-def obstacle_to_opening(module: nn.Module) -> str | None:
+def obstacle_to_inlining(module: nn.Module) -> str | None:
     """Return why a module must stay one call (hooks, parametrizations, contexts), or None."""
     for submodule in module.modules():
         if isinstance(submodule, ContextRegion):
