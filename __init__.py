@@ -69,10 +69,11 @@ _HOMES = {
         "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
-    "passes.base": "Goal Numerics OwnForward Pass Phase Refusal Site",
+    "passes.base": "Pass",
     "passes.edit": "Edit",
     "passes.patterns": "Match Pattern anything either module operation",
     "passes.plan": "Decision Plan",
+    "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.example_calls": "recording",
     "tracing.inputs": "Inputs",

@@ -28,8 +28,9 @@ from rewriting.wrong import WRONG
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Goal, Pass, Phase, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
+from fxopt.passes.sites import Goal, Phase, Site
 from fxopt.passes.tree import flatten
 from fxopt.tracing.program import Program, capture_program
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..tracing.program import Program
 from .asked_classes import Askers
-from .base import Refusal, Site
 from .owners import owner_of
+from .sites import Refusal, Site
 from .volatile import VOLATILE, is_volatile
 
 __all__ = ["admitted"]

@@ -11,11 +11,12 @@ from ..tracing.program import Program
 from ..tracing.resting import rest
 from . import measure, verify
 from .analyses import is_on_meta
-from .base import Numerics, Pass
+from .base import Pass
 from .copying import twin
 from .edit import Edit
 from .groups import Group
 from .modes import modes_to_check
+from .sites import Numerics
 
 __all__ = ["Comparison", "timing_figures"]
 

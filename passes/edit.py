@@ -27,7 +27,7 @@ from .state_map import StateMap, StateStep
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
-    from .base import Site
+    from .sites import Site
 
 __all__ = ["Edit"]
 

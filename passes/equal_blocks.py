@@ -9,10 +9,11 @@ from torch import nn
 
 from ..tracing.inputs import Inputs
 from ..tracing.likeness import Alike, Described, Likeness
-from .base import Pass, Site
+from .base import Pass
 from .edit import Edit
 from .groups import Group, identity, keeps_function
 from .plan import Decision
+from .sites import Site
 from .state_map import StateMap
 
 __all__ = ["Block", "EqualBlocks", "Precedent"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 
-from .base import Numerics, Pass, Phase, Refusal, Site
+from .base import Pass
+from .sites import Numerics, Phase, Refusal, Site
 
 __all__ = ["Group", "grouped", "grouped_in_order", "identity", "keeps_function", "with_lowering"]
 

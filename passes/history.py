@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from .base import Pass, Phase, Refusal
+from .base import Pass
 from .edit import Edit
 from .groups import Group
 from .plan import Decision
+from .sites import Phase, Refusal
 from .state_map import StateMap
 from .tuner import Candidate
 

@@ -12,13 +12,14 @@ from ..settings import Settings
 from ..tracing.program import Program
 from .admission import admitted
 from .analyses import is_on_meta
-from .base import Goal, Pass, Refusal, Site
+from .base import Pass
 from .copying import twin
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
 from .plan import Decision, Plan
 from .record import PassTrace
+from .sites import Goal, Refusal, Site
 from .tuner import Candidate, Tuner
 from .whole_model import WholeModel
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..tracing.captured import capture_of
 from ..tracing.dynamic import user_class
-from .base import Phase
+from .sites import Phase
 
 __all__ = ["depends_on_mode", "is_mixed", "modes_to_check"]
 

@@ -8,7 +8,8 @@ from itertools import combinations
 import networkx as nx
 
 from ..errors import OrderError
-from .base import Pass, Phase
+from .base import Pass
+from .sites import Phase
 
 __all__ = ["check_order"]
 

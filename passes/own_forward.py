@@ -11,8 +11,8 @@ from ..compat import modules_by_name, own_buffers, own_parameters, submodule, tr
 from ..tracing.capture import required_capture
 from ..tracing.captured import Capture, capture_of, own, recompile
 from ..tracing.regions import ContextRegion, Region
-from .base import Numerics, OwnForward
 from .owners import Owner, owner_of
+from .sites import Numerics, OwnForward
 
 if TYPE_CHECKING:
     from .history import Rewrite

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import fx, nn
 
 from ..tracing.dynamic import user_class
-from .base import Site
 from .matching import Found, Place, call_in
+from .sites import Site
 
 if TYPE_CHECKING:
     from ..tracing.program import Program

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from ..errors import UsageError
-from .base import Goal, Numerics, Pass, Phase, snake_case
+from .base import Pass, snake_case
 from .options import format_value, option_types, type_text
+from .sites import Goal, Numerics, Phase
 from .suggest import did_you_mean
 
 __all__ = ["GROUP", "PRESETS", "Option", "PassInfo", "available", "find_pass", "pass_names"]

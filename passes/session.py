@@ -20,7 +20,7 @@ from ..tracing.names import ModelNames, all_tensors
 from ..tracing.program import Program, capture_program
 from ..tracing.resting import rest
 from .asked_classes import forbid_asking_forwards
-from .base import Pass, Phase
+from .base import Pass
 from .copying import copied_module, outline_of
 from .history import Rewrite
 from .manager import Manager
@@ -28,6 +28,7 @@ from .own_forward import forbid_lost_forwards
 from .plan import Plan
 from .record import RECORD_KEY, Record, record_of
 from .root import crown
+from .sites import Phase
 from .state_map import StateMap
 from .supervision import collection_paused
 

@@ -12,11 +12,12 @@ from ..settings import Settings
 from ..tracing.program import Program
 from . import measure, verify
 from .analyses import is_on_meta
-from .base import Goal, Numerics, Pass, Site
+from .base import Pass
 from .comparison import Comparison, timing_figures
 from .edit import Edit
 from .groups import Group, identity, with_lowering
 from .site_calls import SiteCalls
+from .sites import Goal, Numerics, Site
 from .supervision import supervised
 
 __all__ = ["Candidate", "Tuner"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .base import Numerics
 from .demands import (
     TooFar,
     check_attachment,
@@ -22,6 +21,7 @@ from .demands import (
 from .perturb import jittered
 from .reference import Data, Reference, Sample, reference
 from .reference_runs import ReferenceRuns
+from .sites import Numerics
 from .stage import Stage
 from .tolerances import Measured, Tolerances
 from .translation import MapState, Objection, Quantities, Translation, quantities

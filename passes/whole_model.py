@@ -12,9 +12,9 @@ from ..errors import PassError
 from ..tracing.inputs import Inputs
 from ..tracing.resting import rest
 from . import measure
-from .base import Goal
 from .comparison import timing_figures
 from .history import History, Rewrite
+from .sites import Goal
 from .tuner import Candidate, Tuner
 
 __all__ = ["WholeModel"]

@@ -19,10 +19,11 @@ from torch import Tensor, fx, nn
 import fxopt
 from fxopt.api import optimize
 from fxopt.passes import measure
-from fxopt.passes.base import Goal, Numerics, Pass, Phase, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.measure import Timings
 from fxopt.passes.patterns import operation
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.tracing.program import Program
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Pass, Phase, Site
+from fxopt.passes.base import Pass
+from fxopt.passes.sites import Phase, Site
 from fxopt.tracing.program import Program
 
 
@@ -279,7 +280,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxopt.passes.base import Pass, Site
+from fxopt.passes.base import Pass
+from fxopt.passes.sites import Site
 
 
 class Model(nn.Module):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import fx
 
 from ..passes.analyses import found_in_graphs
-from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ..passes.base import Pass
 from ..passes.effects import handed_out, has_effects, writes
+from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..tracing.structure import map_structure
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import fx
 
 from ..passes.analyses import found_in_graphs
-from ..passes.base import Goal, Numerics, Pass, Phase, Site
+from ..passes.base import Pass
 from ..passes.effects import has_effects
+from ..passes.sites import Goal, Numerics, Phase, Site
 
 if TYPE_CHECKING:
     from ..passes.edit import Edit

@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 
 from ..passes.analyses import found_in_graphs
-from ..passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ..passes.base import Pass
 from ..passes.effects import handed_out, has_effects, written_values
+from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..tracing.names import is_meta
 from ..tracing.regions import ContextRegion
 

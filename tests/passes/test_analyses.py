@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.analyses import CallSites, TensorOwners
-from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
+from fxopt.passes.sites import Site
 from fxopt.tracing.program import Program
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Goal, Pass, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.patterns import operation
 from fxopt.passes.reference import Data, reference
+from fxopt.passes.sites import Goal, Site
 from fxopt.tracing.inputs import Inputs
 
 

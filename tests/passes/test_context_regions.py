@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import MatchFailure
-from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
 from fxopt.passes.regions import inline, outline
+from fxopt.passes.sites import Site
 from fxopt.tracing.regions import ContextRegion
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)

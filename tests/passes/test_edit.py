@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import CaptureError
-from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
+from fxopt.passes.sites import Site
 from fxopt.passes.state_map import Rename
 from fxopt.tracing.program import Program
 

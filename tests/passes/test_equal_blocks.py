@@ -13,11 +13,12 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.passes import comparison, measure
-from fxopt.passes.base import Goal, Numerics, Pass, Phase, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.manager import Manager
 from fxopt.passes.measure import Timings
 from fxopt.passes.patterns import module, operation
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.tracing.program import Program
 
 

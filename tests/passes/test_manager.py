@@ -15,12 +15,13 @@ from torch import Tensor, fx, nn
 import fxopt
 from fxopt.errors import MatchFailure, PassError, PlanError
 from fxopt.passes import measure
-from fxopt.passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.manager import Manager
 from fxopt.passes.measure import Timings
 from fxopt.passes.patterns import module, operation
 from fxopt.passes.regions import outline
+from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
 from fxopt.settings import Settings
 from fxopt.tracing.program import Program
 

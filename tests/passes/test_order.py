@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from fxopt.errors import OrderError
-from fxopt.passes.base import Pass, Phase
+from fxopt.passes.base import Pass
 from fxopt.passes.order import check_order
+from fxopt.passes.sites import Phase
 
 
 def a_pass(name: str, **contract: Any) -> Pass:

@@ -11,8 +11,9 @@ from torch import nn
 
 import fxopt
 from fxopt.errors import GuardError
-from fxopt.passes.base import Goal, Numerics, OwnForward, Pass, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.regions import outline
+from fxopt.passes.sites import Goal, Numerics, OwnForward, Site
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.fallback import misses_in
 

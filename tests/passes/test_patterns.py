@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.compat import native_functions
 from fxopt.operators import mutates, operator_of_module
-from fxopt.passes.base import Site
 from fxopt.passes.patterns import Match, anything, either, module, operation
+from fxopt.passes.sites import Site
 from fxopt.tracing.program import Program
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import MatchFailure
 from fxopt.passes.analyses import TensorOwners
-from fxopt.passes.base import Site
 from fxopt.passes.edit import Edit
 from fxopt.passes.regions import Region, inline, outline
+from fxopt.passes.sites import Site
 from fxopt.tracing.guards import require
 from fxopt.tracing.program import Program
 

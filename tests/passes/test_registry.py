@@ -10,8 +10,9 @@ import pytest
 
 from fxopt.errors import UsageError
 from fxopt.passes import registry
-from fxopt.passes.base import Goal, Numerics, Pass, Phase
+from fxopt.passes.base import Pass
 from fxopt.passes.pipeline import parse
+from fxopt.passes.sites import Goal, Numerics, Phase
 
 
 @dataclass(frozen=True)

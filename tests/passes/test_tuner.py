@@ -13,12 +13,13 @@ from torch import Tensor, fx, nn
 import fxopt
 from fxopt.errors import MatchFailure, PassError
 from fxopt.passes import comparison, measure
-from fxopt.passes.base import Goal, Numerics, Pass, Refusal, Site
+from fxopt.passes.base import Pass
 from fxopt.passes.edit import Edit
 from fxopt.passes.groups import Group, grouped, with_lowering
 from fxopt.passes.manager import Manager
 from fxopt.passes.measure import Timings
 from fxopt.passes.patterns import operation
+from fxopt.passes.sites import Goal, Numerics, Refusal, Site
 from fxopt.tracing.captured import capture_of
 from fxopt.tracing.program import Program
 

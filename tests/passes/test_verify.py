@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.errors import InputError
-from fxopt.passes.base import Numerics
+from fxopt.passes.sites import Numerics
 from fxopt.passes.state_map import Stack, StateMap
 from fxopt.passes.verify import Verdict, reference, verify
 

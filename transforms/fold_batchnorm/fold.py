@@ -12,7 +12,8 @@ from torch import fx, nn
 from ...compat import own_parameters, padding_around
 from ...layers.members import seal
 from ...operators import info_of, operator_info, operator_of_module
-from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ...passes.base import Pass
+from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.dynamic import user_class
 from ...tracing.observe import INTERNAL
 from .arithmetic import Fold

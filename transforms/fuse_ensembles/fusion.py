@@ -10,8 +10,9 @@ from torch import nn
 
 from ...errors import MatchFailure
 from ...passes.analyses import TensorOwners, is_on_meta
-from ...passes.base import Goal, Numerics, Pass, Phase, Refusal, Site
+from ...passes.base import Pass
 from ...passes.owners import Owner, owner_of
+from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.regions import Region
 from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for

@@ -23,8 +23,8 @@ from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild,
 from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
 
 if TYPE_CHECKING:
-    from ...passes.base import Site
     from ...passes.edit import Edit
+    from ...passes.sites import Site
     from ...tracing.program import Program
 
 __all__ = ["common_name", "fuse", "tensor_of"]
