@@ -51,8 +51,6 @@ class Derived:
         """Return the result where the one that is kept will not do, or none is."""
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or not all(map(_is_plain, originals)):
             return self.function(*originals)
-        if torch.is_grad_enabled() and any(original.requires_grad for original in originals):
-            return self._attached(originals)
         # Noted before it is computed: what another thread writes meanwhile is seen at the next call.
         noted = (*originals[1:], *map(version_of, originals), *(original.data_ptr() for original in originals))
         memory = [original.detach() for original in originals]  # nothing else may come to lie in these places
@@ -63,12 +61,13 @@ class Derived:
             key = id(originals[0])
             alive = weakref.ref(originals[0], partial(_forget, weakref.ref(self), key))
             self._kept[key] = (*noted, (memory, alive), made)
-        return made
+        wanted = torch.is_grad_enabled() and any(original.requires_grad for original in originals)
+        return self._attached(made, originals) if wanted else made
 
-    def _attached(self, originals: Sequence[Tensor]) -> Any:
+    def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:
         """Return the result as one that gradients flow through to the originals."""
-        with torch.no_grad():
-            made = self(*originals)
+        if not is_plainly_eager():  # torch.func takes no such autograd function
+            return self.function(*originals)
         single = isinstance(made, Tensor)
         result: Any = cast("Any", _Attached).apply(self, (made,) if single else made, *originals)
         return result[0] if single else result
@@ -115,7 +114,9 @@ def __call__(self, {", ".join(given)}):
     kept = None if is_compiling() else self._kept.get(id(x0))
     if kept is not None:
         {", ".join((*others[1:], *versions, *places))}, _, made = kept
-        if {" and ".join(same)} and not (is_grad_enabled() and ({" or ".join(f"{x}.requires_grad" for x in given)})):
+        if {" and ".join(same)}:
+            if is_grad_enabled() and ({" or ".join(f"{x}.requires_grad" for x in given)}):
+                return self._attached(made, ({", ".join(given)},))
             return made
     return self._make({", ".join(given)})
 """

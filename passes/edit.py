@@ -15,11 +15,11 @@ from torch.fx.node import Argument
 from ..errors import CaptureError, MatchFailure
 from ..operators import derived
 from ..tracing.capture import required_capture
-from ..tracing.captured import Guard, Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.captured import Variant, capture_of, install, recompile, with_graph, with_variants
+from ..tracing.guards import in_evaluation
 from ..tracing.meta import meta_of
 from ..tracing.preserve import AttributeState
 from ..tracing.regions import Region
-from ..tracing.source import module_expression
 from .effects import has_effects
 from .foreign import run_function
 from .owners import owner_of
@@ -193,8 +193,8 @@ class Edit:
         """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
         self._own_graph()
         variants, number = required_capture(self.home).variants, self.site.variant
-        expressions = (f"not {module_expression(name.split('.'))}.training" for name in children)
-        asked = (Guard(expression, f"{self.pass_name} rewrote it for evaluation") for expression in expressions)
+        reason = f"{self.pass_name} rewrote it for evaluation"
+        asked = (in_evaluation(name, reason) for name in children)
         guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
         variants[number] = dataclasses.replace(variants[number], guards=guards)
         self.trainable = True

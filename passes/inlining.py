@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch.nn.utils import parametrize
 from ..compat import has_hooks
 from ..tracing.captured import Capture, Variant
 from ..tracing.dynamic import user_class
+from ..tracing.expressions import is_switch
 from ..tracing.guards import Guard
 from ..tracing.regions import ContextRegion
+from ..tracing.sources import SELF, Attribute, Source
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
@@ -56,21 +57,18 @@ def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -
 def unmet_guards(module: nn.Module, variant: Variant, given: Mapping[str, Any]) -> list[Guard]:
     """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
-    return [g for g in variant.guards if _may_change(g.expression, module) or not g.holds(names)]
+    return [g for g in variant.guards if _may_change(g, module) or not g.holds(names)]
 
 
-def _may_change(expression: str, module: nn.Module) -> bool:
+def _may_change(guard: Guard, module: nn.Module) -> bool:
     """Say whether a condition may change from call to call although arguments and module stay the same."""
-    return _asks_for_mode(expression) or _looks_inside(expression, module)
+    is_on_mode = guard.asks_for_training or any(map(is_switch, guard.sources()))
+    return is_on_mode or any(_looks_inside(source, module) for source in guard.sources())
 
 
-def _looks_inside(expression: str, module: nn.Module) -> bool:
-    """Say whether a condition is on what a plain attribute holds: that may change unnoticed."""
-    name = re.search(r"\bself\.(?!_modules\b)(\w+)", expression)
-    value = vars(module).get(name[1]) if name is not None else None
+def _looks_inside(source: Source, module: nn.Module) -> bool:
+    """Say whether a source is what a plain attribute of the module holds: that may change unnoticed."""
+    if not isinstance(source, Attribute) or source.owner != SELF or source.name == "_modules":
+        return False
+    value = vars(module).get(source.name)
     return value is not None and not isinstance(value, torch.Tensor)
-
-
-def _asks_for_mode(expression: str) -> bool:
-    """Say whether a condition is on a mode."""
-    return "torch.is_" in expression or ".training" in expression

@@ -18,6 +18,7 @@ from ..tracing.captured import Capture, Variant, capture_of, install
 from ..tracing.guards import require
 from ..tracing.regions import ContextRegion, Region
 from ..tracing.signature import Signature
+from ..tracing.sources import Argument
 from ..tracing.structure import map_structure
 from .edit import Edit
 from .inlining import unmet_guard
@@ -163,18 +164,18 @@ def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, 
         raise MatchFailure(f"'{name}' has hooks")
     guard = unmet_guard(module, capture, given)
     if guard is not None:
-        raise MatchFailure(f"the graph of '{name}' holds only where {guard.expression} ({guard.reason})")
+        raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
     if capture.variants[0].graph.find_nodes(op="call_function", target=require):
         raise MatchFailure(f"the graph of '{name}' checks values on the way")
 
 
 def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
-    arguments = capture.variants[0].arguments
     values: dict[fx.Node, Any] = {}
     for node in capture.variants[0].graph.nodes:
         if node.op != "placeholder":
             continue
-        value = given.get(arguments.get(node.name, node.name))
+        source = capture.variants[0].argument(node)
+        value = given.get(source.name) if isinstance(source, Argument) else None
         if not isinstance(value, fx.Node):
             raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
         values[node] = value

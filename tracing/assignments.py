@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .changes import Change
-from .expressions import literal
-from .guards import Guard
+from .guards import Guard, Lacks, Truth, equal, is_tensor, same_type
 from .observe import INTERNAL
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .signature import Absent
-from .source import attribute_expression, module_expression
+from .sources import SELF, Attribute, Dictionary, Source, key_of, module_at
 
 __all__ = ["Assignments", "State", "assign"]
 
@@ -138,14 +137,13 @@ class Assignments:
             if (owner, name) in self._written or owner is module:
                 value = self._start.get((owner, name), _held(owner, name))
                 path = self._tracer.names.relative(self._tracer.home, owner) or ""
-                condition = _condition(module_expression(filter(None, path.split("."))), name, value)
-                self.guards.append(Guard(condition, f"{name}, which calls set, was {_described(value)} at capture"))
+                self.guards += _guards_on(module_at(filter(None, path.split("."))), name, value)
         self._see_what_is_left()
 
     def _see_what_is_left(self) -> None:
         after = {place: _example(value) for place, value in self._written.items()}
         for place in self._read & self._written.keys():
-            if _condition("", place[1], self._start[place]) != _condition("", place[1], after[place]):
+            if _guards_on(SELF, place[1], self._start[place]) != _guards_on(SELF, place[1], after[place]):
                 self.left = {**self.state, **after}
 
     def undo(self) -> None:
@@ -203,16 +201,17 @@ def _example(value: Any) -> Any:
     return value.fxopt_value if issubclass(type(value), ValueProxy) else value
 
 
-def _condition(owner: str, name: str, value: Any) -> str:
-    expression = attribute_expression(owner, name)
+def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
+    """Return guards on what an attribute that calls set is when a call starts."""
+    source, reason = Attribute(owner, name), f"{name}, which calls set, was {_described(value)} at capture"
     if value is Absent:
-        return f"{name!r} not in {owner}.__dict__"
-    if value is None:
-        return f"{expression} is None"
+        return [Guard(Dictionary(owner), Lacks(key_of(name)), reason)]
     if isinstance(value, Tensor):
-        return f"isinstance({expression}, Tensor)"
-    text = literal(value)
-    return "False" if text is None else f"type({expression}) is {type(value).__name__} and {expression} == {text}"
+        return [is_tensor(source, True, reason)]
+    guard = equal(source, value, reason) if _can_be_set(value) else None
+    if guard is None:
+        return [Guard(key_of(False), Truth(True), reason)]
+    return [guard] if value is None else [same_type(source, value, reason), guard]
 
 
 def _described(value: Any) -> str:

@@ -19,6 +19,7 @@ from .observe import INTERNAL
 from .open_contexts import OpenContexts
 from .proxy import ValueProxy
 from .recorder import Recorder
+from .sources import Source, attribute_at
 from .structure import copied
 
 __all__ = ["Attributes"]
@@ -29,7 +30,7 @@ class Attributes:
 
     Args:
         tracer: the trace they belong to.
-        answers: what switches ("self.training") are to answer, where it is not what they say now.
+        answers: what switches (`self.training`) are to answer, where it is not what they say now.
         questions: what the forward asks of its children.
         contexts: those that the forward opens.
         assignments: the attributes that the forward sets.
@@ -40,7 +41,7 @@ class Attributes:
     def __init__(
         self,
         tracer: Recorder,
-        answers: Mapping[str, bool],
+        answers: Mapping[Source, bool],
         questions: ChildQuestions,
         contexts: OpenContexts,
         assignments: Assignments,
@@ -150,7 +151,7 @@ class Attributes:
         """Answer a read of a training flag."""
         target = self._target(module, "training")
         if target is not None:
-            return self.proxy(target, self._answers.get(f"self.{target}", value))
+            return self.proxy(target, self._answers.get(attribute_at(target), value))
         if id(module) not in self._new:
             self._tracer.fail("it reads the mode of a module that is not registered as its child")
         return value
@@ -195,9 +196,9 @@ class Attributes:
         Raises:
             Untraceable: if there is such a value.
         """
-        for root, expression, array in self._nested.arrays:
+        for root, source, array in self._nested.arrays:
             if id(array) not in self._handed_on and (not root or root in plain):
-                self._tracer.fail(f"it reads {expression}, which is numpy's and may change; a buffer would do", "")
+                self._tracer.fail(f"it reads {source}, which is numpy's and may change; a buffer would do", "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.home, module)

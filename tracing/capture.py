@@ -17,6 +17,7 @@ from .dynamic import class_recipe
 from .guards import Guard
 from .portable import PortableGraph, copy_graph
 from .signature import Signature, signature_of
+from .sources import SELF, Argument, Source, is_training, reader
 
 __all__ = ["Capture", "RegionPlan", "Variant", "capture_of", "required_capture"]
 
@@ -28,7 +29,7 @@ class Variant:
     Attributes:
         guards: conditions over the forward's arguments and `self`, all of which must hold.
         graph: placeholders are the tensors among the arguments.
-        arguments: name of a placeholder -> Python for it over the forward's arguments ("inputs[0]").
+        arguments: name of a placeholder -> where its value is in the forward's arguments (`inputs[0]`).
         reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
         volatile: the module's attributes are set while the model runs, by this graph or around it: what it computes
             hangs on more than its arguments, and passes leave it as it is.
@@ -36,9 +37,30 @@ class Variant:
 
     guards: tuple[Guard, ...]
     graph: fx.Graph
-    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    arguments: Mapping[str, Source] = field(default_factory=dict[str, Source])
     reads: frozenset[str] = frozenset()
     volatile: bool = False
+
+    def argument(self, placeholder: fx.Node) -> Source:
+        """Return where the value of a placeholder is in the forward's arguments."""
+        return self.arguments.get(placeholder.name) or Argument(str(placeholder.target))
+
+    def fits(self, names: Mapping[str, Any]) -> bool:
+        """Say whether all guards hold for a call whose arguments (and `self`) are `names`."""
+        read = reader(names)
+        return all(guard.holds_as_read(read) for guard in self.guards)
+
+    def runs_in_mode(self, module: nn.Module, *, flipped: bool = False) -> bool:
+        """Say whether it is for the mode that `module` and its children are in or, if `flipped`, for the other."""
+
+        def read(source: Source) -> Any:
+            if source == SELF:
+                return module
+            value = source.read(read)
+            return value is not flipped if is_training(source) else value
+
+        asked = (guard for guard in self.guards if guard.asks_for_training)
+        return all(guard.holds_as_read(read) for guard in asked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +161,7 @@ class Capture:
 
 def _rebuild_capture(
     recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
-    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, str], frozenset[str], bool]],
+    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, Source], frozenset[str], bool]],
     signature: Signature | None,
     misses: Counter[str],
     dropped: str,

@@ -23,6 +23,7 @@ from .names import ModelNames
 from .record import Call, Recording
 from .sequential import SequentialCaptures
 from .signature import Signature, signature_of
+from .sources import Source
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
 from .untraceable import Untraceable
@@ -101,7 +102,7 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
 class _Case:
     """What a trace is to find: answers of switches, and attributes that calls have set; `depth` calls ago."""
 
-    answers: Mapping[str, bool]
+    answers: Mapping[Source, bool]
     attributes: Mapping[tuple[nn.Module, str], Any] = field(compare=False)
     depth: int = 0
 
@@ -264,7 +265,7 @@ def _fits(signature: Signature, call: Call | None) -> bool:
 def _case(variant: Variant) -> Hashable:
     """Return what tells graphs of a module apart: when they hold, and what they check on the way."""
     checks = variant.graph.find_nodes(op="call_function", target=require)
-    return frozenset(guard.expression for guard in variant.guards), tuple(check.args[2] for check in checks)
+    return frozenset(variant.guards), tuple(check.args[2] for check in checks)
 
 
 def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
@@ -285,7 +286,7 @@ def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant
     args, kwargs = call.plain_arguments
     names = {"self": module, **signature.bind(args, dict(kwargs))}
     sure = [v for v in variants if not v.graph.find_nodes(op="call_function", target=require)]
-    return any(all(guard.holds(names) for guard in variant.guards) for variant in sure)
+    return any(variant.fits(names) for variant in sure)
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -17,13 +17,14 @@ from torch import nn
 
 from ..compat import own_children
 from .dynamic import user_class
+from .guards import Guard, Lacks, equal, of_class
 from .leaves import CONTAINERS
 from .locate import frames_of_trace, is_users
 from .nested import NestedReads
-from .outside_reads import condition_on
+from .outside_reads import guards_on
 from .reached_code import class_attribute
 from .recorder import Recorder
-from .source import module_expression
+from .sources import Attribute, Method, key_of, module_at, type_of
 
 __all__ = ["ChildQuestions"]
 
@@ -58,18 +59,16 @@ class ChildQuestions:
     def _note_none(self, module: nn.Module, name: str) -> None:
         registry = next(registry for registry in _REGISTRIES if name in getattr(module, registry))
         for path in self._paths(module):
-            condition = f"{module_expression(path)}.{registry}.get({name!r}) is None"
-            self._nested.keep(condition, f"{'.'.join(path)}.{name} is None")
+            found = Method(Attribute(module_at(path), registry), "get", (key_of(name),))
+            self._nested.keep(equal(found, None, f"{'.'.join(path)}.{name} is None"))
 
     def note_class(self, module: nn.Module) -> None:
         """Note that the class of a module may decide something."""
         cls = user_class(type(module))
         for path in self._paths(module):
-            *parents, name = path
-            expression = f"{module_expression(parents)}._modules.get({name!r})"
-            condition = f"type({expression}).__qualname__ == {cls.__qualname__!r}"
-            condition += f" and type({expression}).__module__ == {cls.__module__!r}"
-            self._nested.keep(condition, f"{'.'.join(path)} is a {cls.__name__}")
+            source, reason = module_at(path), f"{'.'.join(path)} is a {cls.__name__}"
+            self._nested.keep(of_class(source, cls, reason))
+            self._nested.keep(equal(Attribute(type_of(source), "__module__"), cls.__module__, reason))
 
     def note_class_read(self, module: nn.Module, name: str, frame: FrameType) -> None:
         """Note that something is read that a module has from its class: a method, say, that is traced through."""
@@ -80,9 +79,10 @@ class ChildQuestions:
     def _note_value(self, module: nn.Module, name: str) -> None:
         """Note the value of a plain attribute that a module has from its class."""
         value = class_attribute(user_class(type(module)), name)
-        for path in self._paths(module) if condition_on("", value) is not None else ():
-            condition = condition_on(f"type({module_expression(path)}).{name}", value)
-            self._nested.keep(str(condition), f"{name} of the class of {'.'.join(path)} is {value!r}")
+        for path in self._paths(module):
+            told = f"{name} of the class of {'.'.join(path)}"
+            for guard in guards_on(Attribute(type_of(module_at(path)), name), value, told):
+                self._nested.keep(guard)
 
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Note that an attribute is looked for in vain."""
@@ -90,9 +90,9 @@ class ChildQuestions:
             return
         self.note_class(module)
         for path in self._paths(module):
-            expression = module_expression(path)
-            condition = " and ".join(f"{name!r} not in {expression}.{registry}" for registry in _REGISTRIES)
-            self._nested.keep(condition, f"{'.'.join(path)} has no {name}")
+            for registry in _REGISTRIES:
+                source = Attribute(module_at(path), registry)
+                self._nested.keep(Guard(source, Lacks(key_of(name)), f"{'.'.join(path)} has no {name}"))
 
     def note_called(self, module: nn.Module) -> None:
         """Note that a module is called, by code that may have asked for its type."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from .dynamic import subclass
 from .signature import Signature
-from .source import Source
+from .source import Code
 
 __all__ = ["dynamic_class"]
 
@@ -24,7 +24,7 @@ _serial = itertools.count(1)
 def dynamic_class(
     base: type[nn.Module],
     mixin: type,
-    source: Source | None,
+    source: Code | None,
     signature: Signature | None,
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
@@ -40,7 +40,7 @@ def dynamic_class(
 def _captured_body(
     base: type[nn.Module],
     mixin: type,
-    source: Source | None,
+    source: Code | None,
     signature: Signature | None,
     attributes: dict[str, Any],
 ) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _like(function: Any, model: Any) -> Any:
     return functools.wraps(model)(copy)
 
 
-def _function(base: type[nn.Module], source: Source, signature: Signature) -> Any:
+def _function(base: type[nn.Module], source: Code, signature: Signature) -> Any:
     filename = f"<fxopt {base.__qualname__}.forward {next(_serial)}>"
     names = dict(source.names)
     # The text was generated from a graph by tracing/source.py; every foreign object is a name, not text.

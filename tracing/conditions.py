@@ -1,60 +1,53 @@
-"""Write the conditions of a graph as Python; what many of them read is looked up once."""
+"""Write the guards of a graph as Python; what many of them read is looked up once."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from .guards import NOT_HELD, Guard
-from .outside import bound
+from .guards import NOT_HELD, Guard, Is, IsNot
+from .sources import Argument, Constant, Known, Source, Writer
 
 __all__ = ["fits"]
 
-_DICTIONARY = r"self(?:\.\w+|\[\d+\]|\['\w+'\])*\.__dict__"
-_ITEM = re.compile(rf"({_DICTIONARY})\['\w+'\] == ")
-_MISSING = re.compile(rf"'\w+' not in ({_DICTIONARY})$")
+
+class _Conditions:
+    """Write guards in their order: what is read in several places has a name from the first one on.
+
+    Args:
+        guards: all of them.
+        fresh: gives a name that nothing has, from a hint.
+        name: gives a name for an object.
+    """
+
+    def __init__(self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> None:
+        self._fresh = fresh
+        self.name = name
+        self._uses = _uses(guards)
+        self._names: dict[Source, str] = {}
+
+    def __call__(self, source: Source) -> str:
+        """Return an expression for a source: the name that it has already, or what reads it, and gives it one."""
+        known = self._names.get(source)
+        if known is not None:
+            return known
+        text = source.text(self)
+        if self._uses[source] < 2 or not source.parts:
+            return text
+        self._names[source] = name = self._fresh("read")
+        return f"({name} := {text})"
 
 
-_SIZE = re.compile(r"(?<![\w.)\]])[A-Za-z_]\w*\.(?:shape|size\(\))(?![\w(])")
-
-
-def _conjunction(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> str:
-    """Return one expression for all of `guards`, in their order; see `fits`."""
-    found = [_ITEM.match(guard.expression) or _MISSING.match(guard.expression) for guard in guards]
-    counts = Counter(match[1] for match in found if match is not None)
-    names: dict[str, str] = {}
-    written: list[str] = []
-    for guard, match in zip(guards, found, strict=True):
-        if match is None or counts[match[1]] == 1:
-            written.append(f"({guard.expression})")
-            continue
-        known = names.get(match[1])
-        if known is None:
-            names[match[1]] = fresh("held")
-        # A class may have a slow way of reading of its own, which says nothing else of the dictionary.
-        read = f"{name(object.__getattribute__)}({match[1].removesuffix('.__dict__')}, '__dict__')"
-        dictionary = known or f"({names[match[1]]} := {read})"
-        written.append(f"({guard.expression[: match.start(1)]}{dictionary}{guard.expression[match.end(1) :]})")
-    return bound(" and ".join(_sizes_asked_once(written, fresh)), name)
-
-
-def _sizes_asked_once(written: Sequence[str], fresh: Callable[[str], str]) -> list[str]:
-    """Return conditions that ask a tensor for its shape once: each time takes longer than to compare the answer."""
-    plain = [condition for condition in written if "'" not in condition and '"' not in condition]
-    counts = Counter(size for condition in plain for size in _SIZE.findall(condition))
-    names: dict[str, str] = {}
-
-    def name(match: re.Match[str]) -> str:
-        size = match[0]
-        if counts[size] == 1:
-            return size
-        if size in names:
-            return names[size]
-        names[size] = fresh("size")
-        return f"({names[size]} := {size})"
-
-    return [_SIZE.sub(name, condition) if condition in plain else condition for condition in written]
+def _uses(guards: Sequence[Guard]) -> Counter[Source]:
+    """Return how often each source is written; what a repeated one is made of is written once."""
+    uses: Counter[Source] = Counter()
+    pending = [source for guard in guards for source in (guard.source, *guard.check.parts)]
+    while pending:
+        source = pending.pop()
+        uses[source] += 1
+        if uses[source] == 1:
+            pending += source.parts
+    return uses
 
 
 def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
@@ -65,13 +58,20 @@ def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[o
         fresh: gives a name that nothing has, from a hint.
         name: gives a name for an object.
     """
-    text = _conjunction(guards, fresh, name)
-    if not re.search(r"[.\[]", text):
+    write: Writer = _Conditions(guards, fresh, name)
+    text = " and ".join([guard.text(write) for guard in guards])
+    if all(map(_always_answers, guards)):
         return [], text
     answer = fresh("fits")
     return [
         "try:",
-        f"    {answer} = {text}",
+        f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
         f"except {name(NOT_HELD)}:",
         f"    {answer} = False",
     ], answer
+
+
+def _always_answers(guard: Guard) -> bool:
+    """Say whether a condition can be asked of whatever the arguments are."""
+    by_identity = isinstance(guard.check, (Is, IsNot))
+    return by_identity and all(isinstance(source, (Argument, Constant, Known)) for source in guard.sources())

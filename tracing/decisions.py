@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import operator
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -13,11 +12,12 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, fx
 
 from .checked import Messages
-from .expressions import expression_of, is_question, literal
-from .guards import Guard, Tally, require
+from .expressions import is_switch, source_of_node
+from .guards import Guard, IsNot, Tally, Truth, equal, is_tensor, require
 from .locate import source_of, user_frame
 from .proxy import UNKNOWN, ValueProxy, proxies_in
 from .recorder import Recorder
+from .sources import Attribute, Call, Source, key_of, type_of
 
 __all__ = ["BY_DATA", "Decisions"]
 
@@ -40,16 +40,16 @@ class Decisions:
     """Answer the questions that decide something, and keep each answer as a guard.
 
     Attributes:
-        guards: expression -> guard over the arguments.
-        flags: switches that decided ("self.training") -> the answer given.
+        guards: over the arguments, each once.
+        flags: switches that decided (`self.training`) -> the answer given.
         structural: the `require` nodes that check how a value is built, and decide nothing else.
         by_data: the `require` nodes that ask what the data in a tensor decide.
     """
 
     def __init__(self, tracer: Recorder, messages: Messages) -> None:
         self._messages = messages
-        self.guards: dict[str, Guard] = {}
-        self.flags: dict[str, bool] = {}
+        self.guards: dict[Guard, None] = {}
+        self.flags: dict[Source, bool] = {}
         self.structural: set[fx.Node] = set()
         self.by_data: set[fx.Node] = set()
         self._tracer = tracer
@@ -150,15 +150,11 @@ class Decisions:
 
     def kind(self, node: fx.Node, value: Any, kinds: Any) -> None:
         """Note that it mattered what kind of value an argument is."""
-        expression = self._tracer.expressions[node.name]
-        condition = f"type({expression}).__name__ == {type(value).__name__!r}"
+        argument, reason = self._tracer.places[node.name], f"decided at {source_of()}"
         if kinds is Tensor:
-            condition = (
-                f"isinstance({expression}, Tensor)"
-                if isinstance(value, Tensor)
-                else f"not isinstance({expression}, Tensor)"
-            )
-        self.guards.setdefault(condition, Guard(condition, f"decided at {source_of()}"))
+            self._keep(is_tensor(argument, isinstance(value, Tensor), reason))
+        else:
+            self._keep(equal(Attribute(type_of(argument), "__name__"), type(value).__name__, reason))
 
     def absent(self, node: fx.Node) -> None:
         """Note that a value is None, which no proxy can stand for."""
@@ -181,13 +177,11 @@ class Decisions:
 
     def present(self, node: fx.Node, place: str, *, lifted: bool = False) -> bool:
         """Note that a value is not None; with `lifted` only if that can be asked before the forward starts."""
-        expression = self._lifted(node)
-        if expression is not None:
-            if node.target is getattr:
-                owner, name = expression.rsplit(".", 1)
-                expression = f"getattr({owner}, {name!r}, None)"
-            condition = f"{expression} is not None"
-            self.guards.setdefault(condition, Guard(condition, f"decided at {place}"))
+        source = self._lifted(node)
+        if source is not None:
+            if isinstance(source, Attribute):
+                source = Call(getattr, (source.owner, key_of(source.name), key_of(None)))
+            self._keep(Guard(source, IsNot(key_of(None)), f"decided at {place}"))
             return True
         if lifted:
             return False
@@ -201,11 +195,17 @@ class Decisions:
         """Return the values that hang on what was read of objects after they had been changed."""
         return self._tracer.data.later
 
-    def _lifted(self, node: fx.Node) -> str | None:
-        """Return Python for a value over the forward's arguments, as they are when it starts, or None."""
+    def _keep(self, guard: Guard | None) -> bool:
+        """Keep a guard, if there is one, and say whether there is."""
+        if guard is not None:
+            self.guards.setdefault(guard)
+        return guard is not None
+
+    def _lifted(self, node: fx.Node) -> Source | None:
+        """Return where a value is in the forward's arguments, as they are when it starts, or None."""
         if not self._tracer.liftable or node in self.read_later:
             return None
-        return expression_of(node, self._tracer.expressions)
+        return source_of_node(node, self._tracer.places)
 
     def _value(self, proxy: ValueProxy, source: str | None) -> Any:
         value = self._known(proxy)
@@ -251,14 +251,14 @@ class Decisions:
         self, node: fx.Node, value: Any, *, truth: bool = False, structural: bool = False, source: str | None = None
     ) -> None:
         place = source_of() if source is None else source
-        expression = self._lifted(node)
-        condition = None if expression is None else _condition(expression, value, truth=truth)
-        if expression is None or condition is None:
+        lifted, reason = self._lifted(node), f"decided at {place}" if place else "decided in forward"
+        guard = None
+        if lifted is not None:
+            guard = Guard(lifted, Truth(bool(value)), reason) if truth else equal(lifted, value, reason)
+        if lifted is None or not self._keep(guard):
             self._require(node, value, place, structural=structural)
-            return
-        if _is_switch(expression):
-            self.flags[expression] = bool(value)
-        self.guards.setdefault(condition, Guard(condition, f"decided at {place}" if place else "decided in forward"))
+        elif is_switch(lifted):
+            self.flags[lifted] = bool(value)
 
     def _require(self, node: fx.Node, value: Any, place: str, *, structural: bool) -> None:
         if any(user.target is require and user.args[1] == value for user in node.users):
@@ -270,20 +270,6 @@ class Decisions:
         check.meta.update(val=None, source=place)
         if structural:
             self.structural.add(check)
-
-
-def _is_switch(expression: str) -> bool:
-    """Tell whether an expression asks for a mode that may differ from call to call."""
-    return is_question(expression) or re.fullmatch(r"self\.(.*\.)?training", expression) is not None
-
-
-def _condition(expression: str, value: Any, *, truth: bool) -> str | None:
-    if truth:
-        return expression if value else f"not {expression}"
-    if value is None or isinstance(value, bool):
-        return f"{expression} is {value!r}"
-    text = literal(value)
-    return None if text is None else f"{expression} == {text}"
 
 
 def _is_running(pending: _Pending) -> bool:

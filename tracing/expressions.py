@@ -1,4 +1,4 @@
-"""Write what a node computes as Python over the forward's arguments, where it hangs on nothing else."""
+"""Find what a node computes from the forward's arguments alone, as a source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 from torch import fx
 
 from ..compat import operator_format
+from .sources import SELF, Attribute, Call, Item, Method, Source, attribute_at, constant
 
-__all__ = ["DESCRIPTIONS", "SWITCHES", "expression_of", "is_question", "literal", "question"]
+__all__ = ["DESCRIPTIONS", "SWITCHES", "is_switch", "question", "source_of_node"]
 
-SWITCHES = {
-    torch.is_grad_enabled: "torch.is_grad_enabled",
-    torch.is_inference_mode_enabled: "torch.is_inference_mode_enabled",
-    torch.is_autocast_enabled: "torch.is_autocast_enabled",
-}
+SWITCHES = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled)
 """Questions about a mode of torch, asked again at every call."""
 
 DESCRIPTIONS = frozenset(
@@ -30,18 +27,18 @@ _MOST_PARTS = 64
 """What is made of more values is checked where the graph computes it."""
 
 
-def expression_of(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
-    """Return Python for the value of `node`, or None where it needs an intermediate result.
+def source_of_node(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
+    """Return the value of `node` as a source, or None where it needs an intermediate result.
 
     Args:
         node: a node whose value is no tensor.
-        arguments: name of a placeholder -> Python for it.
+        arguments: name of a placeholder -> where its value is in the forward's arguments.
     """
-    return _expression(node, arguments) if _is_short(node) else None
+    return _source(node, arguments) if _is_short(node) else None
 
 
 def _is_short(node: fx.Node) -> bool:
-    """Say whether the expression of a node stays readable, what occurs in it twice counted twice."""
+    """Say whether what a node computes stays readable, what occurs in it twice counted twice."""
     pending, seen = [node], 0
     while pending:
         seen += 1
@@ -51,11 +48,11 @@ def _is_short(node: fx.Node) -> bool:
     return True
 
 
-def _expression(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
+def _source(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
     if node.op == "placeholder":
         return arguments.get(node.name)
     if node.op == "get_attr":
-        return f"self.{node.target}"
+        return attribute_at(str(node.target))
     if node.op == "call_method":
         return _method(node, arguments)
     if node.op == "call_function":
@@ -63,69 +60,55 @@ def _expression(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
     return None
 
 
-def _method(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
+def _method(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
     if node.target not in DESCRIPTIONS or node.kwargs:
         return None
-    parts = [_part(argument, arguments) for argument in node.args]
-    if None in parts:
-        return None
-    owner, *rest = parts
-    return f"{owner}.{node.target}({', '.join(map(str, rest))})"
+    parts = _parts(node.args, arguments)
+    return None if parts is None else Method(parts[0], str(node.target), tuple(parts[1:]))
 
 
-def _function(node: fx.Node, arguments: Mapping[str, str]) -> str | None:
+def _function(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
     function: Any = node.target
     if function in SWITCHES:
         return question(function, node.args)
-    parts = [_part(argument, arguments) for argument in node.args]
-    if None in parts or node.kwargs:
+    parts = None if node.kwargs else _parts(node.args, arguments)
+    if parts is None:
         return None
     if function is getattr:
-        return f"{parts[0]}.{node.args[1]}"
-    if function is hasattr:
-        return f"hasattr({parts[0]}, {parts[1]})"
-    if function is type:
-        return f"type({parts[0]})"
-    if function is len:
-        return f"len({parts[0]})"
+        return Attribute(parts[0], cast("str", node.args[1]))
     if function is operator.getitem:
-        return f"{parts[0]}[{parts[1]}]"
-    form = operator_format(function)
-    return None if form is None else f"({form.format(*parts)})"
-
-
-def question(function: Any, args: tuple[Any, ...]) -> str | None:
-    """Return Python that asks for a mode of torch, for that of a device (`args`) where it takes one."""
-    texts = [literal(argument) for argument in args]
-    return None if None in texts else f"{SWITCHES[function]}({', '.join(map(str, texts))})"
-
-
-def is_question(expression: str) -> bool:
-    """Tell whether `question` wrote an expression."""
-    return expression.startswith(tuple(f"{name}(" for name in SWITCHES.values()))
-
-
-def _part(argument: Any, arguments: Mapping[str, str]) -> str | None:
-    if isinstance(argument, fx.Node):
-        return _expression(argument, arguments)
-    if isinstance(argument, slice):
-        limits = cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step))
-        bounds = [_part(bound, arguments) for bound in limits]
-        return None if None in bounds else f"slice({', '.join(map(str, bounds))})"
-    return literal(argument)
-
-
-def literal(value: Any) -> str | None:
-    """Return Python that gives `value` in a guard, or None if it has no such spelling."""
-    if value is None or type(value) in (bool, int, str):
-        return repr(value)
-    if type(value) is float:
-        return repr(value) if value - value == 0 else None
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return str(value)
-    if isinstance(value, torch.device):
-        return f"torch.{value!r}"
-    if type(value) in (tuple, torch.Size):
-        parts = [literal(item) for item in value]
-        return None if None in parts else f"({', '.join(map(str, parts))}{',' if len(parts) == 1 else ''})"
+        return Item(*parts)
+    if function in (hasattr, type, len) or operator_format(function) is not None:
+        return Call(function, tuple(parts))
     return None
+
+
+def question(function: Any, args: tuple[Any, ...]) -> Source | None:
+    """Return the question about a mode of torch, about that of a device (`args`) where it takes one."""
+    parts = _parts(args, {})
+    return None if parts is None else Call(function, tuple(parts))
+
+
+def is_switch(source: Source) -> bool:
+    """Tell whether a source is a mode that may differ from call to call: of torch, or of a module."""
+    match source:
+        case Call(function):
+            return function in SWITCHES
+        case Attribute(owner, "training"):
+            return SELF in owner.all()
+        case _:
+            return False
+
+
+def _parts(arguments: tuple[Any, ...], given: Mapping[str, Source]) -> list[Source] | None:
+    parts = [_part(argument, given) for argument in arguments]
+    return None if None in parts else cast("list[Source]", parts)
+
+
+def _part(argument: Any, arguments: Mapping[str, Source]) -> Source | None:
+    if isinstance(argument, fx.Node):
+        return _source(argument, arguments)
+    if isinstance(argument, slice):
+        limits = _parts(cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step)), arguments)
+        return None if limits is None else Call(slice, tuple(limits))
+    return constant(argument)

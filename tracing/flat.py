@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from ..compat import submodule
 from .capture import Capture, Variant, capture_of
+from .sources import Source, reader
 
 __all__ = ["FlatNode", "FlatView"]
 
@@ -96,16 +97,15 @@ def _given(capture: Capture, variant: Variant, call: fx.Node) -> dict[str, list[
         bound = capture.parameters.bind(call.args, dict(call.kwargs))
     except TypeError:
         bound = {}
-    names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
-    return {name: _nodes_at(variant.arguments.get(name, name), bound, call) for name in names}
+    placeholders = variant.graph.find_nodes(op="placeholder")
+    return {node.name: _nodes_at(variant.argument(node), bound, call) for node in placeholders}
 
 
-def _nodes_at(expression: str, bound: Mapping[str, Any], call: fx.Node) -> list[fx.Node]:
-    """Return the nodes in the argument at `expression`; every argument where it cannot be told which."""
+def _nodes_at(source: Source, bound: Mapping[str, Any], call: fx.Node) -> list[fx.Node]:
+    """Return the nodes in the argument at `source`; every argument where it cannot be told which."""
     try:
-        # The expression names an argument, or a place inside one; the tracer wrote it.
-        value = eval(expression, {}, dict(bound))  # noqa: S307
-    except (NameError, LookupError, TypeError):
+        value = reader(bound)(source)
+    except (LookupError, TypeError):
         return call.all_input_nodes
     found: list[fx.Node] = []
     map_arg(value, found.append)

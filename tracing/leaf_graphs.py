@@ -57,7 +57,9 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error
     if tracer.decisions.flags:
-        raise CaptureError(f"{type(module).__name__} cannot be traced: {' and '.join(tracer.decisions.flags)} decides")
+        raise CaptureError(
+            f"{type(module).__name__} cannot be traced: {' and '.join(map(str, tracer.decisions.flags))} decides"
+        )
     return graph
 
 

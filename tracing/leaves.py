@@ -7,8 +7,8 @@ from collections.abc import Collection
 from torch import fx, nn
 
 from ..compat import own_children
-from .guards import Guard
-from .source import module_expression
+from .guards import Equals, Guard
+from .sources import SELF, children_of, key_of, length_of, module_at
 
 __all__ = [
     "CONTAINERS",
@@ -27,8 +27,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
 """Attributes through which a forward may loop over all of its children."""
 
-OWN_CHILDREN = "len(self._modules)"
-"""What a guard on the number of a module's children asks."""
+OWN_CHILDREN = length_of(children_of(SELF))
+"""The number of a module's children."""
 
 _LEAF_BASES = (
     "torch_geometric.nn.conv.message_passing.MessagePassing",
@@ -90,9 +90,8 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
     guards: dict[str, Guard] = {}
     seen: set[str] = set()
     if not _WHOLE.isdisjoint(read):
-        guards[""] = Guard(
-            f"{OWN_CHILDREN} == {len(own_children(module))}", f"it has {len(own_children(module))} items"
-        )
+        count = len(own_children(module))
+        guards[""] = Guard(OWN_CHILDREN, Equals(key_of(count)), f"it has {count} items")
     for node in graph.nodes:
         if node.op not in ("call_module", "get_attr"):
             continue
@@ -104,12 +103,9 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
             seen.add(path)
             container = module.get_submodule(path)
             if isinstance(container, (*CONTAINERS, nn.Sequential)):
-                items = module_expression(parts[:depth])
+                items = module_at(parts[:depth])
                 if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
-                    items += "._modules"
-                guards[path] = _length_guard(path, items, len(container))
+                    items = children_of(items)
+                count = key_of(len(container))
+                guards[path] = Guard(length_of(items), Equals(count), f"{path} has {count} items")
     return list(guards.values())
-
-
-def _length_guard(name: str, items: str, count: int) -> Guard:
-    return Guard(f"len({items}) == {count}", f"{name} has {count} items")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -12,19 +11,16 @@ import torch
 from torch import nn
 
 from .dynamic import subclass
-from .expressions import literal
-from .guards import Guard
+from .guards import Equals, Guard, Is, Lacks, equal, is_tensor, of_class, same_type
 from .observe import INTERNAL, Quiet
-from .source import attribute_expression, module_expression
+from .sources import SELF, Attribute, Call, Dictionary, Source, item_of, key_of, length_of, module_at
 
-__all__ = ["NestedReads", "items_of", "spelled"]
+__all__ = ["NestedReads", "items_of"]
 
 _LONGEST = 64
 """Items of a container that guards compare."""
 _DEEPEST = 3
 """Containers in containers that are looked into."""
-_DIRECT = re.compile(r"\.__dict__\['(\w+)'\]")
-"""How attributes are read from dictionaries; people are told of attributes."""
 
 
 class NestedReads:
@@ -37,13 +33,13 @@ class NestedReads:
 
     def __init__(self, module: nn.Module, names: Callable[[], Mapping[int, str]]) -> None:
         self._module, self._names = module, names
-        self._places: dict[int, tuple[str, str]] = {}
+        self._places: dict[int, tuple[str, Source]] = {}
         """Of each object that is lent: the module's attribute that leads to it, and how."""
         self._lent: list[tuple[Any, type]] = []
-        self.arrays: list[tuple[str, str, Any]] = []
+        self.arrays: list[tuple[str, Source, Any]] = []
         """What was read that is numpy's, each with the attribute that leads there, and how: no guard compares it."""
-        self._read: dict[str, tuple[str, str]] = {}
-        """A condition on what was read -> the attribute that leads there ("" for a child's own), and the reason."""
+        self._read: dict[Guard, str] = {}
+        """A condition on what was read -> the attribute that leads there ("" for a child's own)."""
         self.compared: set[str] = set()
         """Attributes of which guards say all that there is to say: graphs read the tensors in them anew each time."""
 
@@ -53,7 +49,7 @@ class NestedReads:
         try:
             for name, value in list(self._module.__dict__.items()):
                 if name not in INTERNAL:
-                    self._lend(value, name, f"self.{name}")
+                    self._lend(value, name, Attribute(SELF, name))
             yield
         finally:
             while self._lent:
@@ -62,11 +58,12 @@ class NestedReads:
 
     def note_inside(self, path: str, name: str, value: Any) -> None:
         """Note that a plain attribute of a module inside, at `path`, is read."""
-        self._note(value, "", attribute_expression(module_expression(path.split(".")), name))
+        self._note(value, "", Attribute(module_at(path.split(".")), name))
 
-    def keep(self, condition: str, reason: str) -> None:
-        """Note a condition on the modules inside."""
-        self._keep(condition, "", reason)
+    def keep(self, guard: Guard | None) -> None:
+        """Note a condition on the modules inside, if there is one."""
+        if guard is not None:
+            self._keep(guard, "")
 
     def guards(self, plain: set[str]) -> list[Guard]:
         """Return conditions under which the same is read again.
@@ -76,30 +73,26 @@ class NestedReads:
         """
         attributes = self._module.__dict__
         for name in sorted(plain):
-            value = attributes.get(name)
+            value, source = attributes.get(name), Attribute(SELF, name)
             if _holds_tensors_only(value):
-                self._keep(
-                    f"type(self.{name}) is {type(value).__name__}", name, f"self.{name} is a {type(value).__name__}"
-                )
+                self._keep(same_type(source, value, f"{source} is a {type(value).__name__}"), name)
                 self.compared.add(name)
             if type(value) in (*_MUTABLE, tuple) or _is_array(value):
-                self._note(value, name, f"self.{name}")
-        return [
-            Guard(condition, reason) for condition, (root, reason) in self._read.items() if not root or root in plain
-        ]
+                self._note(value, name, source)
+        return [guard for guard, root in self._read.items() if not root or root in plain]
 
-    def _lend(self, value: Any, root: str, path: str, depth: int = _DEEPEST) -> None:
-        for key, item in items_of(value) if depth else ():
-            self._lend(item, root, f"{path}[{key!r}]", depth - 1)
+    def _lend(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
+        for key, held in items_of(value) if depth else ():
+            self._lend(held, root, item_of(source, key), depth - 1)
         cls = cast("type[Any]", type(value))
         if id(value) in self._places or not _can_be_lent(value):
             return
         noting = subclass(cls, (Quiet,), lambda: self._body(cls))
-        self._places[id(value)] = root, path
+        self._places[id(value)] = root, source
         try:
             object.__setattr__(value, "__class__", noting)
         except TypeError:  # its layout does not allow another class: all that it holds is noted
-            self._note_all(cast("dict[str, Any]", vars(value)), root, path)
+            self._note_all(cast("dict[str, Any]", vars(value)), root, source)
             return
         self._lent.append((value, cls))
 
@@ -107,74 +100,79 @@ class NestedReads:
         read: Any = cls.__getattribute__
 
         def __getattribute__(holder: Any, name: str) -> Any:  # noqa: N807
-            root, path = self._places.get(id(holder), ("", ""))
-            if not path or name.startswith("__"):
+            root, source = self._places.get(id(holder), ("", None))
+            if source is None or name.startswith("__"):
                 return read(holder, name)
             try:
                 value = read(holder, name)
             except AttributeError:
-                self._keep(f"{name!r} not in {path}.__dict__", root, f"{path} has no {name}")
+                self._keep(Guard(Dictionary(source), Lacks(key_of(name)), f"{source} has no {name}"), root)
                 raise
-            expression = self._direct(cls, cast("dict[str, Any]", vars(holder)), name, value, (root, path))
-            self._note(value, root, expression or attribute_expression(path, name))
+            direct = self._direct(cls, cast("dict[str, Any]", vars(holder)), name, value, (root, source))
+            self._note(value, root, direct or Attribute(source, name))
             return value
 
         return {"__getattribute__": __getattribute__}
 
-    def _direct(self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, str]) -> str | None:
+    def _direct(
+        self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, Source]
+    ) -> Source | None:
         """Return how a guard reads an attribute from the dictionary of its object, in a tenth of the time; else None.
 
         So it does not look like a tensor's, either: moving the model changes types and devices of those.
         """
-        root, path = place
+        root, source = place
         if held.get(name, self) is not value:
             return None
-        if not path.removeprefix("self.").isidentifier():  # what is set on the module itself is noticed
-            self._keep(f"type({path}).__qualname__ == {cls.__qualname__!r}", root, f"{path} is a {cls.__qualname__}")
-        return f"{path}.__dict__[{name!r}]"
+        if source != Attribute(SELF, root):  # what is set on the module itself is noticed
+            self._keep(of_class(source, cls, f"{source} is a {cls.__qualname__}"), root)
+        return item_of(Dictionary(source), name)
 
-    def _note_all(self, held: dict[str, Any], root: str, path: str) -> None:
-        self._note(tuple(held), root, f"tuple({path}.__dict__)")
+    def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
+        self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
         for name, value in held.items():
-            self._note(value, root, f"{path}.__dict__[{name!r}]")
+            self._note(value, root, item_of(Dictionary(source), name))
 
-    def _note(self, value: Any, root: str, expression: str, depth: int = _DEEPEST) -> None:
+    def _note(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
-        text = spelled(value)
-        if text is not None:
-            self._keep(f"{expression} == {text}", root, f"{expression} is {text}")
+        guard = equal(source, value)
+        if guard is not None:
+            self._keep(guard, root)
             return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
-            self.arrays.append((root, expression, value))
+            self.arrays.append((root, source, value))
             return
-        if type(value) is float:  # no number, or infinite
-            self._keep(f"str({expression}) == {str(value)!r}", root, f"{expression} is {value}")
+        if type(value) is float:  # no number
+            self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
             return
-        self._lend(value, root, expression)
+        self._lend(value, root, source)
         items = items_of(value) if depth else []
         if items and type(value) is not tuple:
             keys = [key for key, _ in items]
             named = type(value) is dict and len(keys) == len(cast("dict[Any, Any]", value))
-            condition = f"list({expression}) == {keys!r}" if named else f"len({expression}) == {len(items)}"
-            self._keep(condition, root, f"{expression} has {len(items)} items")
-        for key, item in items:
-            if isinstance(item, torch.Tensor):
-                self._note_tensor(item, root, f"{expression}[{key!r}]")
+            counted, expected = (Call(tuple, (source,)), tuple(keys)) if named else (length_of(source), len(items))
+            self._keep_equal(counted, expected, root, f"{source} has {len(items)} items")
+        for key, held in items:
+            if isinstance(held, torch.Tensor):
+                self._note_tensor(held, root, item_of(source, key))
             else:
-                self._note(item, root, f"{expression}[{key!r}]", depth - 1)
+                self._note(held, root, item_of(source, key), depth - 1)
 
-    def _note_tensor(self, tensor: torch.Tensor, root: str, expression: str) -> None:
+    def _note_tensor(self, tensor: torch.Tensor, root: str, source: Source) -> None:
         """Note that a container holds a tensor; a parameter or buffer is known by its name from then on."""
         name = self._names().get(id(tensor))
         if name is None:
-            self._keep(f"isinstance({expression}, Tensor)", root, f"{expression} is a tensor")
+            self._keep(is_tensor(source, True, f"{source} is a tensor"), root)
             return
-        *owners, name = name.split(".")
-        condition = f"{expression} is getattr({module_expression(owners)}, {name!r}, None)"
-        self._keep(condition, root, f"{expression} is {'.'.join((*owners, name))}")
+        *owners, last = name.split(".")
+        registered = Call(getattr, (module_at(owners), key_of(last), key_of(None)))
+        self._keep(Guard(source, Is(registered), f"{source} is {name}"), root)
 
-    def _keep(self, condition: str, root: str, reason: str) -> None:
-        self._read.setdefault(condition, (root, _DIRECT.sub(r".\1", reason)))
+    def _keep_equal(self, source: Source, value: Any, root: str, reason: str) -> None:
+        self._keep(Guard(source, Equals(key_of(value)), reason), root)
+
+    def _keep(self, guard: Guard, root: str) -> None:
+        self._read.setdefault(guard, root)
 
 
 def _is_array(value: Any) -> bool:
@@ -208,20 +206,3 @@ def _holds_tensors_only(value: Any) -> bool:
     """Say whether a value is a short list or dictionary of tensors (a cache): another like it changes nothing."""
     items = items_of(value) if type(value) in (list, dict) else []
     return bool(items) and len(items) == len(value) and all(isinstance(item, torch.Tensor) for _, item in items)
-
-
-def spelled(value: Any) -> str | None:
-    """Return Python for a plain value, or for a short container of such."""
-    kind = cast("type[Any]", type(value))
-    if kind not in _MUTABLE:
-        return literal(value)
-    if len(value) > _LONGEST:
-        return None
-    if kind is dict:
-        pairs = [(spelled(key), spelled(item)) for key, item in cast("dict[Any, Any]", value).items()]
-        return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{k}: {v}' for k, v in pairs)}}}"
-    items = [spelled(item) for item in cast("list[Any]", value)]
-    if None in items:
-        return None
-    written = ", ".join(sorted(map(str, items)) if kind is set else map(str, items))
-    return f"[{written}]" if kind is list else f"{{{written}}}" if written else "{*()}"

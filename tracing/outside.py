@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,22 +10,20 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LIBRARIES", "bound", "cells_of", "globals_of", "looks_outside", "own_cells"]
+__all__ = ["LIBRARIES", "cells_of", "globals_of", "own_cells"]
 
 LIBRARIES = "site-packages"
 """In the path of installed code: it is full of functions that close over settings which nobody changes."""
-_GLOBALS = re.compile(r"fxopt_globals\('([\w/]+)'\)")
-_OUTSIDE = re.compile(r"fxopt_(globals|cells)\(|^(str\()?\(?type\(self[^)]*\)\.(?!__)")
 _cells: weakref.WeakKeyDictionary[FunctionType, Mapping[str, CellType]] = weakref.WeakKeyDictionary()
 
 
 def globals_of(module: str) -> dict[str, Any]:
-    """Return the globals of a loaded module of Python, whose name has slashes for dots.
+    """Return the globals of a loaded module of Python.
 
     Raises:
         KeyError: if it is not loaded.
     """
-    return vars(sys.modules[module.replace("/", ".")])
+    return vars(sys.modules[module])
 
 
 def cells_of(module: nn.Module) -> Mapping[str, CellType]:
@@ -57,17 +54,3 @@ def _found(forward: FunctionType) -> list[tuple[str, CellType]]:
             found += [(f"{depth}:{name}", cell) for name, cell in pairs if name != "__class__"]
         function = function.__dict__.get("__wrapped__")
     return found
-
-
-def bound(text: str, name: Callable[[object], str]) -> str:
-    """Return conditions with the globals that they look into as objects, which `name` gives names to."""
-
-    def replaced(match: re.Match[str]) -> str:
-        return name(globals_of(match[1])) if match[1].replace("/", ".") in sys.modules else match[0]
-
-    return _GLOBALS.sub(replaced, text)
-
-
-def looks_outside(expression: str) -> bool:
-    """Say whether a condition is on a global, on what a forward closes over or on an attribute of a class."""
-    return _OUTSIDE.search(expression) is not None

@@ -11,15 +11,14 @@ from typing import Any, cast
 from torch import nn
 
 from .bytecode import Read, Value, Variable, is_class, named_in
-from .guards import Guard
-from .nested import spelled
-from .outside import LIBRARIES, own_cells
+from .guards import Equals, Guard, Is, equal, same_type
+from .outside import LIBRARIES, cells_of, own_cells
 from .outside_stores import stored_outside, told
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of
-from .source import attribute_expression
+from .sources import SELF, Attribute, Call, Globals, Source, constant, item_of, key_of, type_of
 from .untraceable import Untraceable
 
-__all__ = ["OutsideReads", "condition_on"]
+__all__ = ["OutsideReads", "guards_on"]
 
 
 class OutsideReads:
@@ -34,7 +33,7 @@ class OutsideReads:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
-        self._guards: dict[str, Guard] = {}
+        self._guards: dict[Guard, None] = {}
         self._cells = {id(cell): key for key, cell in own_cells(type(module).forward).items()}
         for function, names in reached_functions([module], hooks=False):
             stored = stored_outside(function, module)
@@ -42,7 +41,7 @@ class OutsideReads:
                 raise Untraceable(f"it sets what is not the module's: {stored[0]}", stored[1])
             for value, content in names:
                 if not _is_constant(function, value):
-                    self._note(self._expression(function, value), content, told(value))
+                    self._note(self._source(function, value), content, told(value))
             self._note_attributes(_read_of_class(function.__code__))
 
     def guards(self, read: Iterable[str]) -> Iterator[Guard]:
@@ -52,34 +51,33 @@ class OutsideReads:
             read: names of the module's plain attributes that were read; its class may have them.
         """
         self._note_attributes(name for name in read if name not in vars(self._module))
-        yield from self._guards.values()
+        yield from self._guards
 
     def _note_attributes(self, names: Iterable[str]) -> None:
         """Note that attributes of the module's class are read, those of its own or of a base."""
         for name in names:
-            self._note(f"type(self).{name}", class_attribute(self._class, name), f"{name} of its class")
+            self._note(Attribute(type_of(SELF), name), class_attribute(self._class, name), f"{name} of its class")
 
-    def _note(self, expression: str | None, value: Any, told: str) -> None:
-        condition = None if expression is None else condition_on(expression, value)
-        if condition is not None:
-            self._guards.setdefault(condition, Guard(condition, f"{told} is {value!r}"))
+    def _note(self, source: Source | None, value: Any, told: str) -> None:
+        for guard in () if source is None else guards_on(source, value, told):
+            self._guards.setdefault(guard)
 
-    def _expression(self, function: FunctionType, value: Value) -> str | None:
+    def _source(self, function: FunctionType, value: Value) -> Source | None:
         """Return how a guard reads a value, or None if it cannot, or if the value is of no code of the user's."""
         if isinstance(value, Read):
             owner = value_of(function, value.owner)
             if isinstance(owner, (type, ModuleType)) and is_foreign(getattr(owner, "__module__", owner.__name__)):
                 return None  # what torch, say, holds is no user's
-            expression = self._expression(function, value.owner)
-            return None if expression is None else attribute_expression(expression, value.name)
+            source = self._source(function, value.owner)
+            return None if source is None else Attribute(source, value.name)
         if not isinstance(value, Variable):
             return None
         if value.kind == "global":
             home = _home_of(function.__globals__) if value.name in function.__globals__ else None
-            return None if home is None else f"fxopt_globals({home.replace('.', '/')!r})[{value.name!r}]"
+            return None if home is None else item_of(Globals(home), value.name)
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index(value.name)]
         key = self._cells.get(id(cell))
-        return None if key is None else f"fxopt_cells(self)[{key!r}].cell_contents"
+        return None if key is None else Attribute(item_of(Call(cells_of, (SELF,)), key), "cell_contents")
 
 
 def _is_constant(function: FunctionType, value: Value) -> bool:
@@ -99,20 +97,19 @@ def _home_of(space: dict[str, Any]) -> str | None:
     return home if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space else None
 
 
-def condition_on(expression: str, value: Any) -> str | None:
-    """Return the condition that an expression gives a plain value, or a short container of such; None for any other."""
-    if value is None or type(value) is bool:
-        return f"{expression} is {value}"
+def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
+    """Return guards on a plain value, or a short container of such, called `told`; none for any other."""
+    if constant(value) is None and type(value) is not float:
+        return []
+    reason = f"{told} is {value!r}"
+    same, by_text = equal(source, value, reason), Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)
+    if same is None:  # no number
+        return [by_text]
+    if isinstance(same.check, Is):
+        return [same]
     if type(value) in (int, float):
-        if value - value != 0:  # no number, or infinite
-            return f"str({expression}) == {str(value)!r}"
-        return f"{expression} == {value!r} and type({expression}) is {type(value).__name__}"
-    text = spelled(value)
-    if text is None:
-        return None
-    if _has_numbers(value):  # [2] == [2.0] == [True]
-        return f"{expression} == {text} and str({expression}) == {str(value)!r}"
-    return f"{expression} == {text}"
+        return [same, same_type(source, value, reason)]
+    return [same, by_text] if _has_numbers(value) else [same]  # [2] == [2.0] == [True]
 
 
 def _has_numbers(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from .changes import Change, Changes
 from .dataflow import DataFlow
 from .names import ModelNames
+from .sources import Source
 from .untraceable import Untraceable
 
 __all__ = ["Interception", "Questions", "Recorder"]
@@ -73,7 +74,7 @@ class Recorder(Protocol):
         module, home: the traced module, and its qualified name.
         names: of the whole model.
         examples: the example value of each node.
-        expressions: name of a placeholder -> what gives its value, over the forward's arguments.
+        places: name of a placeholder -> where its value is in the forward's arguments.
         liftable: whether what decides may be asked before the graph runs: no tensor was reshaped in place so far.
         data: which values hang on the data in tensors.
         failure: why the module was given up; None as long as it was not.
@@ -87,7 +88,7 @@ class Recorder(Protocol):
     names: ModelNames
     examples: dict[fx.Node, Any]
     data: DataFlow
-    expressions: dict[str, str]
+    places: dict[str, Source]
     liftable: bool
     failure: Untraceable | None
     changes: Changes

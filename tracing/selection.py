@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from .capture import Capture, Variant, required_capture
+from .sources import reader
 
 __all__ = ["call_names", "explain_miss", "fitting", "select"]
 
@@ -16,7 +17,7 @@ def fitting(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the variants whose guards hold for a call, in their order; what they check on the way may not."""
     capture = required_capture(module)
     names = call_names(module, capture, args, kwargs)
-    return [variant for variant in capture.variants if all(guard.holds(names) for guard in variant.guards)]
+    return [variant for variant in capture.variants if variant.fits(names)]
 
 
 def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:
@@ -24,15 +25,10 @@ def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     capture = required_capture(module)
     names = call_names(module, capture, args, kwargs)
     for variant in capture.variants:
-        if all(guard.holds(names) for guard in variant.guards):
-            return variant, [_argument(variant, node, names) for node in variant.graph.find_nodes(op="placeholder")]
+        if variant.fits(names):
+            read = reader(names)
+            return variant, [read(variant.argument(node)) for node in variant.graph.find_nodes(op="placeholder")]
     return None
-
-
-def _argument(variant: Variant, placeholder: fx.Node, names: Mapping[str, Any]) -> Any:
-    expression = variant.arguments.get(placeholder.name, str(placeholder.target))
-    # The expression names an argument, or a place inside one; the tracer wrote it.
-    return eval(expression, {}, dict(names))  # noqa: S307
 
 
 def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -42,7 +38,7 @@ def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         return capture.dropped
     names = call_names(module, capture, args, kwargs)
     failed = (next((g for g in variant.guards if not g.holds(names)), None) for variant in capture.variants)
-    return "; ".join(f"{guard.expression} ({guard.reason})" for guard in failed if guard is not None)
+    return "; ".join(f"{guard} ({guard.reason})" for guard in failed if guard is not None)
 
 
 def call_names(module: nn.Module, capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

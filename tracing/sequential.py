@@ -10,14 +10,17 @@ from torch import fx, nn
 from ..compat import own_children
 from .capture import Capture, Variant
 from .draws import tree_draws_from_host
-from .guards import Guard
+from .guards import Equals, Guard, IsNot
+from .leaves import OWN_CHILDREN
 from .meta import Meta, meta_key, meta_of
 from .record import Call
 from .signature import signature_of
+from .sources import Argument, key_of
 
 __all__ = ["SequentialCaptures"]
 
 _SOURCE = "torch/nn/modules/container.py"
+_INPUT = Argument("input")
 
 
 class SequentialCaptures:
@@ -67,7 +70,7 @@ def _variant(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Variant
         if metas is not None:
             node.meta["val"] = metas[index]
     guards = (
-        Guard("input is not None", "input is a tensor"),
-        Guard(f"len(self._modules) == {len(names)}", f"it has {len(names)} children"),
+        Guard(_INPUT, IsNot(key_of(None)), "input is a tensor"),
+        Guard(OWN_CHILDREN, Equals(key_of(len(names))), f"it has {len(names)} children"),
     )
-    return Variant(guards, graph, {nodes[0].name: "input"})
+    return Variant(guards, graph, {nodes[0].name: _INPUT})

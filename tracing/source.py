@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import keyword
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,32 +16,40 @@ from ..compat import in_place_format, operator_format
 from .autograd_functions import FunctionCall
 from .conditions import fits
 from .generators import ANNOUNCES, announce, generators_now, take_back
-from .guards import GUARD_NAMES, GuardMiss, require
+from .guards import GuardMiss, require
 from .rollback import announce_changes
-from .signature import Signature, given
+from .signature import Absent, Signature, given
+from .sources import Source
+from .spelling import attribute_text
 from .structure import is_namedtuple
 
 if TYPE_CHECKING:
     from .capture import Variant
 
-__all__ = ["Source", "attribute_expression", "generate", "module_expression"]
+__all__ = ["Code", "generate"]
 
 _ATOMS = (bool, int, str, bytes, type(None), type(...))
+_PLAIN_NAMES: Mapping[str, Any] = {
+    **{
+        kind.__name__: kind
+        for kind in (Absent, torch.Tensor, bool, int, float, str, bytes, dict, list, tuple, type, slice)
+    },
+    **{function.__name__: function for function in (getattr, hasattr, isinstance, len)},
+}
+"""What code calls by its own name, unless an argument has it."""
 _REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers"}
 """Where a module keeps what a node is known to read."""
 
 
 @dataclass(frozen=True)
-class Source:
+class Code:
     """Hold the text of a function called `forward`, and the objects that it refers to by name."""
 
     text: str
     names: dict[str, Any]
 
 
-def generate(
-    signature: Signature, variants: Sequence[Variant], *, restarts: bool = True, refuse: bool = False
-) -> Source:
+def generate(signature: Signature, variants: Sequence[Variant], *, restarts: bool = True, refuse: bool = False) -> Code:
     """Write the forward that runs the first of `variants` whose guards and checks hold, and the module's own otherwise.
 
     Args:
@@ -72,22 +79,11 @@ def generate(
         else:
             lines += [*([f"if not ({condition}):", *_indented(miss)] if condition else []), *body]
     text = "\n".join([f"def forward({signature.header}):", *_indented(lines if variants else miss)])
-    return Source(f"{text}\n", names.objects)
+    return Code(f"{text}\n", names.objects)
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
     return [f"    {line}" for line in lines]
-
-
-def module_expression(parts: Iterable[str]) -> str:
-    """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
-    return "self" + "".join(f"._modules[{part!r}]" for part in parts)
-
-
-def attribute_expression(owner: str, name: str) -> str:
-    """Return how generated code reads an attribute; a name need not be one that a dot takes (`lambda`, `0`)."""
-    plain = name.isidentifier() and not keyword.iskeyword(name)
-    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
 
 
 @dataclass
@@ -99,9 +95,14 @@ class _Names:
     _of: dict[int, str]
 
     def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
-        self.objects = dict(GUARD_NAMES)
-        self._used = arguments | {node.name for v in variants for node in v.graph.nodes} | {"self"} | set(GUARD_NAMES)
-        self._of = {}
+        self._used = arguments | {node.name for v in variants for node in v.graph.nodes} | {"self"}
+        self.objects = {name: value for name, value in _PLAIN_NAMES.items() if name not in self._used}
+        self._used.update(_PLAIN_NAMES)
+        self._of = {id(value): name for name, value in self.objects.items()}
+
+    def __call__(self, source: Source) -> str:
+        """Return an expression for what a guard or a placeholder reads."""
+        return source.text(self)
 
     def name(self, value: Any) -> str:
         """Return the global name for `value`, the same each time."""
@@ -204,7 +205,7 @@ class _Body:
 
     def _statement(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
-            expression = self._variant.arguments.get(node.name, str(node.target))
+            expression = self._names(self._variant.argument(node))
             return None if expression == node.name else f"{node.name} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
@@ -234,7 +235,8 @@ class _Body:
             f"{self._names.name(f)}()" for f, is_said in ((announce, draws), (announce_changes, changes)) if is_said
         )
         if said and node.op == "call_module":
-            said = f"if not hasattr(type({self._callee(node)}), {ANNOUNCES!r}): {said}"
+            kind = f"{self._names.name(type)}({self._callee(node)})"
+            said = f"if not {self._names.name(hasattr)}({kind}, {ANNOUNCES!r}): {said}"
         return [said] if said else []
 
     def _callee(self, node: fx.Node) -> str:
@@ -261,7 +263,7 @@ class _Body:
         if registry is None or not (node.users and "." in target):
             return _attribute(target)
         *parents, name = target.split(".")
-        held = f"{module_expression(parents)}.{registry}.get({name!r})"
+        held = f"{_module_text(parents)}.{registry}.get({name!r})"
         # It may be kept elsewhere: as a parametrization, or on the replicas of nn.DataParallel.
         return f"{local} if ({local} := {held}) is not None else {_attribute(target)}"
 
@@ -272,7 +274,7 @@ class _Body:
         if function is operator.is_not:
             return " is not ".join(self._operand(argument) for argument in node.args)
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], str):
-            return attribute_expression(self._operand(node.args[0]), node.args[1])
+            return attribute_text(self._operand(node.args[0]), node.args[1])
         if isinstance(function, FunctionCall):
             return f"{self._names.name(function.function)}.apply({self._arguments(node.args, node.kwargs)})"
         return f"{self._names.name(function)}({self._arguments(node.args, node.kwargs)})"
@@ -309,9 +311,9 @@ class _Body:
             return "{" + ", ".join(f"{self._format(key)}: {self._format(item)}" for key, item in pairs) + "}"
         if isinstance(value, slice):
             limits = cast("tuple[Any, ...]", (value.start, value.stop, value.step))
-            return f"slice({self._arguments(limits, {})})"
+            return f"{self._names.name(slice)}({self._arguments(limits, {})})"
         if isinstance(value, torch.device):
-            return f"torch.{value!r}"
+            return f"{self._names.name(torch.device)}('{value}')"
         return self._names.name(value)
 
 
@@ -337,10 +339,15 @@ def _container(node: fx.Node) -> str:
 
 @lru_cache(maxsize=4096)
 def _children_of(path: str) -> str:
-    return module_expression(path.split(".") if path else ()) + "._modules"
+    return _module_text(path.split(".") if path else ()) + "._modules"
+
+
+def _module_text(parts: Iterable[str]) -> str:
+    """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
+    return "self" + "".join(f"._modules[{part!r}]" for part in parts)
 
 
 def _attribute(target: str) -> str:
     *parents, name = target.split(".")
-    owner = module_expression(parents)
-    return attribute_expression(owner, name)
+    owner = _module_text(parents)
+    return attribute_text(owner, name)

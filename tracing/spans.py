@@ -16,10 +16,11 @@ from torch import fx, nn
 
 from .capture import Capture, RegionPlan, Variant
 from .contexts import Context
-from .guards import Guard, require
+from .guards import Equals, Guard, Is, require
 from .leaves import OWN_CHILDREN
 from .regions import ContextRegion
 from .signature import Signature
+from .sources import SELF, Constant, Source, key_of, module_at
 
 __all__ = ["closed", "mark", "opened", "with_regions"]
 
@@ -91,13 +92,15 @@ def with_regions(module: nn.Module, variants: Sequence[Variant]) -> tuple[list[V
 
 def _counting(variant: Variant, more: int) -> Variant:
     """Let a guard on the number of a module's children count its regions."""
-    guards = tuple(dataclasses.replace(g, expression=_larger(g.expression, more)) for g in variant.guards)
-    return dataclasses.replace(variant, guards=guards)
+    return dataclasses.replace(variant, guards=tuple(_with_more(guard, more) for guard in variant.guards))
 
 
-def _larger(condition: str, more: int) -> str:
-    head, _, count = condition.rpartition(" == ")
-    return f"{head} == {int(count) + more}" if head == OWN_CHILDREN else condition
+def _with_more(guard: Guard, more: int) -> Guard:
+    match guard:
+        case Guard(source, Equals(Constant(value=count))) if source == OWN_CHILDREN:
+            return dataclasses.replace(guard, check=Equals(key_of(count + more)))
+        case _:
+            return guard
 
 
 @dataclass
@@ -105,13 +108,13 @@ class _Body:
     """A graph under way.
 
     Attributes:
-        path: Python for the module that the graph is of, as seen from the home.
+        path: where the module is that the graph is of, as seen from the home.
         plans: the regions that it calls.
         children: name of a child as traced -> its name in that module; empty for the home, where they are the same.
         values: node as traced -> node here.
     """
 
-    path: str
+    path: Source
     plans: dict[str, RegionPlan]
     children: dict[str, str] = field(default_factory=dict[str, str])
     values: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -133,7 +136,7 @@ class _Cutter:
 
     def cut(self, variant: Variant) -> Variant:
         """Return the graph of the home, which calls the regions."""
-        home = _Body("self", self._plans)
+        home = _Body(SELF, self._plans)
         self._write(_root(variant.graph), home)
         return dataclasses.replace(variant, graph=home.graph, guards=(*variant.guards, *self._guards))
 
@@ -152,7 +155,7 @@ class _Cutter:
             return
         name = self._free_name(span.context.kind, outer)
         local = _local_names([str(node.target) for node in span.nodes() if node.op == "call_module"])
-        region = _Body(f"{outer.path}._modules[{name!r}]", {}, local)
+        region = _Body(module_at([name], outer.path), {}, local)
         results = span.results()
         for source in span.inputs():
             region.values[source] = placeholder = region.graph.placeholder(source.name)
@@ -174,12 +177,11 @@ class _Cutter:
             number += 1
         return f"{kind}_{number}"
 
-    def _guard(self, region: str, outer: str, origins: Mapping[str, str]) -> None:
+    def _guard(self, region: Source, outer: Source, origins: Mapping[str, str]) -> None:
         """Let the graph hold only as long as the children that a region borrowed are those that are there."""
         for mine, target in origins.items():
-            path = "".join(f"._modules[{part!r}]" for part in target.split("."))
-            condition = f"{region}._modules[{mine!r}] is {outer}{path}"
-            self._guards.append(Guard(condition, f"{target} was replaced after capture"))
+            now = Is(module_at(target.split("."), outer))
+            self._guards.append(Guard(module_at([mine], region), now, f"{target} was replaced after capture"))
 
 
 def _write_call(name: str, span: _Span, results: Sequence[fx.Node], body: _Body) -> None:

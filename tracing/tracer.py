@@ -42,6 +42,7 @@ from .proxy import UNKNOWN, MethodProxy, ValueProxy
 from .record import Call
 from .session import Session
 from .signature import Absent, Signature
+from .sources import Source
 from .structure import copied
 from .untraceable import Untraceable
 
@@ -64,7 +65,7 @@ class ModuleTracer:
         call: the call to trace, with its children's results; None traces without example values.
         stateful: tells whether calling a module changes something that outlives the call.
         assigned: module -> its own attributes that calls set.
-        answers: what switches ("self.training") are to answer, where it is not what they say now.
+        answers: what switches (`self.training`) are to answer, where it is not what they say now.
         state: attributes that modules are to have, where they are not those that they have now.
     """
 
@@ -76,7 +77,7 @@ class ModuleTracer:
         call: Call | None,
         stateful: Callable[[nn.Module], bool],
         assigned: Mapping[nn.Module, frozenset[str]],
-        answers: Mapping[str, bool] | None = None,
+        answers: Mapping[Source, bool] | None = None,
         state: State | None = None,
     ) -> None:
         self.session = session
@@ -84,7 +85,7 @@ class ModuleTracer:
         self.home = home
         self.module = names.modules[home]
         self.graph = fx.Graph()
-        self.expressions: dict[str, str] = {}
+        self.places: dict[str, Source] = {}
         self.liftable = True
         self.failure: Untraceable | None = None
         self.examples: dict[fx.Node, Any] = {}
@@ -113,7 +114,7 @@ class ModuleTracer:
             Untraceable: if the forward does something that no graph can say.
             Exception: whatever the forward raises when it is run on proxies.
         """
-        arguments = Arguments(signature, self._placeholder, self.expressions)
+        arguments = Arguments(signature, self._placeholder, self.places)
         forward, outside = type(self.module).forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
         self.session.wrap_memos(type(self.module))
@@ -139,11 +140,11 @@ class ModuleTracer:
         lengths = container_lengths(self.module, self.graph, seen.names)
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
-        guards += (*self.decisions.guards.values(), *outside.guards(plain))
+        guards += (*self.decisions.guards, *outside.guards(plain))
         self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
-        return Variant(guards, self.graph, self.expressions, frozenset(reads), volatile)
+        return Variant(guards, self.graph, self.places, frozenset(reads), volatile)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.

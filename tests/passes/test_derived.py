@@ -168,6 +168,11 @@ def test_transforms_see_the_function(weight: Tensor, by: Tensor) -> None:
     def loss(function: Callable, weight: Tensor) -> Tensor:
         return function(weight, by)[0].square().sum()
 
+    x = torch.randn(2, 4)
+    for wants in (False, True):
+        weight.requires_grad_(wants)
+        found, expected = (torch.func.grad(lambda x, f=f: (x @ f(weight, by)[0].t()).sum())(x) for f in (target, plain))
+        torch.testing.assert_close(found, expected)
     for transform in (torch.func.grad, torch.func.jacfwd, torch.func.hessian):
         found, expected = (transform(lambda w, f=f: loss(f, w))(weight) for f in (target, plain))
         torch.testing.assert_close(found, expected)

@@ -12,10 +12,11 @@ from torch import fx, nn
 
 from fxopt.errors import GuardError
 from fxopt.tracing.captured import Capture, Variant, install
-from fxopt.tracing.guards import Guard, GuardMiss, require
+from fxopt.tracing.guards import Equals, Guard, GuardMiss, Truth, require
 from fxopt.tracing.program import capture_program
 from fxopt.tracing.signature import Signature, signature_of
 from fxopt.tracing.source import generate
+from fxopt.tracing.sources import Argument, Attribute, item_of, key_of, length_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -158,9 +159,11 @@ def test_what_a_check_read_is_freed_where_it_holds():
 
 
 def test_guards_that_cannot_be_evaluated_do_not_hold():
-    assert Guard("len(x) == 2", "").holds({"x": [1, 2]})
-    assert not Guard("len(x) == 2", "").holds({"x": 3})
-    assert not Guard("x[0].y", "").holds({"x": []})
+    x = Argument("x")
+    two = Guard(length_of(x), Equals(key_of(2)))
+    assert two.holds({"x": [1, 2]})
+    assert not two.holds({"x": 3})
+    assert not Guard(Attribute(item_of(x, 0), "y"), Truth(True)).holds({"x": []})
 
 
 def test_guards_ask_for_a_shape_once():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -34,7 +33,6 @@ _DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Linear: 2, nn.Conv1d: 3, nn.Con
 """What the output must have where the norm takes several; with fewer or more it would norm another dimension."""
 
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
-_ASKS_FOR_MODE = re.compile(r"(not )?self\.([\w.]*\.)?training\b")
 
 
 class Call(NamedTuple):
@@ -113,12 +111,7 @@ def _pairs(program: Program, home: str) -> Sequence[Pair]:
 def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
     """Return the graphs of a module that can run in evaluation mode, with their numbers."""
     module = program.module(home)
-
-    def can_run(variant: Variant) -> bool:
-        asks = (guard for guard in variant.guards if _ASKS_FOR_MODE.match(guard.expression))
-        return all(guard.holds({"self": module}) for guard in asks)
-
-    return [item for item in enumerate(required_capture(module).variants) if can_run(item[1])]
+    return [item for item in enumerate(required_capture(module).variants) if item[1].runs_in_mode(module)]
 
 
 def _obstacle(pair: Pair, program: Program) -> str | None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from .batchable_modules import module_signature, state_names
 from .dataflow import InlinedGraph, Operation, is_chain
 from .inliner import inlined_graph
-from .mode_guards import Case, asks_for_training, cases_of, runs_in_mode
+from .mode_guards import Case, cases_of
 
 __all__ = [
     "Case",
     "InlinedGraph",
     "Operation",
-    "asks_for_training",
     "cases_of",
     "inlined_graph",
     "is_chain",
     "module_signature",
-    "runs_in_mode",
     "state_names",
 ]

@@ -12,7 +12,6 @@ from ....tracing.captured import Capture, Variant
 from ....tracing.guards import require
 from ....tracing.leaf_graphs import leaf_graph
 from .batchable_modules import module_operator
-from .mode_guards import asks_for_training, runs_in_mode
 
 __all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "variant_of_call"]
 
@@ -27,11 +26,11 @@ def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any
 
     None where it is not settled by what the call passes. Of a single graph the other conditions are left to the caller.
     """
-    in_mode = [variant for variant in capture.variants if runs_in_mode(module, variant, flipped)]
+    in_mode = [variant for variant in capture.variants if variant.runs_in_mode(module, flipped=flipped)]
     if len(in_mode) == 1:
         return in_mode[0]
     for variant in in_mode:
-        if all(asks_for_training(guard) for guard in unmet_guards(module, variant, given)):
+        if all(guard.asks_for_training for guard in unmet_guards(module, variant, given)):
             return variant
     return None
 

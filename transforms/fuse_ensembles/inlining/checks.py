@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from ....tracing.guards import Guard, require
+from ....tracing.guards import Equals, Guard, require
+from ....tracing.sources import Argument, Attribute, Call, Constant, Item, Source
 
 __all__ = ["write_checks"]
 
@@ -19,7 +19,7 @@ def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.
 
     Args:
         guards: the conditions.
-        names: what their expressions may name; others make a condition one that cannot be written.
+        names: the arguments that they may look at; others make a condition one that cannot be written.
 
     Returns:
         None where a condition is of another form.
@@ -27,7 +27,7 @@ def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in names}
     for guard in guards:
-        written = _comparison(guard.expression, inputs, graph)
+        written = _comparison(guard, inputs, graph)
         if written is None:
             return None
         graph.call_function(require, (*written, guard.reason, True))
@@ -35,27 +35,27 @@ def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.
     return graph, {node.name: names[name] for name, node in inputs.items()}
 
 
-def _comparison(expression: str, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> tuple[fx.Node, int] | None:
-    match ast.parse(expression, mode="eval").body:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=int() as expected)]):
-            value = _value(left, inputs, graph)
+def _comparison(guard: Guard, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> tuple[fx.Node, int] | None:
+    match guard.check:
+        case Equals(Constant(value=int() as expected)):
+            value = _value(guard.source, inputs, graph)
             return None if value is None or isinstance(expected, bool) else (value, expected)
         case _:
             return None
 
 
-def _value(expression: ast.expr, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> fx.Node | None:
-    match expression:
-        case ast.Name(id=name) if name in inputs:
+def _value(source: Source, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> fx.Node | None:
+    match source:
+        case Argument(name) if name in inputs:
             return inputs[name]
-        case ast.Attribute(value=source, attr="shape"):
-            read = _value(source, inputs, graph)
+        case Attribute(owner, "shape"):
+            read = _value(owner, inputs, graph)
             return None if read is None else graph.call_function(getattr, (read, "shape"))
-        case ast.Subscript(value=source, slice=ast.Constant(value=int() as place)):
-            read = _value(source, inputs, graph)
+        case Item(owner, Constant(value=int() as place)):
+            read = _value(owner, inputs, graph)
             return None if read is None else graph.call_function(operator.getitem, (read, place))
-        case ast.Call(func=ast.Name(id="len"), args=[source], keywords=[]):
-            read = _value(source, inputs, graph)
+        case Call(function, (counted,)) if function is len:
+            read = _value(counted, inputs, graph)
             return None if read is None else graph.call_function(len, (read,))
         case _:
             return None

@@ -14,12 +14,13 @@ from ....passes.effects import writes
 from ....passes.inlining import obstacle_to_inlining, unmet_guards
 from ....tracing.captured import Capture, Guard, Variant, capture_of
 from ....tracing.likeness import Likeness
+from ....tracing.sources import Argument
 from ....tracing.structure import map_structure
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
 from .checks import write_checks
 from .dataflow import InlinedGraph, Operation, operations_in
-from .mode_guards import asks_for_training, child_guard, is_passed_on
+from .mode_guards import child_guard, is_passed_on
 
 if TYPE_CHECKING:
     from ....tracing.program import Program
@@ -264,11 +265,11 @@ class _Builder:
         self, node: fx.Node, module: nn.Module, variant: Variant, given: Mapping[str, Any], prefix: str, call: str
     ) -> str | None:
         """Append what checks that a module's graph holds for a call, or return under what it does."""
-        guards = [guard for guard in unmet_guards(module, variant, given) if not asks_for_training(guard)]
+        guards = [guard for guard in unmet_guards(module, variant, given) if not guard.asks_for_training]
         values = {name: value for name, value in given.items() if isinstance(value, Operation)}
         checks = write_checks(guards, values) if guards else None
         if guards and (checks is None or not self.may_restart):
-            return f"its graph holds only where {guards[0].expression} ({guards[0].reason})"
+            return f"its graph holds only where {guards[0]} ({guards[0].reason})"
         if checks_on_the_way(variant.graph) and not self.may_restart:
             return "it checks values on its way, and what calls it cannot start over once it has written something"
         if checks is not None:
@@ -318,8 +319,8 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def _received(variant: Variant, given: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    names = [node.name for node in variant.graph.find_nodes(op="placeholder")]
-    received = [given.get(variant.arguments.get(name, name)) for name in names]
+    sources = map(variant.argument, variant.graph.find_nodes(op="placeholder"))
+    received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
     return received if all(isinstance(value, Operation) for value in received) else None
 
 

@@ -13,7 +13,7 @@ from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
 from ....tracing.captured import Guard, Variant, capture_of
 from ....tracing.portable import copy_graph
-from ..inlining import Case, InlinedGraph, Operation, asks_for_training, cases_of, inlined_graph, runs_in_mode
+from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .packs import Ensemble, Parameters
@@ -43,7 +43,7 @@ class Place:
         """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
         calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
         guards = (guard for call in calls for guard in self.inlined.assumed.get(call, ()))
-        return tuple({guard.expression: guard for guard in guards}.values())
+        return tuple(dict.fromkeys(guards))
 
     @property
     def covered(self) -> set[Operation]:
@@ -68,7 +68,7 @@ class Place:
 
     def is_for(self, training: bool, *, now: bool) -> bool:
         """Say whether it may run in a mode, given the home's mode `now`."""
-        depends = self.case.asks or any(map(asks_for_training, self.assumed))
+        depends = self.case.asks or any(guard.asks_for_training for guard in self.assumed)
         return not depends or (now is not self.case.flipped) is training
 
 
@@ -115,10 +115,8 @@ def rewritten_variants(
     for row, graph in zip(rows, graphs, strict=True):
         number = row[0].case.variant
         old = before[number]
-        guards = {guard.expression: guard for place in row for guard in place.assumed}
-        guards |= {guard.expression: guard for guard in old.guards}
-        first = [*(guard.expression for guard in old.guards), *guards]
-        new = dataclasses.replace(old, guards=tuple(guards[name] for name in dict.fromkeys(first)), graph=graph)
+        guards = dict.fromkeys((*old.guards, *(guard for place in row for guard in place.assumed)))
+        new = dataclasses.replace(old, guards=tuple(guards), graph=graph)
         if number in rewritten:
             variants.append(new)
             made_from.append(number)
@@ -131,7 +129,7 @@ def rewritten_variants(
 def _is_covered(case: Case, places: Sequence[Place]) -> bool:
     """Say whether the same graph was looked at in a mode on which nothing in the members depends."""
     known = [place for place in places if place.case.variant == case.variant]
-    return bool(known) and not any(asks_for_training(guard) for place in known for guard in place.assumed)
+    return bool(known) and not any(guard.asks_for_training for place in known for guard in place.assumed)
 
 
 def _is_for_one_mode(place: Place, other: Case, home: nn.Module) -> bool:
@@ -145,7 +143,7 @@ def _is_for_one_mode(place: Place, other: Case, home: nn.Module) -> bool:
 
 def _has_no_graph_in_other_mode(module: nn.Module) -> bool:
     capture = capture_of(module)
-    return capture is not None and not any(runs_in_mode(module, variant, True) for variant in capture.variants)
+    return capture is not None and not any(variant.runs_in_mode(module, flipped=True) for variant in capture.variants)
 
 
 def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, home: str) -> Ensemble | None:
