@@ -7,11 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from .lowering import PLAIN
+from .plain_types import PLAIN_TYPES
 from .proxy import UNKNOWN, ValueProxy, proxies_in
 from .structure import map_leaves
 
-__all__ = ["examples_of", "is_tensor_method"]
+__all__ = ["PLAIN", "examples_of", "is_tensor_method"]
+
+PLAIN = frozenset((*PLAIN_TYPES, type(...)))
+"""Types of values that stand in graphs as they are."""
 
 
 def is_tensor_method(function: Callable[..., Any], name: str) -> bool:

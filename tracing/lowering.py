@@ -9,14 +9,13 @@ from typing import Any, cast
 from torch import Tensor
 
 from .attributes import Attributes
-from .plain_types import PLAIN_TYPES
+from .examples import PLAIN
 from .proxy import ValueProxy
 from .recorder import Recorder
 from .structure import is_namedtuple
 
-__all__ = ["PLAIN", "Lowering"]
+__all__ = ["Lowering"]
 
-PLAIN = frozenset((*PLAIN_TYPES, type(...)))
 _CONSTANTS = (enum.Enum, range)
 
 

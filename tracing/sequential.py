@@ -9,9 +9,9 @@ from torch import fx, nn
 
 from ..compat import own_children
 from .capture import Capture, Variant
+from .containers import OWN_CHILDREN
 from .draws import tree_draws_from_host
 from .guards import Equals, Guard, IsNot
-from .leaves import OWN_CHILDREN
 from .meta import Meta, meta_key, meta_of
 from .record import Call
 from .signature import signature_of

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from .capture import Capture, RegionPlan, Variant
+from .containers import OWN_CHILDREN
 from .contexts import Context
 from .guards import Equals, Guard, Is, require
-from .leaves import OWN_CHILDREN
 from .regions import ContextRegion
 from .signature import Signature
 from .sources import SELF, Constant, Source, key_of, module_at

@@ -23,10 +23,10 @@ from .checks import order_checks
 from .child_questions import ChildQuestions
 from .children import Children
 from .cleanup import drop_unused
+from .containers import container_lengths, walks_children
 from .dataflow import DataFlow
 from .decisions import Decisions
 from .examples import examples_of, is_tensor_method
-from .leaves import container_lengths, walks_children
 from .locate import source_of
 from .lowering import Lowering
 from .memos import asks_memo
