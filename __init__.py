@@ -45,14 +45,14 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from .operators import OpInfo, register_operator
-    from .passes.base import Goal, Numerics, OwnForward, Pass, Phase, Refusal, Site
-    from .passes.edit import Edit
-    from .passes.patterns import Match, Pattern, anything, either, module, operation
-    from .passes.plan import Decision, Plan
+    from .passes.contract import Pass
+    from .passes.pipeline import Decision, Plan
+    from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
+    from .passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
     from .reporting.report import Report
-    from .tracing.example_calls import recording
-    from .tracing.inputs import Inputs
     from .tracing.program import Program
+    from .tracing.recording import recording
+    from .tracing.values import Inputs
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
     from .transforms.eliminate_dead_code import EliminateDeadCode
     from .transforms.fold_batchnorm import FoldBatchnorm
@@ -69,14 +69,13 @@ _HOMES = {
         "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
-    "passes.base": "Pass",
-    "passes.edit": "Edit",
-    "passes.patterns": "Match Pattern anything either module operation",
-    "passes.plan": "Decision Plan",
+    "passes.contract": "Pass",
+    "passes.rewriting": "Edit Match Pattern anything either module operation",
+    "passes.pipeline": "Decision Plan",
     "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
-    "tracing.example_calls": "recording",
-    "tracing.inputs": "Inputs",
+    "tracing.recording": "recording",
+    "tracing.values": "Inputs",
     "tracing.program": "Program",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
     "transforms.eliminate_dead_code": "EliminateDeadCode",

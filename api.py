@@ -15,24 +15,19 @@ from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, UsageError
-from .passes import optimizer_state
-from .passes.base import FunctionPass, Pass, Phase
-from .passes.collection import collection_paused
-from .passes.order import check_order
-from .passes.pipeline import parse
-from .passes.plan import Plan
-from .passes.record import Record, record_of, state_map_of
-from .passes.registry import PassInfo, available
-from .passes.restoration import restored, transplanted
-from .passes.session import Request, copied, run_session
-from .passes.state_map import StateMap
+from .passes.contract import FunctionPass, Pass
+from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
+from .passes.pipeline import PassInfo, Plan, available, check_order, parse
+from .passes.sites import Phase
+from .passes.state import StateMap
+from .passes.state import translate_optimizer as move_optimizer
+from .passes.timing import collection_paused
 from .reporting.report import Report
 from .settings import current
-from .tracing.ambient import outside_inference_mode
-from .tracing.fallback import hold, misses_in, release
-from .tracing.inputs import normalize_inputs
-from .tracing.program import Program, capture_program
-from .tracing.resting import rest_askers
+from .tracing.graphs import outside_inference_mode
+from .tracing.program import Program, capture_program, rest_askers
+from .tracing.recording import hold, misses_in, release
+from .tracing.values import normalize_inputs
 
 __all__ = [
     "capture",
@@ -240,7 +235,7 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     """
     record = _record(model)
     names = record.original_names()
-    return optimizer_state.translate_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
+    return move_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:

@@ -167,8 +167,8 @@ def inspect(
     from . import api
     from .arguments import graphs_of
     from .errors import UsageError
-    from .passes.record import record_of
-    from .passes.suggest import did_you_mean
+    from .passes.driver import record_of
+    from .passes.sites import did_you_mean
     from .reporting.inspection import inspection, inspection_json
 
     opened, example_inputs = _open(model, weights, inputs, trust)
@@ -218,7 +218,7 @@ def verify(
     from .arguments import open_model
     from .errors import UsageError
     from .reporting.verdicts import compare_models
-    from .tracing.inputs import normalize_inputs
+    from .tracing.values import normalize_inputs
 
     (before, own), (after, others) = open_model(a, inputs=inputs, trust=trust), open_model(b, trust=trust)
     calls = normalize_inputs(others if own is None else own)

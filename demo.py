@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from . import api
-from .passes.measure import time_candidates
+from .passes.timing import time_candidates
 from .reporting.wording import duration
 
 __all__ = ["Demo", "MultiHead", "build", "example_inputs"]

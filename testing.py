@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from .errors import UsageError, VerificationError
-from .passes.base import Numerics
-from .passes.record import state_map_of
-from .passes.verify import MapState, Verdict, reference, verify
-from .tracing.capture import capture_of
-from .tracing.inputs import normalize_inputs
+from .passes.driver import state_map_of
+from .passes.sites import Numerics
+from .passes.verification import MapState, Verdict, reference, verify
+from .tracing.graphs import capture_of
+from .tracing.values import normalize_inputs
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 

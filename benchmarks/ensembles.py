@@ -23,7 +23,7 @@ from machine import described
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.measure import Timings, time_candidates
+from fxopt.passes.timing import Timings, time_candidates
 
 SEED = 20261121
 LOWERINGS = ("wide", "wide_input_first", "bmm", "grouped_conv", "vmap")

@@ -27,7 +27,7 @@ from machine import described
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.measure import time_candidates
+from fxopt.passes.timing import time_candidates
 
 LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap")
 ROUNDS = 30

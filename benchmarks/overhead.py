@@ -25,7 +25,7 @@ from torch import nn
 
 import fxopt
 from fxopt.demo import MultiHead, example_inputs
-from fxopt.passes.measure import Timings
+from fxopt.passes.timing import Timings
 
 BASE = "torch.fx"
 TARGET = 3.0

@@ -28,11 +28,11 @@ from rewriting.wrong import WRONG
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.sites import Goal, Phase, Site
-from fxopt.tracing.program import Program, capture_program
-from fxopt.tracing.tree import flatten
+from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites.sites import Goal, Phase, Site
+from fxopt.tracing.program.program import Program, capture_program
+from fxopt.tracing.values import flatten
 
 
 @dataclass(frozen=True)

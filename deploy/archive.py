@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..compat import modules_by_name
 from ..errors import ArchiveError, UsageError, one_line
-from ..passes.plan import Plan
-from ..passes.record import Record
+from ..passes.driver import Record
+from ..passes.pipeline import Plan
 from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, home_of, is_trusted, module_of, name_class

@@ -20,15 +20,12 @@ from torch import Tensor, nn
 
 from ..compat import batches_by_vmap
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
-from ..passes.compare import distance, form_problem, rounding
+from ..passes.verification import distance, form_problem, rounding
 from ..storage import atomic_file
-from ..tracing.ambient import outside_inference_mode
-from ..tracing.inputs import Inputs
-from ..tracing.locate import raised_at
-from ..tracing.preserve import ModelState, in_phase, preserved, restoring
-from ..tracing.record import copy_inputs
-from ..tracing.structure import map_tensors, tensors_in
-from ..tracing.tree import flatten, plain, structure
+from ..tracing.graphs import outside_inference_mode
+from ..tracing.reads import raised_at
+from ..tracing.recording import ModelState, copy_inputs, in_phase, preserved, restoring
+from ..tracing.values import Inputs, flatten, map_tensors, plain, structure, tensors_in
 from .exported import load_exported
 
 __all__ = ["export_model"]

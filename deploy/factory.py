@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import InputError, UsageError, one_line
-from ..passes.suggest import did_you_mean
+from ..passes.sites import did_you_mean
 
 __all__ = ["build_model", "find_factory", "home_of", "import_module", "is_trusted", "module_of", "name_class"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import FxoptError
-from ..passes.base import Pass
+from ..passes.contract import Pass
 from ..settings import Settings
 from ..storage import write_atomically
 

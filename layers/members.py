@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..compat import own_buffers, own_parameters, own_tensor
 from ..errors import FusedMemberError
-from ..tracing.captured import Capture, capture_of, install, own_class
+from ..tracing.graphs import Capture, capture_of, install, own_class
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
 
 __all__ = ["FusedMembers", "attach_member", "seal"]

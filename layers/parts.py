@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_tensor, version_of
 from ..errors import FusedMemberError
-from ..tracing.captured import Captured
-from ..tracing.dynamic import class_recipe, subclass, user_class
-from ..tracing.shared_slices import sharing
+from ..tracing.graphs import Captured, sharing
+from ..tracing.values import class_recipe, subclass, user_class
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 

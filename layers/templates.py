@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..tracing.structure import map_structure
+from ..tracing.values import map_structure
 
 __all__ = ["Slot", "Template"]
 

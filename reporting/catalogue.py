@@ -7,7 +7,7 @@ import enum
 import inspect
 from typing import Any
 
-from ..passes.registry import PRESETS, PassInfo, available, find_pass
+from ..passes.pipeline import PRESETS, PassInfo, available, find_pass
 
 __all__ = ["catalogue", "catalogue_json"]
 

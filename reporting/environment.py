@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..passes.registry import available
+from ..passes.pipeline import available
 from ..settings import Settings, current
 from ..version import VERSION
 

@@ -11,8 +11,8 @@ from .table import ReportTable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..passes.record import Record
-    from ..tracing.fallback import Miss
+    from ..passes.driver import Record
+    from ..tracing.graphs import Miss
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from .wording import Left, Row, applied_rows, headline, left_alone, printable, summary, turned_away
 
 if TYPE_CHECKING:
-    from ..passes.record import Record
-    from ..tracing.fallback import Miss
+    from ..passes.driver import Record
+    from ..tracing.graphs import Miss
 
 __all__ = ["ReportTable"]
 

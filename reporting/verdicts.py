@@ -15,11 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..passes.record import state_map_of
-from ..passes.verify import Verdict, reference, verify
-from ..tracing.capture import capture_of
-from ..tracing.inputs import Inputs
-from ..tracing.tree import plain
+from ..passes.driver import state_map_of
+from ..passes.verification import Verdict, reference, verify
+from ..tracing.graphs import capture_of
+from ..tracing.values import Inputs, plain
 from .wording import printable
 
 __all__ = ["Comparison", "compare_models"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..passes.plan import Decision
-    from ..passes.record import Record
-    from ..tracing.fallback import Miss
+    from ..passes.driver import Record
+    from ..passes.pipeline import Decision
+    from ..tracing.graphs import Miss
 
 __all__ = ["Left", "Row", "applied_rows", "duration", "headline", "left_alone", "printable", "summary", "turned_away"]
 

@@ -18,13 +18,12 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.api import optimize
-from fxopt.passes import measure
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.measure import Timings
-from fxopt.passes.patterns import operation
-from fxopt.passes.sites import Goal, Numerics, Phase, Site
-from fxopt.tracing.program import Program
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites.sites import Goal, Numerics, Phase, Site
+from fxopt.passes.timing import Timings
+from fxopt.tracing.program.program import Program
 
 
 class Head(nn.Module):
@@ -126,13 +125,13 @@ def test_the_model_given_is_left_alone(training: bool, options: dict[str, object
 
 
 def test_measuring_leaves_it_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_candidates(candidates: dict[str, measure.Runner], **options: object) -> Timings:
+    def time_candidates(candidates: dict[str, timing.Runner], **options: object) -> Timings:
         for run in candidates.values():
             with run.leaving_no_trace():
                 run()
         return Timings([{name: 1.0 + (name == "before") for name in candidates}] * 20)
 
-    monkeypatch.setattr(measure, "time_candidates", time_candidates)
+    monkeypatch.setattr(timing, "time_candidates", time_candidates)
     model = Model()
     before = belongings(model)
     fast = optimized(model, "fuse_ensembles", measure=True)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Pass
-from fxopt.passes.sites import Phase, Site
-from fxopt.tracing.program import Program
+from fxopt.passes.contract import Pass
+from fxopt.passes.sites.sites import Phase, Site
+from fxopt.tracing.program.program import Program
 
 
 def head() -> nn.Sequential:
@@ -280,8 +280,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxopt.passes.base import Pass
-from fxopt.passes.sites import Site
+from fxopt.passes.contract.base import Pass
+from fxopt.passes.sites.sites import Site
 
 
 class Model(nn.Module):

@@ -6,39 +6,61 @@ import ast
 import importlib
 import re
 import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_PACKAGE = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 
-# Lower numbers know nothing of higher ones; names on one level do not import each other.
-LEVELS = {
-    "version": 0,
-    "errors": 1,
-    "compat": 2,
-    "settings": 2,
-    "storage": 2,
-    "operators": 3,
-    "cuda_ops": 4,
-    "tracing": 5,
-    "passes": 6,
-    "layers": 7,
-    "transforms": 8,
-    "reporting": 8,
-    "deploy": 8,
-    "testing": 8,
-    "api": 9,
-    "arguments": 10,
-    "demo": 10,
-    "cli": 11,
-    "__main__": 12,
-    "__init__": 10,
+# From the top: each knows what stands below it, never what stands above or beside it.
+HOUSE = (
+    ("__main__",),
+    ("cli",),
+    ("__init__", "arguments", "demo"),
+    ("api",),
+    ("deploy", "reporting", "testing", "transforms"),
+    ("layers",),
+    ("passes",),
+    ("tracing",),
+    ("cuda_ops",),
+    ("operators",),
+    ("compat", "settings", "storage"),
+    ("errors",),
+    ("version",),
+)
+ROOMS = {
+    "tracing": (
+        ("program",),
+        ("rules",),
+        ("trace",),
+        ("proxies",),
+        ("recording",),
+        ("reads",),
+        ("graphs",),
+        ("guards",),
+        ("values",),
+    ),
+    "passes": (
+        ("driver",),
+        ("pipeline",),
+        ("contract",),
+        ("rewriting",),
+        ("verification", "timing"),
+        ("state",),
+        ("sites",),
+    ),
 }
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
+MOST_FILES = 16
+"""Files in one folder, its front door not counted."""
 
 
 def sources() -> list[Path]:
@@ -55,35 +77,58 @@ def component(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def imported_components(path: Path) -> dict[str, int]:
-    """Return the components of fxopt that a file imports, each with a line; imports for type checking do not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    depth = len(path.relative_to(ROOT).parts)
-    found: dict[str, int] = {}
-    for node in runtime_nodes(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == depth:
-            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = ["fxopt, absolutely"] * ((node.module or "").split(".")[0] == "fxopt")
-        elif isinstance(node, ast.Import):
-            names = ["fxopt, absolutely"] * any(alias.name.split(".")[0] == "fxopt" for alias in node.names)
-        else:
+def level(name: str, house: Sequence[Sequence[str]] = HOUSE) -> int:
+    return next(-number for number, names in enumerate(house) if name in names)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports, by the parts of the module that it comes from, below `fxopt`."""
+
+    file: Path
+    line: int
+    source: tuple[str, ...]
+    name: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}: {'.'.join(self.source)}.{self.name}"
+
+
+def imports(path: Path) -> list[Import]:
+    """Return every import from fxopt in a file: at the top, in functions and for annotations alike."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found: list[Import] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "fxopt" for alias in node.names), f"{path}:{node.lineno}"
+        if not isinstance(node, ast.ImportFrom):
             continue
-        found.update(dict.fromkeys(names, node.lineno))
+        assert node.level or (node.module or "").split(".")[0] != "fxopt", f"{path}:{node.lineno}: absolute import"
+        if node.level:
+            above = package[: len(package) - node.level + 1]
+            source = (*above, *(node.module.split(".") if node.module else ()))
+            found += [Import(path, node.lineno, *_split(source, alias.name)) for alias in node.names]
     return found
 
 
-def runtime_nodes(tree: ast.AST) -> list[ast.AST]:
-    nodes: list[ast.AST] = []
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        nodes.append(node)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending.extend(node.orelse)
-        else:
-            pending.extend(ast.iter_child_nodes(node))
-    return nodes
+@cache
+def offered(folder: Path) -> frozenset[str]:
+    """Return the names that a folder's front door offers."""
+    door = folder / "__init__.py"
+    text = door.read_text(encoding="utf-8") if door.exists() else ""
+    listed = re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'"(\w+)"', listed[1])) if listed else frozenset()
+
+
+def _split(source: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
+    """Return the module that a name is imported from; a module imported by its name is its own source."""
+    as_module = ROOT.joinpath(*source, name)
+    if name in offered(ROOT.joinpath(*source)):
+        return source, name
+    if as_module.with_suffix(".py").exists() or (as_module / "__init__.py").exists():
+        return (*source, name), "*"
+    return source, name
 
 
 FILES = sources()
@@ -92,15 +137,50 @@ each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
 
 
 def test_every_component_has_a_level():
-    assert {component(p) for p in FILES} - LEVELS.keys() == set()
+    assert {component(p) for p in FILES} - {name for names in HOUSE for name in names} == set()
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_every_file_is_in_a_room(folder: str):
+    inside = {path.relative_to(ROOT / folder) for path in FILES if component(path) == folder}
+    assert {path.parts[0] for path in inside} - {"__init__.py"} == {r for rooms in ROOMS[folder] for r in rooms}
 
 
 @each_file
 def test_imports_go_downwards(path: Path):
     own = component(path)
-    for name, line in imported_components(path).items():
-        assert name in LEVELS, f"{path}:{line} imports {name}"
-        assert name == own or LEVELS[name] < LEVELS[own], f"{path}:{line}: {own} may not import {name}"
+    for found in imports(path):
+        other = found.source[0] if found.source else "__init__"
+        assert other == own or level(other) < level(own), found.place
+
+
+@each_file
+def test_imports_between_rooms_go_downwards(path: Path):
+    folder, *inside = path.relative_to(ROOT).parts
+    for found in imports(path) if folder in ROOMS and len(inside) > 1 else ():
+        if found.source[0] == folder and found.source[1:2] != (inside[0],):
+            assert len(found.source) > 1, f"{found.place}: import from the room"
+            assert level(found.source[1], ROOMS[folder]) < level(inside[0], ROOMS[folder]), found.place
+
+
+@each_file
+def test_rooms_are_entered_by_their_front_door(path: Path):
+    own = path.relative_to(ROOT).parts[:-1]
+    for found in imports(path):
+        deep = len(found.source) > 2 and found.source[0] in ROOMS and found.source[:2] != own[:2]
+        assert not deep, f"{found.place}: import it from {'.'.join(found.source[:2])}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = nx.DiGraph()
+    for path in FILES:
+        graph.add_edges_from((module_name(path), ".".join(("fxopt", *found.source))) for found in imports(path))
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def test_no_folder_holds_too_many_files():
+    counts = Counter(path.parent for path in FILES if path.name != "__init__.py" and path.parent != ROOT)
+    assert [str(folder) for folder, count in counts.items() if count > MOST_FILES] == []
 
 
 @each_file

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.class_cache import cached_by_class
+from fxopt.tracing.values import cached_by_class
 
 
 def fresh_classes() -> tuple[type[nn.Module], type[nn.Module]]:

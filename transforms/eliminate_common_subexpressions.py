@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import fx
 
-from ..passes.analyses import found_in_graphs
-from ..passes.base import Pass
-from ..passes.effects import handed_out, has_effects, writes
+from ..passes.contract import Pass
+from ..passes.rewriting import handed_out, has_effects, writes
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..tracing.structure import map_structure
+from ..passes.verification import found_in_graphs
+from ..tracing.values import map_structure
 
 if TYPE_CHECKING:
-    from ..passes.edit import Edit
+    from ..passes.rewriting import Edit
     from ..tracing.program import Program
 
 __all__ = ["EliminateCommonSubexpressions"]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import fx
 
-from ..passes.analyses import found_in_graphs
-from ..passes.base import Pass
-from ..passes.effects import has_effects
+from ..passes.contract import Pass
+from ..passes.rewriting import has_effects
 from ..passes.sites import Goal, Numerics, Phase, Site
+from ..passes.verification import found_in_graphs
 
 if TYPE_CHECKING:
-    from ..passes.edit import Edit
+    from ..passes.rewriting import Edit
     from ..tracing.program import Program
 
 __all__ = ["EliminateDeadCode"]

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import fx, nn
 
-from ..passes.analyses import found_in_graphs
-from ..passes.base import Pass
-from ..passes.effects import handed_out, has_effects, written_values
+from ..passes.contract import Pass
+from ..passes.rewriting import handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..tracing.names import is_meta
-from ..tracing.regions import ContextRegion
+from ..passes.verification import found_in_graphs
+from ..tracing.graphs import ContextRegion
+from ..tracing.values import is_meta
 
 if TYPE_CHECKING:
-    from ..passes.edit import Edit
+    from ..passes.rewriting import Edit
     from ..tracing.program import Program
 
 __all__ = ["FoldConstants"]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.measure import time_candidates
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.leaves import is_container, is_leaf
-from fxopt.tracing.program import Program
+from fxopt.passes.timing import time_candidates
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.program.program import Program
+from fxopt.tracing.values import is_container, is_leaf
 
 from .subjects import Built
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxopt.passes.edit import Edit
-from fxopt.tracing.program import Program
+from fxopt.passes.rewriting import Edit
+from fxopt.tracing.program.program import Program
 
 
 @dataclass(frozen=True)

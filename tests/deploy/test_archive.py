@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
-from fxopt.passes.copying import outline_of
-from fxopt.passes.plan import Decision, Plan
-from fxopt.passes.record import Record
+from fxopt.passes.driver import Record
+from fxopt.passes.pipeline.pipeline import Decision, Plan
+from fxopt.passes.state import outline_of
 
 SOURCE = """
 import torch

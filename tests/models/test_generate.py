@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.fallback import misses_in
+from fxopt.tracing.recording import misses_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -24,7 +24,7 @@ from fxopt.operators import (
     resolve,
 )
 from fxopt.operators.table import TABLE
-from fxopt.passes import float64
+from fxopt.passes.verification import float64
 
 
 @torch.library.custom_op("fxopt_tests::halve", mutates_args=())

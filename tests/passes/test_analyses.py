@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.analyses import CallSites, TensorOwners
-from fxopt.passes.edit import Edit
-from fxopt.passes.sites import Site
-from fxopt.tracing.program import Program
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites.sites import Site
+from fxopt.passes.verification import CallSites, TensorOwners
+from fxopt.tracing.program.program import Program
 
 
 class Shared(nn.Module):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.patterns import operation
-from fxopt.passes.reference import Data, reference
-from fxopt.passes.sites import Goal, Site
-from fxopt.tracing.inputs import Inputs
+from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites.sites import Goal, Site
+from fxopt.passes.verification import Data, reference
+from fxopt.tracing.values import Inputs
 
 
 class Masked(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.copying import copied_module, outline_of
+from fxopt.passes.state import copied_module, outline_of
 
 
 class Block(nn.Module):

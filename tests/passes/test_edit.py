@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import CaptureError
-from fxopt.passes.edit import Edit
-from fxopt.passes.sites import Site
-from fxopt.passes.state_map import Rename
-from fxopt.tracing.program import Program
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites.sites import Site
+from fxopt.passes.state import Rename
+from fxopt.tracing.program.program import Program
 
 
 class Net(nn.Module):

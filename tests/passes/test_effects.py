@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.effects import handed_out, has_effects, writes, written_values
-from fxopt.tracing.program import Program
+from fxopt.passes.rewriting import handed_out, has_effects, writes, written_values
+from fxopt.tracing.program.program import Program
 
 
 class Counting(nn.Module):

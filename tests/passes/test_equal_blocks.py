@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.passes import comparison, measure
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.manager import Manager
-from fxopt.passes.measure import Timings
-from fxopt.passes.patterns import module, operation
-from fxopt.passes.sites import Goal, Numerics, Phase, Site
-from fxopt.tracing.program import Program
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Manager, comparison
+from fxopt.passes.rewriting import Edit, module, operation
+from fxopt.passes.sites.sites import Goal, Numerics, Phase, Site
+from fxopt.passes.timing import Timings
+from fxopt.tracing.program.program import Program
 
 
 class Block(nn.Module):
@@ -164,7 +163,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return Timings([{name: seconds[name] for name in candidates}] * 9)
 
     monkeypatch.setattr(comparison.verify, "reference", noted)
-    monkeypatch.setattr(measure, "time_candidates", timed)
+    monkeypatch.setattr(timing, "time_candidates", timed)
     return seen
 
 
@@ -199,7 +198,7 @@ def test_equal_blocks_are_timed_once_and_get_the_same_lowering(counted: dict[str
 
 def test_what_does_not_pay_is_not_tried_again(counted: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Timings([{"before": 1.0, "one": 2.0, "two": 2.0}] * 9)
-    monkeypatch.setattr(measure, "time_candidates", lambda candidates, **_: slow)
+    monkeypatch.setattr(timing, "time_candidates", lambda candidates, **_: slow)
     manager = managed(net(4), Faster(), time=True)
     assert statuses(manager) == ["undone"] * 4
     assert len({decision.reason for decision in manager.decisions}) == 1
@@ -297,7 +296,7 @@ def test_equal_blocks_go_together_when_the_model_is_slower(monkeypatch: pytest.M
         gain = 3.0 if candidates["before"].module.scale == 0.25 else 2.0
         return Timings([{"before": gain, "one": 1.5, "two": 1.0}] * 9)
 
-    monkeypatch.setattr(measure, "time_candidates", timed)
+    monkeypatch.setattr(timing, "time_candidates", timed)
     model = net(3, Block(0.25), Block(0.25))
     manager = managed(model, Faster(), Subtract(), time=True)
     assert statuses(manager) == ["undone"] * 3 + ["applied"] * 7

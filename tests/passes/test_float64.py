@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxopt.passes.float64 import Float64Mode, double_defaults, narrow, widened
+from fxopt.passes.verification import Float64Mode, double_defaults, narrow, widened
 
 X = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(3, 4) / 3
 

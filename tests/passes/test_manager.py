@@ -14,16 +14,14 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import MatchFailure, PassError, PlanError
-from fxopt.passes import measure
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.manager import Manager
-from fxopt.passes.measure import Timings
-from fxopt.passes.patterns import module, operation
-from fxopt.passes.regions import outline
-from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Manager
+from fxopt.passes.rewriting import Edit, module, operation, outline
+from fxopt.passes.sites.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.passes.timing import Timings
 from fxopt.settings import Settings
-from fxopt.tracing.program import Program
+from fxopt.tracing.program.program import Program
 
 
 class Block(nn.Module):
@@ -289,7 +287,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Mapping[str, o
                 run()
             return Timings([dict(seconds(candidates))] * 20)
 
-        monkeypatch.setattr(measure, "time_candidates", time_candidates)
+        monkeypatch.setattr(timing, "time_candidates", time_candidates)
 
     return install
 
@@ -507,7 +505,7 @@ def _slow_with(*names: str) -> Callable[[Mapping[str, object]], Mapping[str, flo
         changed = [
             name
             for name in names
-            if "torch.sub" in str(fxopt.tracing.captured.capture_of(modules[name]).variants[0].graph)
+            if "torch.sub" in str(fxopt.tracing.graphs.captured.capture_of(modules[name]).variants[0].graph)
         ]
         return {"before": 1.0, "after": 2.0 if changed else 0.5}
 
@@ -587,7 +585,7 @@ def test_a_plan_repeats_the_same_graphs_without_looking(
     passes = (Lowerings(), SwapOperandsAtHome(), Refuse())
     first = fxopt.capture(Net(), (X,))
     plan = managed(first, *passes, time=True).plan(passes)
-    monkeypatch.setattr("fxopt.passes.comparison.verify.reference", lambda *a, **k: pytest.fail("verified"))
+    monkeypatch.setattr("fxopt.passes.driver.comparison.verify.reference", lambda *a, **k: pytest.fail("verified"))
     timed(lambda candidates: pytest.fail("timed"))
     second = fxopt.capture(Net())
     manager = Manager(second)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes import measure
-from fxopt.passes.measure import Interval, Timings, runner, time_candidates
+from fxopt.passes.timing import Interval, Timings, measure, runner, time_candidates
 
 
 @dataclass

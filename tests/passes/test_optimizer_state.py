@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from fxopt.errors import StateError
-from fxopt.passes.optimizer_state import ELEMENT_WISE, translate_optimizer
-from fxopt.passes.state_map import Rename, Stack, StateMap
+from fxopt.passes.state import ELEMENT_WISE, Rename, Stack, StateMap, translate_optimizer
 
 COUNT = 4
 PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fxopt.errors import OrderError
-from fxopt.passes.base import Pass
-from fxopt.passes.order import check_order
-from fxopt.passes.sites import Phase
+from fxopt.passes.contract import Pass
+from fxopt.passes.pipeline.pipeline import check_order
+from fxopt.passes.sites.sites import Phase
 
 
 def a_pass(name: str, **contract: Any) -> Pass:

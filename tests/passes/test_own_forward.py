@@ -11,11 +11,11 @@ from torch import nn
 
 import fxopt
 from fxopt.errors import GuardError
-from fxopt.passes.base import Pass
-from fxopt.passes.regions import outline
-from fxopt.passes.sites import Goal, Numerics, OwnForward, Site
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import misses_in
+from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import outline
+from fxopt.passes.sites.sites import Goal, Numerics, OwnForward, Site
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import misses_in
 
 X = torch.randn(4, 3, 8, 8)
 

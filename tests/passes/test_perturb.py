@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.passes.perturb import jittered, perturbed_inputs, perturbed_state
+from fxopt.passes.verification import jittered, perturbed_inputs, perturbed_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])

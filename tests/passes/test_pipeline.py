@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxopt.errors import PipelineError, UsageError
-from fxopt.passes.base import Pass
-from fxopt.passes.pipeline import parse
-from fxopt.passes.suggest import did_you_mean
+from fxopt.passes.contract import Pass
+from fxopt.passes.pipeline.pipeline import parse
+from fxopt.passes.sites.sites import did_you_mean
 
 
 class Lowering(enum.Enum):

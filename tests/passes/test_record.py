@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from fxopt.passes.checkpoints import RECORD_KEY
-from fxopt.passes.record import Record, record_of
+from fxopt.passes.driver import Record, record_of
+from fxopt.passes.state import RECORD_KEY
 
 
 def a_record(**more: Any) -> Record:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import MatchFailure
-from fxopt.passes.analyses import TensorOwners
-from fxopt.passes.edit import Edit
-from fxopt.passes.regions import Region, inline, outline
-from fxopt.passes.sites import Site
-from fxopt.tracing.guards import require
-from fxopt.tracing.program import Program
+from fxopt.passes.rewriting import Edit, inline, outline
+from fxopt.passes.sites.sites import Site
+from fxopt.passes.verification import TensorOwners
+from fxopt.tracing.graphs import Region
+from fxopt.tracing.guards.guards import require
+from fxopt.tracing.program.program import Program
 
 
 class Block(nn.Module):

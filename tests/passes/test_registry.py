@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from fxopt.errors import UsageError
-from fxopt.passes import registry
-from fxopt.passes.base import Pass
-from fxopt.passes.pipeline import parse
-from fxopt.passes.sites import Goal, Numerics, Phase
+from fxopt.passes.contract import Pass
+from fxopt.passes.pipeline.pipeline import parse, registry
+from fxopt.passes.sites.sites import Goal, Numerics, Phase
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def test_presets_name_passes_that_exist():
 
 def test_listing_imports_no_pass():
     code = (
-        "import sys; from fxopt.passes.registry import pass_names; pass_names(); "
+        "import sys; from fxopt.passes.pipeline.registry import pass_names; pass_names(); "
         "print([m for m in sys.modules if m.startswith('fxopt.transforms.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxopt.errors import StateError
-from fxopt.passes.checkpoints import RECORD_KEY, LoadsOriginalNames
-from fxopt.passes.state_map import Concatenate, Rename, Stack, StateMap, StateStep
+from fxopt.passes.state import RECORD_KEY, Concatenate, LoadsOriginalNames, Rename, Stack, StateMap, StateStep
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 

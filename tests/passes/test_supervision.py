@@ -10,8 +10,8 @@ import time
 import pytest
 
 from fxopt.errors import CaptureError, MatchFailure, PassError
-from fxopt.passes.collection import collection_paused
-from fxopt.passes.supervision import supervised
+from fxopt.passes.pipeline.pipeline import supervised
+from fxopt.passes.timing import collection_paused
 
 
 def spin() -> None:

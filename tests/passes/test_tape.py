@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxopt.passes.tape import Tape
-from fxopt.passes.verify import reference, verify
-from fxopt.tracing.captured import capture_of, own, recompile
-from fxopt.tracing.program import capture_program
+from fxopt.passes.verification import Tape, reference, verify
+from fxopt.tracing.graphs import capture_of, own, recompile
+from fxopt.tracing.program.program import capture_program
 
 SHAPE = (4, 5)
 

@@ -12,16 +12,14 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import MatchFailure, PassError
-from fxopt.passes import comparison, measure
-from fxopt.passes.base import Pass
-from fxopt.passes.edit import Edit
-from fxopt.passes.groups import Group, grouped, with_lowering
-from fxopt.passes.manager import Manager
-from fxopt.passes.measure import Timings
-from fxopt.passes.patterns import operation
-from fxopt.passes.sites import Goal, Numerics, Refusal, Site
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.program import Program
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Group, Manager, comparison, grouped, with_lowering
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites.sites import Goal, Numerics, Refusal, Site
+from fxopt.passes.timing import Timings
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.program.program import Program
 
 
 class Net(nn.Module):
@@ -114,13 +112,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[float, st
     def install(seconds: Callable[[dict[float, str]], float]) -> list[int]:
         races: list[int] = []
 
-        def time_candidates(candidates: Mapping[str, measure.Runner], **options: object) -> Timings:
+        def time_candidates(candidates: Mapping[str, timing.Runner], **options: object) -> Timings:
             races.append(len(candidates))
             graphs = {name: capture_of(run.module) for name, run in candidates.items()}
             taken = {name: seconds(written(c.variants[0].graph)) if c else 1.0 for name, c in graphs.items()}
             return Timings([taken] * 20)
 
-        monkeypatch.setattr(measure, "time_candidates", time_candidates)
+        monkeypatch.setattr(timing, "time_candidates", time_candidates)
         return races
 
     return install
@@ -249,11 +247,11 @@ def test_alike_sites_are_judged_as_one(clock: Callable[..., list[int]]) -> None:
 
 
 def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_candidates(candidates: Mapping[str, measure.Runner], **options: object) -> Timings:
+    def time_candidates(candidates: Mapping[str, timing.Runner], **options: object) -> Timings:
         whole = any(isinstance(run.module, Blocks) for run in candidates.values())
         return Timings([{name: 1.0 if (name == "before") is whole else 2.0 for name in candidates}] * 20)
 
-    monkeypatch.setattr(measure, "time_candidates", time_candidates)
+    monkeypatch.setattr(timing, "time_candidates", time_candidates)
     manager = Manager(fxopt.capture(Blocks(), (X,)))
     before = {name: str(graph) for name, graph in manager.program.graphs.items()}
     manager.run([Subtractions(kinds=True)])

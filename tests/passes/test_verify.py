@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.errors import InputError
-from fxopt.passes.sites import Numerics
-from fxopt.passes.state_map import Stack, StateMap
-from fxopt.passes.verify import Verdict, reference, verify
+from fxopt.passes.sites.sites import Numerics
+from fxopt.passes.state import Stack, StateMap
+from fxopt.passes.verification import Verdict, reference, verify
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -7,9 +7,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from fxopt.passes.manager import PassTrace
-from fxopt.passes.plan import Decision, Plan
-from fxopt.passes.record import Record
+from fxopt.passes.driver import PassTrace, Record
+from fxopt.passes.pipeline.pipeline import Decision, Plan
 from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.tracing.inputs import Inputs, normalize_inputs
-from fxopt.tracing.program import Program, capture_program
-from fxopt.tracing.structure import map_tensors, tensors_in
+from fxopt.tracing.program.program import Program, capture_program
+from fxopt.tracing.values import Inputs, map_tensors, normalize_inputs, tensors_in
 
 
 def _run(model: nn.Module, call: Inputs, seed: int) -> tuple[Any, list[Any], list[Any], list[Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.tracing.program import capture_program
+from fxopt.tracing.program.program import capture_program
 
 X = torch.randn(3, 4)
 

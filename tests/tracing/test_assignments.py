@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.fallback import misses_in, release
-from fxopt.tracing.names import ModelNames
-from fxopt.tracing.program import capture_program
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.recording import misses_in, release
+from fxopt.tracing.values import ModelNames
 
 X, X2 = torch.arange(1.0, 13.0).reshape(3, 4), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 

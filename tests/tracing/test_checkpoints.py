@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fxopt
-from fxopt.tracing.regions import ContextRegion
+from fxopt.tracing.graphs import ContextRegion
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.tracing.class_questions import asks_for_classes
+from fxopt.tracing.reads import asks_for_classes
 
 
 class Block(nn.Module):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.tracing.fallback import misses_in, release
-from fxopt.tracing.names import ModelNames
-from fxopt.tracing.program import capture_program
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.recording import misses_in, release
+from fxopt.tracing.values import ModelNames
 
 X = torch.arange(1.0, 13.0).reshape(3, 4)
 

@@ -17,45 +17,43 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.conditions import fits
-from fxopt.tracing.guards import (
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.guards.guards import (
     NOT_HELD,
-    Check,
-    Equals,
-    Guard,
-    Has,
-    Is,
-    IsNot,
-    Lacks,
-    Truth,
-    equal,
-    is_tensor,
-    of_class,
-    same_type,
-)
-from fxopt.tracing.signature import Absent
-from fxopt.tracing.sources import (
     SELF,
     Argument,
     Attribute,
     Call,
+    Check,
     Constant,
     Dictionary,
+    Equals,
     Globals,
+    Guard,
+    Has,
+    Is,
+    IsNot,
     Item,
     Known,
+    Lacks,
     Method,
     Source,
+    Truth,
     attribute_at,
     constant,
+    equal,
+    fits,
+    is_tensor,
     item_of,
     key_of,
     length_of,
     module_at,
+    of_class,
     reader,
+    same_type,
     type_of,
 )
+from fxopt.tracing.values import Absent
 
 X = Argument("x")
 SETTING = 3

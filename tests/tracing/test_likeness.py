@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.inputs import Inputs
-from fxopt.tracing.likeness import Alike, Likeness
-from fxopt.tracing.meta import meta_key
-from fxopt.tracing.names import ModelNames, tensors_by_name
-from fxopt.tracing.program import capture_program
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.recording import Alike, Likeness
+from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 from fxopt.transforms.fuse_ensembles.inlining import inlined_graph
 
 

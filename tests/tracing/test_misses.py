@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import misses_in
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import misses_in
 
 X = torch.randn(5, 6)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import fallback_of
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import fallback_of
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxopt.errors import InputError
-from fxopt.tracing.program import capture_program
+from fxopt.tracing.program.program import capture_program
 
 X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)
@@ -175,8 +175,8 @@ class ResizesInPlace(nn.Module):
 
 
 def test_recorded_tensors_are_those_of_the_call(agree):
-    from fxopt.tracing.inputs import Inputs
-    from fxopt.tracing.record import record
+    from fxopt.tracing.recording import record
+    from fxopt.tracing.values import Inputs
 
     model = ResizesInPlace()
     recording = record(model, (Inputs(*X),))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.names import ModelNames
+from fxopt.tracing.values import ModelNames
 
 
 class Shares(nn.Module):

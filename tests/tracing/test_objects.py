@@ -14,13 +14,23 @@ import torch
 from torch import nn
 
 from fxopt.errors import GuardError
-from fxopt.tracing.captured import capture_of, uninstall
-from fxopt.tracing.guards import GuardMiss, require
-from fxopt.tracing.inputs import Inputs
-from fxopt.tracing.objects import copied_object, is_object, objects_in, state_of, tensors_within
-from fxopt.tracing.program import capture_program
-from fxopt.tracing.record import record
-from fxopt.tracing.rollback import announce_changes, changed_paths, contents, graft, keep
+from fxopt.tracing.graphs import capture_of, uninstall
+from fxopt.tracing.guards.guards import GuardMiss, require
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.recording import record
+from fxopt.tracing.values import (
+    Inputs,
+    announce_changes,
+    changed_paths,
+    contents,
+    copied_object,
+    graft,
+    is_object,
+    keep,
+    objects_in,
+    state_of,
+    tensors_within,
+)
 
 
 class Memory:

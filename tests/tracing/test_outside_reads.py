@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import misses_in
-from fxopt.tracing.outside import cells_of
-from fxopt.tracing.outside_reads import OutsideReads, guards_on
-from fxopt.tracing.sources import SELF, Attribute, type_of
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.guards.guards import SELF, Attribute, cells_of, type_of
+from fxopt.tracing.reads import OutsideReads, guards_on
+from fxopt.tracing.recording import misses_in
 from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.preserve import ModelState, restoring
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import ModelState, restoring
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 DATA = torch.Tensor.data

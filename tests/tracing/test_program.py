@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from fxopt.errors import CaptureError, InputError, UsageError
-from fxopt.tracing.captured import capture_of, install, own, recompile, select, uninstall
-from fxopt.tracing.inputs import Inputs
-from fxopt.tracing.meta import TensorMeta, meta_of
-from fxopt.tracing.program import Program, capture_program
+from fxopt.tracing.graphs import capture_of, install, own, recompile, select, uninstall
+from fxopt.tracing.program.program import Program, capture_program
+from fxopt.tracing.values import Inputs, TensorMeta, meta_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -147,7 +146,7 @@ def test_recording_in_the_programs_phase():
 
 
 def test_recording_with_gradients():
-    from fxopt.tracing.record import record
+    from fxopt.tracing.recording import record
 
     model = nn.Sequential(nn.Linear(6, 6))
     x = X.clone().requires_grad_()
@@ -232,7 +231,7 @@ def test_wrong_example_inputs():
 
 
 def test_a_graph_that_is_wrong_is_given_up(monkeypatch):
-    from fxopt.tracing import tracer as tracing
+    from fxopt.tracing.trace import tracer as tracing
 
     trace = tracing.ModuleTracer.trace
 

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.testing import assert_equivalent
-from fxopt.tracing.fallback import misses_in
-from fxopt.tracing.inputs import Inputs
-from fxopt.tracing.record import record
-from fxopt.tracing.redirect import redirect
+from fxopt.tracing.recording import misses_in, record, redirect
+from fxopt.tracing.values import Inputs
 
 
 class Counted(nn.Module):

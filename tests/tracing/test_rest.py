@@ -11,8 +11,8 @@ from torch import nn
 
 import fxopt
 from fxopt.compat import all_modules
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.resting import rest
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.program.program import rest
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

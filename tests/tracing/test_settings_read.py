@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import misses_in
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import misses_in
 
 switch = False
 

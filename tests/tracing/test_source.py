@@ -11,12 +11,21 @@ import torch
 from torch import fx, nn
 
 from fxopt.errors import GuardError
-from fxopt.tracing.captured import Capture, Variant, install
-from fxopt.tracing.guards import Equals, Guard, GuardMiss, Truth, require
-from fxopt.tracing.program import capture_program
-from fxopt.tracing.signature import Signature, signature_of
-from fxopt.tracing.source import generate
-from fxopt.tracing.sources import Argument, Attribute, item_of, key_of, length_of
+from fxopt.tracing.graphs import Capture, Variant, generate, install
+from fxopt.tracing.guards.guards import (
+    Argument,
+    Attribute,
+    Equals,
+    Guard,
+    GuardMiss,
+    Truth,
+    item_of,
+    key_of,
+    length_of,
+    require,
+)
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.values import Signature, signature_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

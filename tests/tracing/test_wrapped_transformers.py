@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxopt
-from fxopt.tracing.regions import ContextRegion
+from fxopt.tracing.graphs import ContextRegion
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.captured import uninstall
-from fxopt.tracing.fallback import misses_in
-from fxopt.tracing.preserve import ModelState
-from fxopt.tracing.program import capture_program
-from fxopt.tracing.regions import ContextRegion
+from fxopt.tracing.graphs import ContextRegion, uninstall
+from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.recording import ModelState, misses_in
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)

@@ -10,12 +10,10 @@ import torch
 from torch import fx, nn
 
 from ...compat import own_buffers, own_parameters
-from ...passes.analyses import CallSites, TensorOwners, TensorReads
-from ...passes.inlining import obstacle_to_inlining
-from ...tracing.capture import Variant, required_capture
-from ...tracing.dynamic import user_class
-from ...tracing.meta import TensorMeta
-from ...tracing.regions import Region
+from ...passes.rewriting import obstacle_to_inlining
+from ...passes.verification import CallSites, TensorOwners, TensorReads
+from ...tracing.graphs import Region, Variant, required_capture
+from ...tracing.values import TensorMeta, user_class
 
 if TYPE_CHECKING:
     from ...tracing.program import Program

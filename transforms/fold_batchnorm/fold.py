@@ -12,16 +12,15 @@ from torch import fx, nn
 from ...compat import own_parameters, padding_around
 from ...layers.members import seal
 from ...operators import info_of, operator_info, operator_of_module
-from ...passes.base import Pass
+from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.dynamic import user_class
-from ...tracing.observe import INTERNAL
+from ...tracing.values import INTERNAL, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in, qualified
 
 if TYPE_CHECKING:
-    from ...passes.edit import Edit
+    from ...passes.rewriting import Edit
     from ...tracing.program import Program
 
 __all__ = ["FoldBatchnorm"]

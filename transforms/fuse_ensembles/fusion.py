@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from ...errors import MatchFailure
-from ...passes.analyses import TensorOwners, is_on_meta
-from ...passes.base import Pass
-from ...passes.owners import Owner, owner_of
+from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.regions import Region
+from ...passes.state import Owner, owner_of
+from ...passes.verification import TensorOwners, is_on_meta
+from ...tracing.graphs import Region
 from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
@@ -30,7 +30,7 @@ from .search import (
 from .stacking import common_name, fuse, tensor_of
 
 if TYPE_CHECKING:
-    from ...passes.edit import Edit
+    from ...passes.rewriting import Edit
     from ...tracing.program import Program
 
 __all__ = ["FuseEnsembles", "Lowering"]

@@ -14,16 +14,15 @@ from torch import fx, nn
 from ...compat import own_children, own_tensor, submodule
 from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member
-from ...passes.owners import Owner
-from ...passes.state_map import Stack
-from ...tracing.capture import capture_of, required_capture
-from ...tracing.observe import INTERNAL
+from ...passes.state import Owner, Stack
+from ...tracing.graphs import capture_of, required_capture
+from ...tracing.values import INTERNAL
 from .inlining import Case, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
 
 if TYPE_CHECKING:
-    from ...passes.edit import Edit
+    from ...passes.rewriting import Edit
     from ...passes.sites import Site
     from ...tracing.program import Program
 

@@ -7,8 +7,21 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.guards import Equals, Guard, Is, IsNot, Truth
-from fxopt.tracing.sources import SELF, Argument, Attribute, Source, item_of, key_of, module_at, type_of
+from fxopt.tracing.guards.guards import (
+    SELF,
+    Argument,
+    Attribute,
+    Equals,
+    Guard,
+    Is,
+    IsNot,
+    Source,
+    Truth,
+    item_of,
+    key_of,
+    module_at,
+    type_of,
+)
 from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard
 
 KIND = "self"

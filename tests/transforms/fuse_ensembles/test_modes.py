@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.record import record_of
+from fxopt.passes.driver import record_of
 from fxopt.testing import assert_equivalent
-from fxopt.tracing.capture import capture_of
+from fxopt.tracing.graphs import capture_of
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
 N = 3

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxopt
-from fxopt.tracing.captured import capture_of
-from fxopt.tracing.fallback import fallback_of, misses_in
+from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.recording import fallback_of, misses_in
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
 N = 4

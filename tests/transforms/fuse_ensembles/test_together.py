@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.edit import Edit
-from fxopt.passes.groups import Group, grouped
+from fxopt.passes.driver import Group, grouped
+from fxopt.passes.rewriting import Edit
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.fuse_ensembles import FuseEnsembles
 

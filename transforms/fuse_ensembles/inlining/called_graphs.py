@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from ....passes.inlining import unmet_guards
-from ....tracing.captured import Capture, Variant
+from ....passes.rewriting import unmet_guards
+from ....tracing.graphs import Capture, Variant
 from ....tracing.guards import require
-from ....tracing.leaf_graphs import leaf_graph
+from ....tracing.rules import leaf_graph
 from .batchable_modules import module_operator
 
 __all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "variant_of_call"]

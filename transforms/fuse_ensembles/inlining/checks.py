@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ....tracing.guards import Equals, Guard, require
-from ....tracing.sources import Argument, Attribute, Call, Constant, Item, Source
+from ....tracing.guards import Argument, Attribute, Call, Constant, Equals, Guard, Item, Source, require
 
 __all__ = ["write_checks"]
 

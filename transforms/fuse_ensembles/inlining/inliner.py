@@ -10,12 +10,11 @@ from torch import fx, nn
 
 from .... import operators
 from ....compat import own_children
-from ....passes.effects import writes
-from ....passes.inlining import obstacle_to_inlining, unmet_guards
-from ....tracing.captured import Capture, Guard, Variant, capture_of
-from ....tracing.likeness import Likeness
-from ....tracing.sources import Argument
-from ....tracing.structure import map_structure
+from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
+from ....tracing.graphs import Capture, Variant, capture_of
+from ....tracing.guards import Argument, Guard
+from ....tracing.recording import Likeness
+from ....tracing.values import map_structure
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
 from .checks import write_checks

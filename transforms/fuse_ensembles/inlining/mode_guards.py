@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ....tracing.capture import required_capture
-from ....tracing.captured import Guard
-from ....tracing.sources import SELF, is_outside, module_at
+from ....tracing.graphs import required_capture
+from ....tracing.guards import SELF, Guard, is_outside, module_at
 
 if TYPE_CHECKING:
     from ....tracing.program import Program

@@ -14,7 +14,7 @@ from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
 from ....operators import Derived, operator_info, resolve
-from ....tracing.structure import map_structure
+from ....tracing.values import map_structure
 from ..search import Operand, Pack, is_stacked
 
 __all__ = ["BatchingRule", "call", "write_layer"]

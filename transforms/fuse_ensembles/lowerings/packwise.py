@@ -12,7 +12,7 @@ from torch.fx.node import Argument
 from ....layers import ensemble as batched
 from ....layers.templates import Slot
 from ....operators import function_of, operator_info
-from ....tracing.structure import map_structure
+from ....tracing.values import map_structure
 from ..search import Operand, Pack, Parameters, Shared, is_stacked
 from .batching_rules import write_layer
 from .operands import keys_of, members_dims, order_of, stacked, template_of

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import fx
 
 from ....errors import MatchFailure
-from ....tracing.structure import map_structure
+from ....tracing.values import map_structure
 from ..inlining import InlinedGraph, Operation
 from ..search import writes_to_fresh_value
 

@@ -13,7 +13,7 @@ from ....layers import batched_layers
 from ....layers import ensemble as batched
 from ....layers.templates import Slot
 from ....operators import function_of, operator_info
-from ....tracing.structure import map_structure
+from ....tracing.values import map_structure
 from ..search import Ensemble, Operand, Pack
 from .batching_rules import call
 from .operands import keys_of, members_dims, order_of, stacked, template_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....operators import operator_info
-from ....passes.owners import owner_of
-from ....tracing.regions import Region
+from ....passes.state import owner_of
+from ....tracing.graphs import Region
 from ..inlining import InlinedGraph, Operation
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
-from ....tracing.captured import Guard, Variant, capture_of
-from ....tracing.portable import copy_graph
+from ....tracing.graphs import Variant, capture_of, copy_graph
+from ....tracing.guards import Guard
 from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles
 from .joins import find_joins

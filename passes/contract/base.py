@@ -1,0 +1,101 @@
+"""What a pass is: a frozen value that finds sites in a program and rewrites them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ...tracing.program import Program
+from ..rewriting import Edit
+from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from .options import format_options
+
+__all__ = ["FunctionPass", "Pass"]
+
+
+class Pass:
+    """Base of all passes; subclass it as a frozen dataclass whose fields are the pass's options.
+
+    A subclass's docstring says Before, After and Refuses. The class attributes are its contract:
+
+    Attributes:
+        numerics: what verification demands.
+        goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
+        clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
+        phase: when the result is valid.
+        own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
+            None: it is right where the pass keeps the function, unless it would leave out a region or does not know
+            tensors that the pass added; else wrong.
+        before: names of passes that must not run earlier than this one.
+        after: names of passes that must not run later than this one.
+        requires: names of passes that must have run already.
+        destroys: pass name -> why it can no longer run once this pass has.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    clean_up: ClassVar[bool] = False
+    phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = None
+    before: ClassVar[tuple[str, ...]] = ()
+    after: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ()
+    destroys: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def name(self) -> str:
+        """Return the pass's name: the class name in snake_case, the same as its file and pipeline word."""
+        return snake_case(type(self).__name__)
+
+    def find(self, program: Program) -> Iterable[Site | Refusal]:
+        """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
+        raise NotImplementedError(f"{type(self).__name__}.find")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        """Rewrite one site, through `edit` only."""
+        raise NotImplementedError(f"{type(self).__name__}.rewrite")
+
+    def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
+        """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
+        for site in sites:
+            with edit.at(site):
+                self.rewrite(site, edit)
+
+    def __str__(self) -> str:
+        return f"{self.name}{format_options(self)}" if is_dataclass(self) else self.name
+
+
+@dataclass(frozen=True)
+class FunctionPass(Pass):
+    """Run a plain function on each captured module, given and returned as a `GraphModule`.
+
+    Before: any captured module        After: what the function made of its graph
+    Refuses: nothing of its own; what it returns is checked like any other rewrite.
+    """
+
+    function: Callable[[fx.GraphModule], fx.GraphModule]
+
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def find(self, program: Program) -> Iterable[Site]:
+        for home, capture in program.captures.items():
+            for variant in range(len(capture.variants)):
+                yield Site(program, home, {}, variant)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        edit.run_function(self.function)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def snake_case(name: str) -> str:
+    """Return `FuseEnsembles` as `fuse_ensembles`."""
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

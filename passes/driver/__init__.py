@@ -1,0 +1,25 @@
+"""One run: groups of sites, candidates, choosing among them, keeping or undoing; the record."""
+
+from __future__ import annotations
+
+from .groups import Group, grouped, with_lowering
+from .manager import Manager
+from .record import PassTrace, Record, record_of, state_map_of
+from .restoration import restored, transplanted
+from .session import Request, copied, run_session
+
+__all__ = [
+    "Group",
+    "Manager",
+    "PassTrace",
+    "Record",
+    "Request",
+    "copied",
+    "grouped",
+    "record_of",
+    "restored",
+    "run_session",
+    "state_map_of",
+    "transplanted",
+    "with_lowering",
+]

@@ -1,0 +1,48 @@
+"""Modules that ask for the exact class of others: a rewritten one has a class of its own, and none may see that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...compat import all_modules
+from ...tracing.graphs import capture_of, own, recompile
+from ...tracing.program import askers_without_answer, asking_around_changes
+
+if TYPE_CHECKING:
+    from ...tracing.program import Program
+
+__all__ = ["Askers", "forbid_asking_forwards"]
+
+
+class Askers:
+    """What asks for classes where no graph has the answer.
+
+    Attributes:
+        around: module -> what refusals say of one of those around it.
+    """
+
+    def __init__(self, around: dict[nn.Module, str]) -> None:
+        self.around = around
+
+    @classmethod
+    def compute(cls, program: Program) -> Askers:
+        modules = program.names.modules.values()
+        captured = {module for module in modules if capture_of(module) is not None}
+        around: dict[nn.Module, str] = {}
+        for module, place in askers_without_answer(modules, captured).items():
+            name = program.name_of(module) or "(root)"
+            reason = f"the code of module {name!r}, in no graph, asks for classes by `type` ({place})"
+            around.update(dict.fromkeys(all_modules(module), reason))
+        return cls(around)
+
+
+def forbid_asking_forwards(modules: Collection[nn.Module]) -> None:
+    """Let modules of a model that ask for the class of a rewritten one raise GuardError where no graph fits a call."""
+    for module, place in asking_around_changes(modules).items():
+        capture = capture_of(module)
+        if capture is not None and capture.variants and not capture.lost:
+            own(module).lost = f"it asks for the class of a rewritten module by `type` ({place})"
+            recompile(module)

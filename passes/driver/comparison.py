@@ -1,0 +1,107 @@
+"""What candidates for a group of sites are compared with: the module around it, as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...compat import all_modules
+from ...tracing.program import Program, rest
+from ...tracing.values import Inputs
+from .. import timing, verification
+from ..contract import Pass
+from ..rewriting import Edit
+from ..sites import Numerics
+from ..state import twin
+from ..verification import is_on_meta, modes_to_check
+from .groups import Group
+
+__all__ = ["Comparison", "timing_figures"]
+
+
+class Comparison:
+    """Verify candidates against, and time them beside, the module around a group as it was.
+
+    Args:
+        program: which the group is in; nothing is written yet.
+        pass_: which found it.
+        group: its sites.
+        calls: how the module around it is called.
+        check: whether candidates are verified; else `unchecked` says why not.
+        timed: whether they are timed.
+        seed: of verification's random inputs.
+        brief: compare on the recorded inputs only: an equal group was verified with noise.
+    """
+
+    def __init__(
+        self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
+        *, check: bool, timed: bool, seed: int, brief: bool = False,
+    ) -> None:  # fmt: skip
+        self._program, self._calls, self._check = program, calls, check
+        self.pass_, self.group, self.timed = pass_, group, timed
+        self._home = program.module(group.home)
+        self._phase = group.phase or pass_.phase
+        self.references = self._references(seed, brief)
+        self.before = self.runner()
+
+    def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
+        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self._home):
+            return []
+        gradients = self._phase.covers_training
+        return [
+            verification.reference(self._home, self._calls, training=mode, gradients=gradients, seed=seed, brief=brief)
+            for mode in modes_to_check(self._home, self._phase, self._program.training)
+        ]
+
+    def verdict(self, edit: Edit) -> verification.Verdict | None:
+        """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
+        state_map = edit.state_map()
+        verdicts = [
+            verification.verify(reference, self._home, map_state=state_map.forward, numerics=self.pass_.numerics)
+            for reference in self.references
+        ]
+        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
+
+    def runner(self) -> timing.Runner | None:
+        """Return a function that calls the module as it runs now, what no pass has changed at rest, to be timed."""
+        if not self.timed:
+            return None
+        runnable = twin(self._home)
+        rest(all_modules(runnable))
+        training = self._program.training and self._phase.covers_training
+        # What comes before a module in the middle of a network needs its gradients too.
+        inner = True if self.group.home else None
+        return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
+
+    def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
+        """Time candidates side by side, and beside the module as it was."""
+        every = {"before": self.before, **runners}
+        return timing.time_candidates({name: runner for name, runner in every.items() if runner is not None})
+
+    def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
+        """Return what reports and plans say of how a rewrite was checked."""
+        if verdict is None:
+            return {"checked": self._unchecked()}
+        return {
+            "checked": verdict.checked_in,
+            "meaning_error": verdict.meaning_error,
+            "precision_error": verdict.precision_error,
+        }
+
+    def _unchecked(self) -> str:
+        if not self._check:
+            return "unverified: verify=False"
+        if is_on_meta(self._home):
+            return "unverified: meta"
+        if self.pass_.numerics is Numerics.SEMANTIC:
+            return "unverified: changes the function by design"
+        return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
+
+
+def timing_figures(timings: timing.Timings, before: str, after: str) -> dict[str, float]:
+    """Return the timings of two candidates as figures for a plan, their ratio with its interval."""
+    speed = timings.ratio(before, after)
+    return {
+        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
+        "before_us": timings.microseconds(before), "after_us": timings.microseconds(after),
+    }  # fmt: skip

@@ -1,0 +1,142 @@
+"""Sites of one graph, decided as one: what each saves alone may be too little to be seen, or need the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+
+from ..contract import Pass
+from ..sites import Numerics, Phase, Refusal, Site
+
+__all__ = ["Group", "grouped", "grouped_in_order", "identity", "keeps_function", "with_lowering"]
+
+_MOST_CLASSES = 8
+"""So many classes of alike sites are judged apart; more are taken several at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Sites of one graph that are decided as one; most often there is a single one.
+
+    Attributes:
+        sites: each with the lowering that is chosen for it, or with none yet.
+    """
+
+    sites: tuple[Site, ...]
+
+    @property
+    def home(self) -> str:
+        return self.sites[0].home
+
+    @property
+    def phase(self) -> Phase | None:
+        return self.sites[0].phase
+
+    @property
+    def required(self) -> bool:
+        return self.sites[0].required
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.sites) == 1
+
+    @property
+    def key(self) -> str:
+        """Name the group, as `Site.key` does a site."""
+        nodes = {f"{n}.{label}": name for n, site in enumerate(self.sites) for label, name in site.nodes.items()}
+        return dataclasses.replace(self.sites[0], nodes=nodes).key
+
+    @property
+    def label(self) -> str:
+        """Return what reports call the group."""
+        first = self.sites[0].label or self.home or "(root)"
+        return first if self.is_single else f"{first} and {len(self.sites) - 1} more"
+
+    @property
+    def choices(self) -> tuple[str | None, ...]:
+        """Return the lowerings that one of the sites has, or None where there is nothing to choose."""
+        return tuple(dict.fromkeys(choice for site in self.sites for choice in site.choices)) or (None,)
+
+    def lowered(self, choice: str | None) -> Group:
+        """Return the group with one lowering for all sites that have it, and the first for the others."""
+        return Group(tuple(with_lowering(site, choice) for site in self.sites))
+
+    def chosen_as(self, other: Group) -> Group:
+        """Return those of the sites that another group has too, with the lowerings that are chosen there."""
+        choices = {identity(site): site.choice for site in other.sites}
+        kept = [site for site in self.sites if identity(site) in choices]
+        return Group(tuple(dataclasses.replace(site, choice=choices[identity(site)]) for site in kept))
+
+    def without(self, sites: Iterable[Site]) -> tuple[Site, ...]:
+        """Return the other sites, whatever is chosen for those given."""
+        known = {identity(site) for site in sites}
+        return tuple(site for site in self.sites if identity(site) not in known)
+
+    def replaced(self, old: Iterable[Site], new: Iterable[Site]) -> Group:
+        """Return the group with other lowerings for some of its sites, or without them."""
+        changed = {identity(site): site for site in new}
+        gone = {identity(site) for site in old} - changed.keys()
+        return Group(tuple(changed.get(identity(s), s) for s in self.sites if identity(s) not in gone))
+
+    def classes(self) -> list[tuple[Site, ...]]:
+        """Return the sites with those that are alike together; where kinds are many, several kinds make one class."""
+        return _classes(self.sites)
+
+    def rest(self, written: Group) -> list[Group]:
+        """Return what was not written with the others, alike sites together."""
+        return [Group(sites) for sites in _classes(self.without(written.sites))]
+
+
+def identity(site: Site) -> Hashable:
+    """Return what tells sites of one graph apart, whatever is chosen for them."""
+    return tuple(site.nodes.items())
+
+
+def with_lowering(site: Site, choice: str | None) -> Site:
+    """Return a site with a lowering, or with its first where it has no such one."""
+    first = next(iter(site.choices), None)
+    return dataclasses.replace(site, choice=choice if choice in site.choices else first)
+
+
+def _classes(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+    classes: dict[Hashable, list[Site]] = {}
+    for number, site in enumerate(sites):
+        classes.setdefault(("one", number) if site.kind is None else ("kind", site.kind), []).append(site)
+    alike, size = list(classes.values()), -(-len(classes) // _MOST_CLASSES) or 1
+    starts = range(0, len(alike), size)
+    return [tuple(site for each in alike[first : first + size] for site in each) for first in starts]
+
+
+def keeps_function(pass_: Pass) -> bool:
+    """Say whether what a pass does at one site leaves what the others see as it is, but for rounding."""
+    return pass_.numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
+
+
+def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
+    """Return what a pass found, the sites of one graph as a group in the place of the first of them.
+
+    Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
+    """
+    groups: dict[Hashable, list[Site]] = {}
+    result: dict[Hashable, Refusal | None] = {}
+    for number, item in enumerate(found):
+        key = _place(item) if isinstance(item, Site) and keeps_function(pass_) else number
+        result.setdefault(key, item if isinstance(item, Refusal) else None)
+        if isinstance(item, Site):
+            groups.setdefault(key, []).append(item)
+    return [refusal or Group(tuple(groups[key])) for key, refusal in result.items()]
+
+
+def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
+    """Return sites in their order; those that follow one another in one graph are a group."""
+    rows: list[list[Site]] = []
+    for site in sites:
+        if rows and keeps_function(pass_) and _place(rows[-1][-1]) == _place(site):
+            rows[-1].append(site)
+        else:
+            rows.append([site])
+    return [Group(tuple(row)) for row in rows]
+
+
+def _place(site: Site) -> Hashable:
+    return site.home, site.variant, site.phase, site.required

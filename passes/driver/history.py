@@ -1,0 +1,141 @@
+"""What one run has decided: a record for every site, and the rewrites that stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..contract import Pass
+from ..pipeline import Decision
+from ..rewriting import Edit
+from ..sites import Phase, Refusal
+from ..state import StateMap
+from .groups import Group
+from .tuner import Candidate
+
+__all__ = ["History", "Rewrite"]
+
+
+@dataclass(eq=False)
+class Rewrite:
+    """A rewrite that stands, with what is needed to take it back.
+
+    Attributes:
+        pass_, group, edit: which it is.
+        decision: on the group.
+        evidence: the decision at the first of several equal groups, whose timing counts for all of them.
+        recorded: what reports and plans say of it: the decision, or of several sites one for each.
+    """
+
+    pass_: Pass
+    group: Group
+    edit: Edit
+    decision: Decision
+    evidence: Decision
+    recorded: list[Decision]
+
+    @property
+    def home(self) -> str:
+        return self.group.home
+
+    @property
+    def phase(self) -> Phase:
+        return self.group.phase or self.pass_.phase
+
+
+@dataclass
+class History:
+    """The decisions of a run in their order, and the rewrites that stand.
+
+    Attributes:
+        step: the number of the pass that is running.
+    """
+
+    decisions: list[Decision] = field(default_factory=list["Decision"])
+    rewrites: list[Rewrite] = field(default_factory=list["Rewrite"])
+    step: int = 0
+
+    @property
+    def applied(self) -> int:
+        """Return how many sites are rewritten."""
+        return sum(len(rewrite.recorded) for rewrite in self.rewrites)
+
+    def refuse(self, pass_: Pass, refusal: Refusal) -> None:
+        """Note why a pass leaves a place as it is."""
+        at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
+        self.decisions.append(Decision(self.step, pass_.name, at, "refused", label=at, reason=refusal.reason))
+
+    def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
+        """Note why a group is left as it was."""
+        decision = self._decision(pass_, candidate)
+        self.decisions.extend(_by_site(decision, candidate.group))
+        return decision
+
+    def keep(self, pass_: Pass, candidate: Candidate, edit: Edit, evidence: Decision | None = None) -> Decision:
+        """Note a rewrite that stands; `evidence` is the decision at an equal group that it follows."""
+        decision = self._decision(pass_, candidate)
+        recorded = _by_site(decision, candidate.group)
+        self._stand(Rewrite(pass_, candidate.group, edit, decision, evidence or decision, recorded))
+        return decision
+
+    def repeat(self, pass_: Pass, group: Group, edit: Edit, decisions: Sequence[Decision]) -> None:
+        """Note a rewrite that a plan has decided on."""
+        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions)))
+
+    def _stand(self, rewrite: Rewrite) -> None:
+        self.decisions.extend(rewrite.recorded)
+        self.rewrites.append(rewrite)
+
+    def _decision(self, pass_: Pass, candidate: Candidate) -> Decision:
+        group, (first, *others) = candidate.group, candidate.group.sites
+        return Decision(
+            step=self.step, pass_name=pass_.name, key=group.key, label=group.label, status=candidate.status,
+            reason=candidate.failure, choice=None if others else first.choice,
+            detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
+        )  # fmt: skip
+
+    def undo(self, rewrite: Rewrite, reason: str) -> None:
+        """Note that a rewrite was taken back."""
+        for old in rewrite.recorded:
+            place = next(number for number, decision in enumerate(self.decisions) if decision is old)
+            self.decisions[place] = dataclasses.replace(old, status="undone", reason=reason)
+
+    # -- what came of it -------------------------------------------------------------------------------------------
+
+    def changed_graphs(self, now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the text of each rewritten graph, before the first rewrite that stands and `now`."""
+        before: dict[str, str] = {}
+        for rewrite in self.rewrites:
+            for name, text in rewrite.edit.graphs_before().items():
+                before.setdefault(name, text)
+        return before, {name: str(now[name]) for name in before if name in now}
+
+    def state_map(self) -> StateMap:
+        """Return the effect of all rewrites on names and tensors, from the root's point of view."""
+        total = StateMap()
+        for rewrite in self.rewrites:
+            total = total.compose(rewrite.edit.state_map_of_model())
+        return total
+
+    def checked(self) -> str:
+        """Say how the rewrites that stand were checked."""
+        ways = dict.fromkeys(str(rewrite.decision.figures.get("checked", "replayed")) for rewrite in self.rewrites)
+        return ", ".join(ways) or "nothing was rewritten"
+
+
+def _by_site(decision: Decision, group: Group) -> list[Decision]:
+    """Return a decision on several sites as one for each; the figures of all together stand in all of them."""
+    if group.is_single:
+        return [decision]
+    figures = {**decision.figures, "together": len(group.sites)}
+    return [
+        dataclasses.replace(
+            decision, key=site.key, label=site.label or site.home or "(root)", choice=site.choice, detail=site.detail,
+            figures=figures,
+        )
+        for site in group.sites
+    ]  # fmt: skip

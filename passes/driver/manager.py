@@ -1,0 +1,202 @@
+"""Run passes over a program: for each, find sites, let the tuner decide them, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...errors import MatchFailure, PassError, PlanError
+from ...settings import Settings
+from ...tracing.program import Program
+from ..contract import Pass
+from ..pipeline import Decision, Plan
+from ..sites import Goal, Refusal, Site
+from ..state import twin
+from ..verification import is_on_meta
+from .admission import admitted
+from .equal_blocks import Block, EqualBlocks, Precedent
+from .groups import Group, grouped, grouped_in_order, keeps_function
+from .history import History, Rewrite
+from .record import PassTrace
+from .tuner import Candidate, Tuner
+from .whole_model import WholeModel
+
+__all__ = ["Manager"]
+
+
+@dataclass
+class Manager:
+    """Apply passes to a program, one group of sites after another.
+
+    Attributes:
+        program: what is rewritten, in place.
+        check: verify every rewrite.
+        time: time every rewrite made for speed.
+        seed: of verification's random inputs.
+        settings: limits from the environment.
+        on_failure: called with the error when a pass fails; returns the reproducer's path.
+        history: what was decided, and what stands.
+        traces: what each pass took and did.
+        timings: of the whole model, once a pass for speed has run.
+    """
+
+    program: Program
+    check: bool = True
+    time: bool = True
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+    on_failure: Callable[[PassError], str | None] | None = None
+    history: History = field(default_factory=History)
+    traces: list[PassTrace] = field(default_factory=list["PassTrace"])
+    timings: Mapping[str, float] | None = None
+    _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
+    _tuner: Tuner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tuner = Tuner(self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Return what was decided at each site, in order."""
+        return self.history.decisions
+
+    @property
+    def rewrites(self) -> list[Rewrite]:
+        """Return the rewrites that stand."""
+        return self.history.rewrites
+
+    # -- whole runs ------------------------------------------------------------------------------------------------
+
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run `passes` in order.
+
+        Raises:
+            PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
+        """
+        baseline = twin(self.program.model) if self._times_anything(passes) else None
+        for pass_ in passes:
+            self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+        if baseline is not None:
+            self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
+
+    def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
+        """Repeat the rewrites that `plan` says were applied, without verifying or timing them.
+
+        Raises:
+            PlanError: if a planned site is not there.
+        """
+        plan.check_passes([pass_.name for pass_ in passes])
+        for number, pass_ in enumerate(passes):
+            wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
+            self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
+            if wanted:
+                missing = next(iter(wanted.values()))
+                raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
+
+    def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
+        start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
+        self.history.step = len(self.traces)
+        try:
+            run()
+        except PassError as error:
+            if self.on_failure is not None:
+                error.reproducer = self.on_failure(error)
+            raise
+        seconds = time.perf_counter() - start
+        counts = len(self.decisions) - decided, self.history.applied - applied
+        self.traces.append(PassTrace(str(pass_), seconds, *counts))
+
+    def _times_anything(self, passes: Sequence[Pass]) -> bool:
+        can_time = self.time and bool(self.program.inputs) and not is_on_meta(self.program.model)
+        return can_time and any(pass_.goal is Goal.SPEED for pass_ in passes)
+
+    # -- one pass --------------------------------------------------------------------------------------------------
+
+    def _run_pass(self, pass_: Pass) -> None:
+        found = grouped(pass_, self._found(pass_))
+        self._tuner.calls.expect(item.home for item in found if isinstance(item, Group))
+        for item in found:
+            if isinstance(item, Refusal):
+                self.history.refuse(pass_, item)
+            else:
+                self._decide(pass_, item)
+
+    def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
+        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
+        sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
+        planned = [dataclasses.replace(sites[key], choice=d.choice) for key, d in wanted.items() if key in sites]
+        for group in grouped_in_order(pass_, planned):
+            try:
+                edit = self._tuner.apply(pass_, group)
+            except MatchFailure as failure:
+                place = f"the plan's site {group.key} of pass '{pass_.name}'"
+                raise PlanError(f"{place} cannot be rewritten: {failure}") from failure
+            self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
+            self._note_change(pass_)
+
+    def _found(self, pass_: Pass) -> list[Site | Refusal]:
+        """Return the pass's sites and refusals, checked for being that."""
+        found = self._tuner.supervised(pass_, lambda: "find", lambda: list(pass_.find(self.program)))
+        for item in found:
+            if not isinstance(item, (Site, Refusal)):
+                raise PassError(
+                    f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
+                )
+        return [admitted(self.program, item) for item in found]
+
+    # -- one group -------------------------------------------------------------------------------------------------
+
+    def _decide(self, pass_: Pass, group: Group) -> None:
+        """Do at a group what was done at an equal one, or what the tuner finds best; then decide what that left."""
+        block = self._block(pass_, group)
+        precedent = self._equal.precedent(block)
+        if block is not None and precedent is not None and self._follow(pass_, group, block, precedent):
+            return
+        candidate, apart = self._tuner.tune(pass_, group)
+        if candidate is not None and candidate.edit is not None:
+            decision = self.history.keep(pass_, candidate, candidate.edit)
+            self._equal.remember(block, decision, candidate.group, candidate.edit)
+            self._note_change(pass_)
+        elif candidate is not None:
+            self._equal.remember(block, self.history.leave(pass_, candidate), group, None)
+        for each in apart:
+            self._decide(pass_, each)
+
+    def _block(self, pass_: Pass, group: Group) -> Block | None:
+        """Describe the block around a group, where its decision may serve others or be served by another's."""
+        if not self._tuner.asks(pass_, group):
+            return None
+        module, calls = self.program.module(group.home), self._tuner.calls.of(group.home)
+        return self._equal.block(pass_, self.history.step, group, module, calls)
+
+    def _follow(self, pass_: Pass, group: Group, block: Block, precedent: Precedent) -> bool:
+        """Do at a group what was done at an equal one; say whether that has settled it."""
+        first, chosen = precedent.decision, precedent.chosen
+        like = {**first.figures, "as": first.label}
+        if chosen is None:
+            self.history.leave(pass_, Candidate(group, first.reason, figures=like))
+            return True
+        candidate = self._tuner.repeat(
+            pass_, group.chosen_as(chosen), brief=True, is_right=lambda edit: block.result_of(edit) == precedent.result
+        )
+        if candidate.edit is None:
+            return False
+        figures = like if candidate.verdict is None else {**like, **candidate.figures}
+        self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
+        self._note_change(pass_)
+        for apart in group.rest(candidate.group):
+            self._decide(pass_, apart)
+        return True
+
+    def _note_change(self, pass_: Pass) -> None:
+        if not keeps_function(pass_):
+            self._tuner.calls.forget()
+
+    # -- what came of it -------------------------------------------------------------------------------------------
+
+    def plan(self, passes: Sequence[Pass]) -> Plan:
+        """Return the decisions as a value that `replay` repeats."""
+        phase = "train" if self.program.training else "eval"
+        return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))

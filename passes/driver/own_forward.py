@@ -1,0 +1,93 @@
+"""Whether a rewritten module may still run its own forward: where no graph fits a call, that is all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import fx, nn
+
+from ...compat import modules_by_name, own_buffers, own_parameters, submodule, transient_buffers
+from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
+from ..sites import Numerics, OwnForward
+from ..state import Owner, owner_of
+
+if TYPE_CHECKING:
+    from .history import Rewrite
+    from .record import Record
+
+__all__ = ["forbid_lost_forwards"]
+
+_OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
+
+
+def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
+    """Let modules whose own forward would no longer do raise GuardError where no graph fits a call.
+
+    A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
+    purpose or within an error budget; that run a region, whose wrapper would be left out; or that read tensors of which
+    no original one knows.
+
+    Args:
+        model: the optimized model.
+        rewrites: the rewrites that stand.
+        record: of the model.
+    """
+    for rewrite in rewrites:
+        module, owner = model.get_submodule(rewrite.home), owner_of(model, rewrite.home)
+        home = owner.module
+        capture = capture_of(module)
+        if capture is None or required_capture(home).lost:
+            continue
+        reason = next(_reasons(rewrite, module, capture, record, owner), "")
+        if reason:
+            own(home).lost = reason
+            recompile(home)
+
+
+def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
+    name, home, stated = rewrite.pass_.name, rewrite.home, rewrite.pass_.own_forward
+    if stated is OwnForward.ACCEPTABLE:
+        return
+    if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
+        yield f"pass '{name}' made it compute something else"
+    known = {*record.state_map.names, *record.state_map.targets}
+    borrowed = module.origins if isinstance(module, Region) else {}
+    for node in (node for variant in capture.variants for node in variant.graph.nodes):
+        target = str(node.target)
+        added = node.op == "call_module" and target not in borrowed
+        added = added and submodule(record.skeleton, _qualified(home, target)) is None
+        called = module.get_submodule(target) if added else None
+        if isinstance(called, ContextRegion):
+            continue
+        if isinstance(called, Region):
+            yield f"it would leave out the region '{target}'"
+        names = _read(node, module) if called is None else _lasting_inside(called, target)
+        new = next((n for n in names if owner.qualified(n) not in known), None)
+        if new is not None:
+            yield f"it does not know '{new}', which pass '{name}' added"
+
+
+def _read(node: fx.Node, module: nn.Module) -> Iterator[str]:
+    """Yield the name of the parameter or lasting buffer that a node reads, if it reads one."""
+    if node.op == "get_attr":
+        path, _, name = str(node.target).rpartition(".")
+        if name in _lasting(module.get_submodule(path)):
+            yield str(node.target)
+
+
+def _lasting_inside(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield the names of the parameters and lasting buffers of a module called `name`, and of those inside it."""
+    for path, inner in modules_by_name(module).items():
+        yield from (".".join(filter(None, (name, path, own_name))) for own_name in _lasting(inner))
+
+
+def _lasting(module: nn.Module) -> list[str]:
+    """Return the names of what a module itself writes into a state dict."""
+    buffers = own_buffers(module).keys() - transient_buffers(module)
+    found = {**own_parameters(module), **{name: own_buffers(module)[name] for name in buffers}}
+    return [name for name, tensor in found.items() if tensor is not None]
+
+
+def _qualified(home: str, name: str) -> str:
+    return f"{home}.{name}" if home else name

@@ -1,0 +1,113 @@
+"""What an optimized model remembers of how it became what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+
+from ..state import RECORD_KEY
+
+if TYPE_CHECKING:
+    from ..pipeline import Plan
+    from ..state import StateMap
+
+__all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """What one pass took and did.
+
+    Attributes:
+        name: the pass as text, options included.
+        seconds: verification and measurement included.
+        decided: how many sites and refusals it had.
+        applied: how many rewrites of it stand.
+    """
+
+    name: str
+    seconds: float
+    decided: int
+    applied: int
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Everything that reports, checkpoints and replays need, and no tensor that holds data.
+
+    Attributes:
+        plan: every decision, in the order taken.
+        state_map: from the original names and tensors to today's.
+        graphs_before, graphs_after: the text of each graph by its module's qualified name ("" is the root).
+        coverage: in words, how much of the model was captured.
+        parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
+        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
+        checked: what the rewrites were verified in: "float64", "float32", or why they were not.
+        messages: warnings and notes, a line each.
+        eval_only: the passes whose rewrites hold in evaluation mode only.
+        traces: what each pass took and did.
+        skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
+        opaque: name, source line and reason of each module that could not be captured.
+    """
+
+    plan: Plan
+    state_map: StateMap
+    graphs_before: Mapping[str, str]
+    graphs_after: Mapping[str, str]
+    coverage: str
+    parameters_before: int
+    parameters_after: int
+    timings: Mapping[str, float] | None = None
+    checked: str = "not at all"
+    messages: tuple[str, ...] = ()
+    eval_only: tuple[str, ...] = ()
+    traces: tuple[PassTrace, ...] = ()
+    skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
+    opaque: tuple[tuple[str, str, str], ...] = ()
+    _originals: dict[str, ReferenceType[Tensor]] = field(
+        default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
+    )
+
+    def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
+
+        They are held weakly. A model that was itself an optimized one passes on what it remembers.
+
+        Args:
+            model: what was optimized.
+            parameters: its own, each under its first name.
+        """
+        earlier = record_of(model)
+        if earlier is not None:
+            self._originals.update(earlier._originals)
+        else:
+            self._originals.update((name, ref(parameter)) for name, parameter in parameters.items())
+
+    def original_names(self) -> dict[int, str]:
+        """Return id -> original name for the original's parameters that are still alive in this process."""
+        alive = ((name, held()) for name, held in self._originals.items())
+        return {id(parameter): name for name, parameter in alive if parameter is not None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_originals"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _originals={})
+
+
+def record_of(model: nn.Module) -> Record | None:
+    """Return the record of an optimized model, or None if it is not one (a part of one is not)."""
+    return getattr(model, "__dict__", {}).get(RECORD_KEY)
+
+
+def state_map_of(model: nn.Module) -> StateMap | None:
+    """Return the map from an optimized model's original names to today's, or None for any other model."""
+    record = record_of(model)
+    return None if record is None else record.state_map

@@ -1,0 +1,229 @@
+"""One optimization from the user's model to the optimized one: copy, capture, run the passes, record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...errors import InputError, PassError, UsageError
+from ...settings import Settings
+from ...tracing.graphs import EVAL_ONLY, capture_of, outside_inference_mode, rest_again
+from ...tracing.program import Program, capture_program, rest
+from ...tracing.recording import hold, release
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
+from ..contract import Pass
+from ..pipeline import Plan
+from ..sites import Phase
+from ..state import RECORD_KEY, StateMap, copied_module, outline_of
+from ..timing import collection_paused
+from .asked_classes import forbid_asking_forwards
+from .history import Rewrite
+from .manager import Manager
+from .own_forward import forbid_lost_forwards
+from .record import Record, record_of
+from .root import crown
+
+__all__ = ["Request", "copied", "run_session"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, checked.
+
+    Attributes:
+        passes: in the order in which they run.
+        inputs: the example calls; may be none.
+        phase: TRAIN or EVAL, or None for the model's own mode.
+        verify, measure: whether rewrites are checked and timed.
+        plan: decisions to repeat instead.
+        seed: of verification's random inputs.
+        settings: limits from the environment.
+        on_failure: writes a reproducer of a failed pass and returns its path.
+    """
+
+    passes: Sequence[Pass]
+    inputs: tuple[Inputs, ...] = ()
+    phase: Phase | None = None
+    verify: bool = True
+    measure: bool = True
+    plan: Plan | None = None
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+    on_failure: Callable[[PassError], str | None] | None = None
+
+
+def run_session(model: nn.Module, request: Request) -> nn.Module:
+    """Return an optimized copy of `model`, with its record; `model` is only read, and no random state changes.
+
+    Raises:
+        InputError: if the model cannot be copied or refuses its example inputs.
+        PassError: if a pass fails.
+    """
+    names = check_model(model)
+    generators = RandomState()
+    # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
+    runs_model = request.verify or request.measure
+    try:
+        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
+            return _optimized(model, names, request)
+    finally:
+        generators.restore()
+
+
+def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
+    with collection_paused():
+        parameters = names.parameters()
+        fast = copied(model)
+        hold(fast)
+        earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
+        training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+        program = capture_program(fast, list(request.inputs) or None, training=training)
+    with _in_mode(program):
+        manager = _manager(program, request)
+        if request.plan is None:
+            manager.run(request.passes)
+        else:
+            manager.replay(request.passes, request.plan)
+    rest(program.names.distinct)
+    record = _record(program, manager, request, earlier)
+    record.remember(model, parameters)
+    if manager.rewrites or record_of(fast) is not None:
+        crown(fast, record)
+    else:
+        vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
+    forbid_lost_forwards(fast, manager.rewrites, record)
+    forbid_asking_forwards(program.names.distinct)
+    release(program.names)
+    _limit_to_evaluation(fast, manager.rewrites, record)
+    # The old tensors go now, and not when Python's collector finds that nobody needs them.
+    for rewrite in manager.rewrites:
+        rewrite.edit.settle()
+    program.touch()
+    return fast
+
+
+def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
+    """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
+    limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
+    if limited or record.eval_only:
+        fast.eval()
+    if record.eval_only:
+        _limit(fast, record.eval_only)
+    for rewrite in limited:
+        for module in () if rewrite.edit.trainable else _rewritten_by(rewrite, fast):
+            known: tuple[str, ...] = vars(module).get(EVAL_ONLY, ())
+            _limit(module, tuple(dict.fromkeys((*known, rewrite.pass_.name))))
+
+
+def _limit(module: nn.Module, passes: tuple[str, ...]) -> None:
+    vars(module)[EVAL_ONLY] = passes
+    rest_again(module)  # of a class that refuses to be trained
+
+
+def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
+    """Yield the module that a rewrite changed, and those inside it, with graphs, whose tensors it took."""
+    home = rewrite.edit.owner.name
+    yield fast.get_submodule(home)
+    tensors = [name for step in rewrite.edit.state_map_of_model().steps for name in step.sources]
+    inside = {name[:end] for name in tensors for end in range(len(home) + 1, len(name)) if name[end] == "."}
+    for module in map(fast.get_submodule, sorted(inside)):
+        if capture_of(module) is not None:
+            yield module
+
+
+def check_model(model: object) -> ModelNames:
+    """Return the names in a model, and refuse what cannot be optimized at all.
+
+    Raises:
+        UsageError: if `model` is not a module.
+        InputError: if it has parameters without a shape yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    names = ModelNames(model)
+    if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
+        name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
+        raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    return names
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a deep copy of the model.
+
+    Raises:
+        InputError: if the model cannot be copied.
+    """
+    try:
+        return copied_module(model)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({type(error).__name__}: {error}); make it copyable by copy.deepcopy"
+        ) from error
+
+
+@contextlib.contextmanager
+def _in_mode(program: Program) -> Generator[None]:
+    """Put the model into the program's mode for a while; if the root is in it, mixed flags inside stay as they are."""
+    model = program.model
+    flags = {module: module.training for module in program.names.distinct}
+    if model.training != program.training:
+        for module in flags:
+            module.training = program.training
+    try:
+        yield
+    finally:
+        for module in program.names.distinct:
+            flag = flags.get(module, model.training)
+            if module.training != flag:
+                module.training = flag
+
+
+def _manager(program: Program, request: Request) -> Manager:
+    return Manager(
+        program, check=request.verify, time=request.measure, seed=request.seed,
+        settings=request.settings, on_failure=request.on_failure,
+    )  # fmt: skip
+
+
+def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:
+    """Return the record of a model, of so many parameters, that nothing has been done to; `fast` is a copy of it."""
+    first: dict[int, str] = {}
+    known: dict[str, Any] | None = names.state()
+    state: dict[str, Any] = fast.state_dict(keep_vars=True) if known is None else known
+    tied = [(name, first.setdefault(id(value), name)) for name, value in state.items()]
+    return Record(
+        plan=Plan((), "eval", ()),
+        state_map=StateMap().ordered(state, [(name, same) for name, same in tied if name != same]),
+        graphs_before={},
+        graphs_after={},
+        coverage="",
+        parameters_before=count,
+        parameters_after=count,
+        skeleton=outline_of(model),
+    )
+
+
+def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
+    before, after = manager.history.changed_graphs(program.graphs)
+    of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
+    limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
+    return Record(
+        plan=earlier.plan.extended(manager.plan(request.passes)),
+        state_map=earlier.state_map.compose(manager.history.state_map()),
+        graphs_before={**before, **earlier.graphs_before},
+        graphs_after={**earlier.graphs_after, **after},
+        coverage=str(program.coverage()),
+        parameters_before=earlier.parameters_before,
+        parameters_after=len(program.names.parameters()),
+        timings=manager.timings,
+        checked=manager.history.checked(),
+        messages=(),
+        eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
+        traces=(*earlier.traces, *manager.traces),
+        skeleton=earlier.skeleton,
+        opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+    )

@@ -1,0 +1,366 @@
+"""Choose how to rewrite a group of sites: write candidates, verify them, time them side by side, keep the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...errors import MatchFailure
+from ...settings import Settings
+from ...tracing.program import Program
+from .. import timing, verification
+from ..contract import Pass
+from ..pipeline import supervised
+from ..rewriting import Edit
+from ..sites import Goal, Numerics, Site
+from ..verification import is_on_meta
+from .comparison import Comparison, timing_figures
+from .groups import Group, identity, with_lowering
+from .site_calls import SiteCalls
+
+__all__ = ["Candidate", "Tuner"]
+
+_MOST_VARIATIONS = 12
+"""So many changes to the best common lowering are timed beside it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way of rewriting a group, and what is known of it.
+
+    Attributes:
+        group: the sites that it rewrites, each with its lowering; all of them where it fails.
+        failure: why it is not to be had, or "".
+        was_written: whether it could be written: then it was wrong, or did not pay.
+        verdict: what verification said; None where nothing could be checked, or nothing has been yet.
+        edit: the rewrite, where it is in the program.
+        runner: makes the recorded calls of it, where it is to be timed.
+        figures: errors, times and ratios by name, once it is decided on.
+    """
+
+    group: Group
+    failure: str = ""
+    was_written: bool = True
+    verdict: verification.Verdict | None = None
+    edit: Edit | None = None
+    runner: timing.Runner | None = None
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def status(self) -> str:
+        """Return what the decision on it is called."""
+        return "applied" if not self.failure else "undone" if self.was_written else "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Race:
+    """Candidates that were timed side by side, by name, and which of them is best."""
+
+    candidates: Mapping[str, Candidate]
+    timings: timing.Timings
+    best: str
+
+
+class Tuner:
+    """Rewrite groups of sites in the way that is right and pays.
+
+    A lone site's lowerings are verified before they are timed. Those of several sites are timed first, since only one
+    combination has to be verified: the one to be kept.
+
+    Args:
+        program: is rewritten in place.
+        check, time: whether candidates are verified, and timed where their pass is for speed.
+        seed: of verification's random inputs.
+        settings: limits from the environment.
+    """
+
+    def __init__(self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings) -> None:
+        self.program, self.calls = program, SiteCalls(program)
+        self._check, self._time, self._seed, self._settings = check, time, seed, settings
+
+    def asks(self, pass_: Pass, group: Group) -> bool:
+        """Say whether there is anything to verify or to time at a group."""
+        verified = self._check and pass_.numerics is not Numerics.SEMANTIC
+        if not (verified or self._is_timed(pass_)) or is_on_meta(self.program.module(group.home)):
+            return False
+        return bool(self.calls.of(group.home))
+
+    def _is_timed(self, pass_: Pass) -> bool:
+        return self._time and pass_.goal is Goal.SPEED
+
+    def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
+        asked = self.asks(pass_, group)
+        return Comparison(
+            self.program, pass_, group, self.calls.of(group.home) if asked else (),
+            check=self._check, timed=asked and time and self._is_timed(pass_), seed=self._seed, brief=brief,
+        )  # fmt: skip
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def apply(self, pass_: Pass, group: Group) -> Edit:
+        """Rewrite a group with the lowerings it has; what fails is undone before the error goes on.
+
+        Raises:
+            MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
+            PassError: if the pass raises or hangs.
+        """
+        edit = Edit(self.program, group.sites[0], pass_.name)
+
+        def rewrite() -> None:
+            if group.is_single:
+                pass_.rewrite(group.sites[0], edit)
+            else:
+                pass_.rewrite_group(group.sites, edit)
+            edit.finish()
+
+        try:
+            self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))
+        except MatchFailure as failure:
+            failure.site = group.sites[0] if group.is_single else edit.failed_at
+            edit.undo()
+            raise
+        except BaseException:
+            edit.undo()
+            raise
+        return edit
+
+    def supervised(self, pass_: Pass, step: Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
+        """Run a pass's own code within its time limit, and with its name on what it raises."""
+        seconds = self._settings.pass_timeout * times
+        return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
+
+    def _written(self, comparison: Comparison, group: Group) -> Candidate:
+        """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
+        left, reasons = group, dict[str, None]()
+        while left.sites:
+            try:
+                return Candidate(left, edit=self.apply(comparison.pass_, left))
+            except MatchFailure as failure:
+                reasons[str(failure)] = None
+                remaining = Group(tuple(site for site in left.sites if not _is_like(site, failure.site)))
+                left = remaining if len(remaining.sites) < len(left.sites) else Group(())  # it may be known of none
+        return Candidate(group, "; ".join(reasons) or "no site is left to rewrite", was_written=False)
+
+    def _verified(self, comparison: Comparison, candidate: Candidate) -> Candidate:
+        """Verify what stands in the program; what is wrong is undone."""
+        if candidate.edit is None:
+            return candidate
+        try:
+            verdict = comparison.verdict(candidate.edit)
+        except BaseException:
+            candidate.edit.undo()
+            raise
+        if verdict is None or verdict.ok:
+            return dataclasses.replace(candidate, verdict=verdict, figures=comparison.figures(verdict))
+        candidate.edit.undo()
+        return dataclasses.replace(candidate, failure=verdict.reason, edit=None)
+
+    def repeat(
+        self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
+    ) -> Candidate:
+        """Write a group as was decided elsewhere, and verify it; nothing is timed.
+
+        Args:
+            brief: verify on the recorded inputs only.
+            is_right: asked first; what it says no to is undone.
+        """
+        return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
+
+    def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
+        """Write and verify all sites of a group."""
+        try:
+            edit = self.apply(comparison.pass_, group)
+        except MatchFailure as failure:
+            return Candidate(group, str(failure), was_written=False)
+        if is_right is not None and not is_right(edit):
+            edit.undo()
+            return Candidate(group, "it became something else")
+        return self._verified(comparison, Candidate(group, edit=edit))
+
+    # -- deciding --------------------------------------------------------------------------------------------------
+
+    def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
+        """Keep the best candidate for a group, or leave its sites as they were.
+
+        Returns:
+            The candidate, which stands or says why none does, or None where nothing is decided of all; and the groups
+            that are to be decided by themselves, after this.
+        """
+        comparison = self._comparison(pass_, group)
+        candidates = self._candidates(comparison)
+        able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
+        if not able:
+            return self._failed(comparison, list(candidates.values()))
+        if not comparison.timed:
+            kept = next(iter(able.values()))
+            return kept, group.rest(kept.group)
+        race = self._race(comparison, able)
+        figures, reason = _judged(race, comparison)
+        best = race.candidates[race.best]
+        if reason:
+            return Candidate(group, reason, figures=figures), ()
+        return self._kept(comparison, best, figures)
+
+    def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
+        """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
+        candidates: dict[str, Candidate] = {}
+        for choice in comparison.group.choices:
+            candidate = self._written(comparison, comparison.group.lowered(choice))
+            if comparison.group.is_single or not comparison.timed:
+                candidate = self._verified(comparison, candidate)
+            if comparison.timed:
+                candidate = self._runnable(comparison, candidate)
+            candidates[choice or "after"] = candidate
+            is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
+            if is_settled and not comparison.timed:
+                break
+        return candidates
+
+    def _runnable(self, comparison: Comparison, candidate: Candidate) -> Candidate:
+        """Take a candidate that stands out of the program, and make it run beside the others."""
+        if candidate.edit is None:
+            return candidate
+        try:
+            runner = comparison.runner()
+        except Exception as error:  # whatever a wrong rewrite raises: it is the reason not to keep it
+            failure = f"the rewritten module raises {type(error).__name__}: {error}"
+            return dataclasses.replace(candidate, failure=failure, edit=None)
+        finally:
+            candidate.edit.undo()
+        return dataclasses.replace(candidate, edit=None, runner=runner)
+
+    def _kept(
+        self, comparison: Comparison, best: Candidate, figures: Mapping[str, Any]
+    ) -> tuple[Candidate | None, Sequence[Group]]:
+        """Write the best candidate again, to stay; one of several sites is verified only now."""
+        group = comparison.group
+        if group.is_single:
+            return dataclasses.replace(best, edit=self.apply(comparison.pass_, best.group), figures=figures), ()
+        kept = self._whole(comparison, best.group)
+        if kept.failure:
+            return self._apart(comparison, self._guilty(comparison, best.group.sites))
+        return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
+
+    # -- what is fastest -------------------------------------------------------------------------------------------
+
+    def _race(self, comparison: Comparison, able: Mapping[str, Candidate]) -> _Race:
+        """Time common lowerings, then what becomes of the best one where a class of sites does otherwise."""
+        first = _timed(comparison, able)
+        best = first.candidates[first.best]
+        classes = best.group.classes()
+        if len(classes) < 2 or comparison.group.required:
+            return first
+        varied = self._varied(comparison, best, classes, list(able))
+        beside = {first.best: best, **{name: candidate for name, (_, candidate) in varied.items()}}
+        timings = _timed(comparison, beside).timings
+        better: dict[int, Candidate] = {}
+        for number in range(len(classes)):
+            names = [name for name, (changed, _) in varied.items() if changed == number]
+            fastest = timings.fastest(prefer=[first.best, *names])
+            if fastest in varied:
+                better[number] = varied[fastest][1]
+        mixed = self._mixed(comparison, best, classes, better) if better else None
+        if mixed is None or mixed.failure:
+            return first
+        return _timed(comparison, {first.best: best, "mixed": mixed})
+
+    def _varied(
+        self, comparison: Comparison, best: Candidate, classes: Sequence[Sequence[Site]], choices: Sequence[str]
+    ) -> dict[str, tuple[int, Candidate]]:
+        """Return candidates in which one class of sites is left out or has another lowering, with its number."""
+        varied: dict[str, tuple[int, Candidate]] = {}
+        for number, changed in itertools.islice(_changes(classes, choices), _MOST_VARIATIONS):
+            candidate = self._combined(comparison, best.group.replaced(classes[number], changed))
+            if not candidate.failure:
+                varied[f"change {len(varied)}"] = number, candidate
+        return varied
+
+    def _mixed(
+        self,
+        comparison: Comparison,
+        best: Candidate,
+        classes: Sequence[Sequence[Site]],
+        better: Mapping[int, Candidate],
+    ) -> Candidate:
+        """Return the candidate in which several classes do what was better for each of them."""
+        group = best.group
+        for number, candidate in better.items():
+            known = {identity(site): site for site in candidate.group.sites}
+            changed = [known[identity(site)] for site in classes[number] if identity(site) in known]
+            group = group.replaced(classes[number], changed)
+        return self._combined(comparison, group)
+
+    def _combined(self, comparison: Comparison, group: Group) -> Candidate:
+        return self._runnable(comparison, self._written(comparison, group))
+
+    # -- taking apart ----------------------------------------------------------------------------------------------
+
+    def _failed(
+        self, comparison: Comparison, candidates: Sequence[Candidate]
+    ) -> tuple[Candidate | None, Sequence[Group]]:
+        """Say why no candidate is left; of several sites tell those apart that make every one fail."""
+        group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
+        if group.is_single or (wrong and not comparison.references):
+            reasons = dict.fromkeys(each.failure for each in (*wrong, *candidates))
+            return Candidate(group, "; ".join(reasons), was_written=bool(wrong)), ()
+        if not wrong:
+            return None, [Group((site,)) for site in group.sites]
+        return self._apart(comparison, self._guilty(comparison, wrong[0].group.sites))
+
+    def _guilty(self, comparison: Comparison, sites: Sequence[Site]) -> list[Site]:
+        """Return those of several sites that are wrong by themselves; all, where they are wrong only together."""
+        if len(sites) == 1:
+            return list(sites)
+        half = len(sites) // 2
+        wrong = [some for some in (sites[:half], sites[half:]) if self._is_wrong(comparison, some)]
+        return [site for some in wrong for site in self._guilty(comparison, some)] or list(sites)
+
+    def _is_wrong(self, comparison: Comparison, sites: Sequence[Site]) -> bool:
+        candidate = self._whole(comparison, Group(tuple(sites)))
+        if candidate.edit is not None:
+            candidate.edit.undo()
+        return bool(candidate.failure)
+
+    def _apart(self, comparison: Comparison, guilty: Sequence[Site]) -> tuple[None, Sequence[Group]]:
+        """Decide anew without some sites, and each of these by itself."""
+        rest = comparison.group.without(guilty)
+        alone = comparison.group.without(rest)
+        return None, [*([Group(rest)] if rest else []), *(Group((site,)) for site in alone)]
+
+
+def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> _Race:
+    """Time candidates; the best is the fastest or, of those that are not shown to be 2% slower, the first."""
+    timings = comparison.timings({name: candidate.runner for name, candidate in candidates.items()})
+    return _Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))
+
+
+def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
+    """Return the figures of the best candidate, and why it does not pay, or ""."""
+    speed = race.timings.ratio("before", race.best)
+    figures = {
+        **comparison.figures(race.candidates[race.best].verdict),
+        **timing_figures(race.timings, "before", race.best),
+        "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
+    }
+    if speed.low > 1.0 or comparison.group.required:
+        return figures, ""
+    return figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {race.best}"
+
+
+def _is_like(site: Site, other: object) -> bool:
+    """Say whether what holds of another site holds of this one, too; of every one, where it is not known of which."""
+    if not isinstance(other, Site):
+        return True
+    return site == other or (site.kind is not None and site.kind == other.kind and site.choice == other.choice)
+
+
+def _changes(classes: Sequence[Sequence[Site]], choices: Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
+    """Yield the number of a class and what may become of it: nothing of it is rewritten, or by another lowering."""
+    yield from ((number, list[Site]()) for number in range(len(classes)))
+    for choice in choices:
+        for number, sites in enumerate(classes):
+            changed = [with_lowering(site, choice) for site in sites]
+            if changed != list(sites) and all(site.choice == choice for site in changed):
+                yield number, changed

@@ -1,0 +1,118 @@
+"""Time the whole model, and take back what does not pay after all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ...compat import all_modules
+from ...errors import PassError
+from ...tracing.program import rest
+from ...tracing.values import Inputs
+from .. import timing
+from ..sites import Goal
+from .comparison import timing_figures
+from .history import History, Rewrite
+from .tuner import Candidate, Tuner
+
+__all__ = ["WholeModel"]
+
+_AS_FAST = 0.98
+"""The least median speed at which a model whose interval reaches 1 counts as no slower: noise excuses no more."""
+
+
+class WholeModel:
+    """Compare the rewritten model with what it was.
+
+    Args:
+        tuner: has rewritten it.
+        history: what was rewritten.
+        baseline: a twin of the model as it was; it is put to rest, to run as the user's model does.
+    """
+
+    def __init__(self, tuner: Tuner, history: History, baseline: nn.Module) -> None:
+        self._tuner, self._history, self._baseline = tuner, history, baseline
+        rest(all_modules(baseline))
+
+    def never_slower(self) -> dict[str, float] | None:
+        """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
+        rewrites = self._history.rewrites
+        if len(rewrites) == 1 and not rewrites[0].home and "speedup" in rewrites[0].decision.figures:
+            return _as_timings(rewrites[0].decision.figures)  # the group was the whole model
+        while doubtful := self._doubtful():
+            rest(self._tuner.program.names.distinct)
+            timings = self._timings()
+            speed = timings.ratio("before", "after")
+            if speed.high >= 1.0 and speed.mid >= _AS_FAST:
+                return _as_timings(timing_figures(timings, "before", "after"))
+            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
+        return None
+
+    def _doubtful(self) -> list[Rewrite]:
+        """Return the rewrites to take back next, together.
+
+        First come clean-ups, which nobody timed, in modules that they alone keep from running their own forward; then
+        the least certain of the speed rewrites. Equal blocks have one timing between them.
+        """
+        fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]
+        homes = {each.home for each in fast}
+        clean_ups = [each for each in self._history.rewrites if each.pass_.clean_up and each.home not in homes]
+        optional = [each for each in fast if not each.group.required]
+        if clean_ups or not optional:
+            return clean_ups
+        worst = min(optional, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
+        return [each for each in optional if each.evidence is worst.evidence]
+
+    def _timings(self) -> timing.Timings:
+        program = self._tuner.program
+        found, training = program.recording([program.model]).calls[program.model], program.training
+        calls = [Inputs(*call.args, **call.kwargs) for call in found]
+        runs = {
+            "before": timing.runner(self._baseline, calls, training=training),
+            "after": timing.runner(program.model, calls, training=training),
+        }
+        return timing.time_candidates(runs)
+
+    def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
+        """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
+        unwound = self._around(unwanted)
+        for rewrite in reversed(unwound):
+            rewrite.edit.undo()
+        self._tuner.calls.forget()
+        self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
+        for rewrite in unwound:
+            if rewrite in unwanted:
+                self._history.undo(rewrite, reason)
+            else:
+                self._apply_again(rewrite)
+
+    def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
+        """Return rewrites, and those after them that changed some of the same modules, in order."""
+        touched: set[nn.Module] = set()
+        around: list[Rewrite] = []
+        for rewrite in self._history.rewrites:
+            modules = all_modules(rewrite.edit.home)
+            if rewrite in unwanted or not touched.isdisjoint(modules):
+                around.append(rewrite)
+                touched.update(modules)
+        return around
+
+    def _apply_again(self, rewrite: Rewrite) -> None:
+        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
+        try:
+            candidate = self._tuner.repeat(rewrite.pass_, rewrite.group)
+        except PassError as error:
+            candidate = Candidate(rewrite.group, str(error))
+        if candidate.edit is None:
+            self._history.undo(rewrite, f"it stood on a rewrite that was taken back: {candidate.failure}")
+            return
+        rewrite.edit = candidate.edit
+        self._history.rewrites.append(rewrite)
+
+
+def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the report says of the whole model."""
+    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high")}
+    return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

@@ -1,0 +1,80 @@
+"""Which pass must run before which: refuse an order, or a company, that passes have ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import networkx as nx
+
+from ...errors import OrderError
+from ..contract import Pass
+from ..sites import Phase
+
+__all__ = ["check_order"]
+
+Rule = tuple[int, int, str]
+"""Positions of two passes in the list, the first of which must run before the second, and why."""
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Check that the passes may run together and in this order; a pass may be listed more than once.
+
+    Raises:
+        OrderError: two of them may not; the message names both, the reason, and an order that works if there is one.
+    """
+    _check_phases(passes)
+    _check_required(passes)
+    rules = list(_rules(passes))
+    broken = next((rule for rule in rules if rule[0] > rule[1]), None)
+    if broken is None:
+        return
+    early, late, why = broken
+    raise OrderError(
+        f"{passes[late].name!r} is listed before {passes[early].name!r}, but {why}; {_advice(passes, rules, broken)}"
+    )
+
+
+def _check_phases(passes: Sequence[Pass]) -> None:
+    evaluation = next((p.name for p in passes if p.phase is Phase.EVAL), None)
+    training = next((p.name for p in passes if p.phase is Phase.TRAIN), None)
+    if evaluation and training:
+        raise OrderError(
+            f"{evaluation!r} and {training!r} cannot be used together: "
+            f"{evaluation!r} needs evaluation mode, {training!r} is for training"
+        )
+
+
+def _check_required(passes: Sequence[Pass]) -> None:
+    names = [p.name for p in passes]
+    for name, needed in ((p.name, needed) for p in passes for needed in p.requires):
+        if needed not in names:
+            raise OrderError(f"{name!r} needs {needed!r} to have run before it; list it first: {needed},{name}")
+
+
+def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
+    for i, j in combinations(range(len(passes)), 2):
+        for own, other in ((i, j), (j, i)):
+            a, b = passes[own], passes[other].name
+            if b in a.before:
+                yield own, other, f"{a.name!r} must run before {b!r}"
+            if b in a.after:
+                yield other, own, f"{a.name!r} must run after {b!r}"
+            if b in a.requires:
+                yield other, own, f"{a.name!r} needs {b!r} to have run before it"
+            if b in a.destroys:
+                yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {a.destroys[b]}"
+
+
+def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:
+    """Return the nearest order that keeps all rules, or the rule that makes the broken one impossible to keep."""
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(passes)))
+    graph.add_edges_from((early, late) for early, late, _ in rules)
+    if nx.is_directed_acyclic_graph(graph):
+        order = nx.lexicographical_topological_sort(graph)
+        return f"use {','.join(str(passes[i]) for i in order)}"
+    opposite = next((why for early, late, why in rules if (early, late) == (broken[1], broken[0])), None)
+    if opposite is None:
+        return "and no other order works either"
+    return f"the other way round is ruled out too, as {opposite}, so they cannot be used together"

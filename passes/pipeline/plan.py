@@ -1,0 +1,199 @@
+"""The decisions behind an optimized model, as a versioned JSON file that can be read, kept and replayed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, cast
+
+import torch
+
+from ...errors import PlanError
+from ...storage import write_atomically
+from ...version import VERSION
+
+__all__ = ["SCHEMA_VERSION", "STATUSES", "Decision", "Plan"]
+
+SCHEMA_VERSION = 1
+"""Of the file; it grows when a key changes its meaning or goes, not when one is added."""
+
+STATUSES = ("applied", "refused", "undone", "skipped")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one site.
+
+    Attributes:
+        step: position of the pass in the pipeline, from 0.
+        pass_name: the pass's name without its options.
+        key: names the site, the same in every run on the same model; replaying looks it up.
+        status: `applied`, `refused` by the pass, `undone` after a check or a measurement, or `skipped`.
+        label: names the site for people.
+        reason: one clause, why it was not applied; empty if it was.
+        choice: the lowering taken, where there are several.
+        detail: one clause about the site.
+        figures: errors, times and ratios by name.
+    """
+
+    step: int
+    pass_name: str
+    key: str
+    status: str
+    label: str = ""
+    reason: str = ""
+    choice: str | None = None
+    detail: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise PlanError(f"a decision's status is one of {', '.join(STATUSES)}, not {self.status!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as plain JSON values; figures that are not finite become None."""
+        return {name: _plain(getattr(self, name)) for name in _DECISION}
+
+
+_DECISION: Mapping[str, type | UnionType] = {
+    "step": int, "pass_name": str, "key": str, "status": str, "label": str, "reason": str, "choice": str | None,
+    "detail": str, "figures": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of one optimization, in the order taken.
+
+    Attributes:
+        pipeline: the passes, each as text that parses back.
+        phase: `train` or `eval`.
+        decisions: one for each site.
+        fxopt: the version of fxopt that decided.
+        torch: the version of PyTorch that it ran on.
+        schema_version: of the file format.
+    """
+
+    pipeline: tuple[str, ...]
+    phase: str
+    decisions: tuple[Decision, ...] = ()
+    fxopt: str = VERSION
+    torch: str = str(torch.__version__)
+    schema_version: int = SCHEMA_VERSION
+
+    def check_passes(self, names: Sequence[str]) -> None:
+        """Make sure that what was applied belongs to passes of these names.
+
+        Raises:
+            PlanError: if it was made for others.
+        """
+        for decision in self.decisions:
+            if decision.status == "applied" and list(names[decision.step : decision.step + 1]) != [decision.pass_name]:
+                raise PlanError(
+                    f"the plan is for other passes: '{decision.pass_name}' is number {decision.step + 1} in it, "
+                    f"and here they are {', '.join(names) or 'none'}"
+                )
+
+    def extended(self, later: Plan) -> Plan:
+        """Return the plan that does this one and then `later`."""
+        moved = tuple(replace(decision, step=decision.step + len(self.pipeline)) for decision in later.decisions)
+        return replace(later, pipeline=self.pipeline + later.pipeline, decisions=self.decisions + moved)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""
+        write_atomically(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: if the file cannot be read, is not a plan or is of a newer version; it says where.
+        """
+        where = f"plan '{os.fspath(path)}'"
+        try:
+            data: object = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        except OSError as error:
+            raise PlanError(f"cannot read {where}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{where} is not JSON: {error}") from error
+        return cls.from_json(data, where)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return {
+            "schema_version": self.schema_version,
+            "fxopt": self.fxopt,
+            "torch": self.torch,
+            "pipeline": list(self.pipeline),
+            "phase": self.phase,
+            "decisions": [decision.to_json() for decision in self.decisions],
+        }
+
+    @classmethod
+    def from_json(cls, data: object, where: str = "the plan") -> Plan:
+        """Return the plan that `to_json` described; keys that are not known are passed over.
+
+        Raises:
+            PlanError: if the description is malformed or of a newer version; it says where.
+        """
+        fields = _typed(data, dict, where)
+        version = _field(fields, "schema_version", int, where)
+        if version != SCHEMA_VERSION:
+            advice = "upgrade fxopt" if version > SCHEMA_VERSION else "make the plan again"
+            raise PlanError(f"{where} is of version {version}, this fxopt reads version {SCHEMA_VERSION}; {advice}")
+        phase = _field(fields, "phase", str, where)
+        if phase not in ("train", "eval"):
+            raise PlanError(f"{where}: phase is 'train' or 'eval', not {phase!r}")
+        pipeline = enumerate(_field(fields, "pipeline", list, where))
+        decisions = enumerate(_field(fields, "decisions", list, where))
+        return cls(
+            pipeline=tuple(_typed(text, str, f"{where}: pipeline[{i}]") for i, text in pipeline),
+            phase=phase,
+            decisions=tuple(_decision(item, f"{where}: decisions[{i}]") for i, item in decisions),
+            fxopt=_field(fields, "fxopt", str, where),
+            torch=_field(fields, "torch", str, where),
+        )
+
+
+def _decision(data: object, where: str) -> Decision:
+    fields = _typed(data, dict, where)
+    values = {name: _field(fields, name, kind, where) for name, kind in _DECISION.items()}
+    try:
+        return Decision(**values)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _field(fields: Mapping[str, Any], name: str, kind: type | UnionType, where: str) -> Any:
+    if name not in fields:
+        raise PlanError(f"{where}: '{name}' is missing")
+    return _typed(fields[name], kind, f"{where}: {name}")
+
+
+def _typed(value: object, kind: type | UnionType, where: str) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        names = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
+        expected = names.get(kind, "a string or null") if isinstance(kind, type) else "a string or null"
+        raise PlanError(f"{where} must be {expected}, not {str(value)[:60]!r}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: no NaN or infinity, no tuples, keys as strings."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in cast("list[Any]", value)]
+    return value
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not a JSON number")

@@ -1,0 +1,67 @@
+"""Run a pass's own code: within a time limit, and with its name on whatever it raises."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+from ...errors import FxoptError, MatchFailure, PassError
+from ..timing import collection_paused
+
+__all__ = ["supervised"]
+
+T = TypeVar("T")
+
+
+class _Overdue(BaseException):
+    """The time is up; not an `Exception`, so that a pass's own `except Exception` does not swallow it."""
+
+
+def supervised(action: Callable[[], T], *, what: str | Callable[[], str], seconds: float) -> T:
+    """Return `action()`, or raise PassError saying `what` failed and how; a function is asked for it then.
+
+    A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no
+    timer that interrupts, an action that hangs is not stopped.
+
+    Raises:
+        PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
+        MatchFailure: as raised by the action: a late refusal, not a failure.
+    """
+    try:
+        with _time_limit(seconds), collection_paused():
+            return action()
+    except _Overdue:
+        raise PassError(f"{_said(what)} took longer than {seconds:g} s and was stopped") from None
+    except (MatchFailure, PassError):
+        raise
+    except FxoptError as error:
+        raise PassError(f"{_said(what)}: {error}") from error
+    except Exception as error:
+        raise PassError(f"{_said(what)} raised {type(error).__name__}: {error}") from error
+
+
+def _said(what: str | Callable[[], str]) -> str:
+    return what if isinstance(what, str) else what()
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Generator[None]:
+    unlimited = seconds <= 0 or not hasattr(signal, "setitimer")
+    if unlimited or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def overdue(_signal: int, _frame: FrameType | None) -> None:
+        raise _Overdue
+
+    previous = signal.signal(signal.SIGALRM, overdue)
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, outer)
+        signal.signal(signal.SIGALRM, previous)

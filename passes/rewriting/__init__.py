@@ -1,0 +1,27 @@
+"""Change programs: edits, regions, patterns, effects."""
+
+from __future__ import annotations
+
+from .edit import Edit
+from .effects import handed_out, has_effects, writes, written_values
+from .inlining import obstacle_to_inlining, unmet_guards
+from .patterns import Match, Pattern, anything, either, module, operation
+from .regions import inline, outline
+
+__all__ = [
+    "Edit",
+    "Match",
+    "Pattern",
+    "anything",
+    "either",
+    "handed_out",
+    "has_effects",
+    "inline",
+    "module",
+    "obstacle_to_inlining",
+    "operation",
+    "outline",
+    "unmet_guards",
+    "writes",
+    "written_values",
+]

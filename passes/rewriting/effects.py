@@ -1,0 +1,229 @@
+"""Which nodes do more than give a value: what may be removed, merged or computed early, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx, nn
+
+from ...compat import has_hooks, is_registered_operator
+from ...operators import OpInfo, draws, info_of, is_known_function, mutates, operator_info, operator_of_module
+from ...tracing.graphs import Capture, capture_of
+from ...tracing.guards import require
+from ...tracing.recording import Likeness
+from ...tracing.values import TensorMeta, user_class
+from .inlining import unmet_guard
+
+if TYPE_CHECKING:
+    from ...tracing.program import Program
+
+__all__ = ["handed_out", "has_effects", "overwrites_unseen", "writes", "written_values"]
+
+
+class _KnownKinds:
+    """What was found out about kinds of modules, kept until the program changes."""
+
+    def __init__(self) -> None:
+        self.effects: dict[int, bool] = {}
+        self.writes: dict[int, bool] = {}
+        self.shares: dict[int, bool] = {}
+        self.leaves_graph: dict[tuple[int, int], bool] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _KnownKinds:
+        return cls()
+
+
+def has_effects(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether running a node may do more than give its value: write, draw randomly, check, call unknown code."""
+    match node.op:
+        case "placeholder" | "output":
+            return True
+        case "get_attr":
+            return False
+        case "call_module":
+            callee = program.callee(home, node)
+            return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(
+                node, callee, program
+            )
+        case "call_method":
+            known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
+            return mutates(node) or draws(node) or not known
+        case _:
+            return mutates(node) or draws(node) or not _only_computes(node) or _renormalises(node)
+
+
+def _is_of_object(node: fx.Node) -> bool:
+    """Say whether a method is that of an object (a cache, say), known by its class only."""
+    owner = node.args[0] if node.args else None
+    return isinstance(owner, fx.Node) and isinstance(owner.meta.get("val"), type)
+
+
+def _only_computes(node: fx.Node) -> bool:
+    """Say whether a function computes its value and does nothing else."""
+    if is_registered_operator(node.target) and node.is_impure():
+        return False  # torch was told of side effects that no schema names
+    return bool(info_of(node).pure) or (info_of(node).pure is None and is_known_function(node.target))
+
+
+def _renormalises(node: fx.Node) -> bool:
+    """Say whether a look-up in an embedding may write into its weight."""
+    name = getattr(node.target, "__name__", "")
+    return name in ("embedding", "embedding_bag") and (node.kwargs.get("max_norm") is not None or len(node.args) > 3)
+
+
+def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
+    """Say whether a captured module may run its own forward, of which less is known than of its graph."""
+    capture = capture_of(module)
+    if capture is None:
+        return False
+    values = [value for value in node.args if type(value) is fx.Node]
+    if node.kwargs or len(set(values)) < len(node.args):
+        return _is_unlike_its_graph(node, module, capture)
+    # Nothing is known of values but which argument each is: for modules of a kind it is the same.
+    known, key = program.analyses[_KnownKinds].leaves_graph, (program.analyses[Likeness].of(module), len(values))
+    if key not in known:
+        known[key] = _is_unlike_its_graph(node, module, capture)
+    return known[key]
+
+
+def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
+    try:
+        given = capture.parameters.bind(node.args, dict(node.kwargs))
+    except TypeError:
+        return True
+    return len(capture.variants) != 1 or unmet_guard(module, capture, given) is not None
+
+
+def _name(home: str, node: fx.Node) -> str:
+    """Return a qualified name of the module that a node in the graph of `home` calls."""
+    return f"{home}.{node.target}" if home else str(node.target)
+
+
+def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
+    known, kind = program.analyses[_KnownKinds].effects, program.analyses[Likeness].of(module)
+    if kind not in known:
+        nodes = _nodes_inside(module)
+        known[kind] = has_hooks(module) or (
+            _leaf_has_effects(module) if nodes is None else any(has_effects(node, program, name) for node in nodes)
+        )
+    return known[kind]
+
+
+def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
+    """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
+    capture = capture_of(module)
+    if capture is None or not capture.variants:
+        return None
+    nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+    return [node for node in nodes if node.op not in ("placeholder", "output")]
+
+
+def _leaf_has_effects(module: nn.Module) -> bool:
+    if getattr(module, "inplace", False):
+        return True
+    # Modes change after a rewrite: what only draws or counts in training does so whenever the user says train().
+    info = _info_of_leaf(module)
+    return not info.pure or info.random is not False or getattr(module, "max_norm", None) is not None
+
+
+def _info_of_leaf(module: nn.Module) -> OpInfo:
+    """Return what is known of the operator that a leaf computes."""
+    return operator_info(operator_of_module(user_class(type(module))))
+
+
+def writes(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether a node may write into memory that other nodes read."""
+    if node.op == "call_module":
+        return _module_writes(program.callee(home, node), program, _name(home, node))
+    if node.op not in ("call_function", "call_method") or node.target is require:
+        return False
+    return mutates(node) or (has_effects(node, program, home) and not draws(node))
+
+
+def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
+    known, kind = program.analyses[_KnownKinds].writes, program.analyses[Likeness].of(module)
+    if kind not in known:
+        nodes = _nodes_inside(module)
+        known[kind] = has_hooks(module) or (
+            _leaf_writes(module) if nodes is None else any(writes(node, program, name) for node in nodes)
+        )
+    return known[kind]
+
+
+def _leaf_writes(module: nn.Module) -> bool:
+    info = _info_of_leaf(module)
+    is_idle = (info.pure and info.random) or (info.counts and not module.training)
+    return getattr(module, "inplace", False) if is_idle else _leaf_has_effects(module)
+
+
+def overwrites_unseen(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether an in-place operation acts as its functional form would.
+
+    It does if the value that it overwrites, its first operand, shares no memory with anything, and is read by nothing
+    after it.
+    """
+    overwritten = node.args[0] if node.args and node.kwargs.get("out") is None else None
+    if not isinstance(overwritten, fx.Node) or overwritten.op not in ("call_function", "call_method", "call_module"):
+        return False
+    if _may_share(overwritten, program, home) or writes(overwritten, program, home):
+        return False
+    others = [user for user in overwritten.users if user is not node]
+    return all(user < node and user.op != "output" and not _may_share(user, program, home) for user in others)
+
+
+def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+    """Return the nodes whose value, or anything computed from it (which may be a view), is written to."""
+    written: set[fx.Node] = set()
+    writers: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user in written or user in writers for user in node.users):
+            written.add(node)
+        if writes(node, program, home):
+            writers.add(node)
+    return written
+
+
+def handed_out(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+    """Return the nodes whose value, or what may be a view of it, goes to the module's caller, who may write into it."""
+    handed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user.op == "output" or (user in handed and _may_share(user, program, home)) for user in node.users):
+            handed.add(node)
+    return handed
+
+
+def _may_share(node: fx.Node, program: Program, home: str) -> bool:
+    """Say whether the value of a node may lie in the memory of an operand."""
+    if "val" in node.meta and not _holds_tensors(node.meta["val"]):
+        return False
+    if node.op != "call_module":
+        is_fresh = info_of(node).fresh and not mutates(node)
+        return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
+    callee = program.callee(home, node)
+    return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee, program)
+
+
+def _holds_tensors(described: Any) -> bool:
+    """Say whether a value, of which a description is given, may be or hold tensors."""
+    if isinstance(described, (tuple, list)):
+        return any(map(_holds_tensors, cast("Sequence[Any]", described)))
+    return isinstance(described, (TensorMeta, Mapping, type))
+
+
+def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
+    """Say whether a module may return what lies in the memory of an argument."""
+    known, kind = program.analyses[_KnownKinds].shares, program.analyses[Likeness].of(module)
+    if kind not in known:
+        known[kind] = has_hooks(module) or _kind_shares(module, program, name)
+    return known[kind]
+
+
+def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
+    capture = capture_of(module)
+    if capture is None or not capture.variants:
+        return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)
+    graphs = [variant.graph for variant in capture.variants]
+    return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

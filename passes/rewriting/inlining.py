@@ -1,0 +1,71 @@
+"""Which modules may be looked into from outside, and where a graph of theirs holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from ...compat import has_hooks
+from ...tracing.graphs import Capture, ContextRegion, Variant
+from ...tracing.guards import SELF, Attribute, Guard, Source, is_switch
+from ...tracing.values import user_class
+from ..sites import VOLATILE, is_volatile
+
+__all__ = [
+    "obstacle_to_inlining",
+    "unmet_guard",
+    "unmet_guards",
+]
+
+
+def obstacle_to_inlining(module: nn.Module) -> str | None:
+    """Return why a module must stay one call (hooks, parametrizations, contexts), or None."""
+    for submodule in module.modules():
+        if isinstance(submodule, ContextRegion):
+            return f"it opens {submodule.context}"
+        if user_class(type(submodule)).__call__ is not nn.Module.__call__ and not isinstance(submodule, fx.GraphModule):
+            return "it has a __call__ of its own"
+        if has_hooks(submodule):
+            return "it has hooks"
+        if parametrize.is_parametrized(submodule):
+            return "it has parametrizations"
+        if "forward" in vars(submodule):
+            return "its forward was replaced"
+        if is_volatile(submodule):
+            return VOLATILE
+    return None
+
+
+def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
+    """Return a condition of a captured module's graph that one call of it does not always meet, or None.
+
+    Args:
+        module: what is called.
+        capture: its graph.
+        given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
+    """
+    return next(iter(unmet_guards(module, capture.variants[0], given)), None)
+
+
+def unmet_guards(module: nn.Module, variant: Variant, given: Mapping[str, Any]) -> list[Guard]:
+    """Return all such conditions; see `unmet_guard`."""
+    names = {"self": module, **given}
+    return [g for g in variant.guards if _may_change(g, module) or not g.holds(names)]
+
+
+def _may_change(guard: Guard, module: nn.Module) -> bool:
+    """Say whether a condition may change from call to call although arguments and module stay the same."""
+    is_on_mode = guard.asks_for_training or any(map(is_switch, guard.sources()))
+    return is_on_mode or any(_looks_inside(source, module) for source in guard.sources())
+
+
+def _looks_inside(source: Source, module: nn.Module) -> bool:
+    """Say whether a source is what a plain attribute of the module holds: that may change unnoticed."""
+    if not isinstance(source, Attribute) or source.owner != SELF or source.name == "_modules":
+        return False
+    value = vars(module).get(source.name)
+    return value is not None and not isinstance(value, torch.Tensor)

@@ -1,0 +1,179 @@
+"""Patterns over graphs that look the same in every spelling: modules, functions, methods and operators.
+
+A pattern is a value; `program.matches(pattern)` yields a `Match` for each place where it fits.
+
+    operation("relu", operation("linear", name="linear"), name="relu")
+    module(nn.BatchNorm2d, module(nn.Conv2d, name="conv"), name="bn")
+    operation("mul", anything(name="x"), operation("sigmoid", anything(name="x")))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import fx, nn
+
+from ...tracing.values import user_class
+from ..sites import Site
+from .matching import Found, Place, call_in
+
+if TYPE_CHECKING:
+    from ...tracing.program import Program
+
+__all__ = ["Match", "Pattern", "anything", "either", "module", "operation"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a pattern fits.
+
+    Attributes:
+        program, home, variant: which graph it is in.
+        nodes: name given in the pattern -> node.
+    """
+
+    program: Program
+    home: str
+    variant: int
+    nodes: Mapping[str, fx.Node]
+
+    def __getitem__(self, name: str) -> fx.Node:
+        return self.nodes[name]
+
+    def module(self, name: str) -> nn.Module:
+        """Return the module that a matched module call calls."""
+        return self.program.callee(self.home, self.nodes[name])
+
+    def site(self, **options: Any) -> Site:
+        """Return the site that consists of the named nodes."""
+        return Site(
+            self.program, self.home, {name: node.name for name, node in self.nodes.items()}, self.variant, **options
+        )
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a node must be; by itself it fits every node.
+
+    Where an operand or an argument is expected, a pattern may also be a plain value, which fits an equal one of the
+    same type (`1` is not `1.0`), or a list of patterns, which fits a list or tuple of as many values.
+
+    Attributes:
+        name: under which the match gives the node; where a name is repeated, it has to be the same node.
+    """
+
+    name: str | None = None
+
+    def find(self, program: Program) -> Iterator[Match]:
+        """Yield every match in every captured graph, in execution order; matches may overlap.
+
+        Where something is written between the first and the last operation of a match, there is none: what is read
+        first and last may differ.
+        """
+        for home, capture in program.captures.items():
+            for variant, captured in enumerate(capture.variants):
+                place = Place(program, home)
+                for node in captured.graph.nodes:
+                    fitting = self.fits(node, place, Found())
+                    found = next((found for found in fitting if place.is_undisturbed(found)), None)
+                    if found is not None:
+                        yield Match(program, home, variant, found.names)
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        """Yield what is found in every way in which the pattern fits a value, beside what was found already."""
+        if isinstance(value, fx.Node):
+            yield from found.called(self.name, value)
+
+
+@dataclass(frozen=True)
+class _Operation(Pattern):
+    operator: str = ""
+    operands: tuple[Any, ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        call = call_in(place, value, self.operator) if isinstance(value, fx.Node) else None
+        if call is None or not all(name in call.named for name, _ in self.arguments):
+            return
+        expected = [*self.operands, *(pattern for _, pattern in self.arguments)]
+        named = [call.named[name] for name, _ in self.arguments]
+        for operands in call.orders:
+            if len(self.operands) <= len(operands):
+                values = [*operands[: len(self.operands)], *named]
+                for inner in _all_fit(expected, values, place, found):
+                    yield from inner.computed_by(self.name, value)
+
+
+@dataclass(frozen=True)
+class _ModuleCall(Pattern):
+    module_type: type[nn.Module] = nn.Module
+    operands: tuple[Any, ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        if not isinstance(value, fx.Node) or value.op != "call_module" or len(value.args) < len(self.operands):
+            return
+        if user_class(type(place.program.callee(place.home, value))) is self.module_type:
+            for inner in _all_fit(self.operands, value.args[: len(self.operands)], place, found):
+                yield from inner.computed_by(self.name, value)
+
+
+@dataclass(frozen=True)
+class _Either(Pattern):
+    alternatives: tuple[Any, ...] = ()
+
+    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+        for alternative in self.alternatives:
+            for inner in _fit(alternative, value, place, found):
+                yield from inner.called(self.name, value) if isinstance(value, fx.Node) else (inner,)
+
+
+def anything(*, name: str | None = None) -> Pattern:
+    """Match any node."""
+    return Pattern(name)
+
+
+def operation(operator: str, *operands: Any, name: str | None = None, **arguments: Any) -> Pattern:
+    """Match an operator in any spelling: `"linear"` fits `nn.Linear`, `F.linear` and `torch._C._nn.linear`.
+
+    A call is compared with its arguments by name and defaults filled in; what the pattern does not mention is free. The
+    first two operands of a commutative operator may be in either order. A call that writes in place fits where
+    nothing else reads what it overwrites afterwards.
+
+    Args:
+        operator: canonical name, torch's own without namespace; of another operator of `torch.ops` "acme::swish".
+        operands: patterns or plain values of the first parameters.
+        name: under which the match gives the node.
+        arguments: patterns or plain values of parameters by their names: `operation("gelu", approximate="none")`.
+    """
+    return _Operation(name, operator, operands, tuple(arguments.items()))
+
+
+def module(module_type: type[nn.Module], *operands: Any, name: str | None = None) -> Pattern:
+    """Match a call of a module of exactly this class."""
+    return _ModuleCall(name, module_type, operands)
+
+
+def either(*alternatives: Any, name: str | None = None) -> Pattern:
+    """Match what one of several patterns or plain values fits, the first one that does."""
+    return _Either(name, alternatives)
+
+
+def _fit(pattern: Any, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    if isinstance(pattern, Pattern):
+        yield from pattern.fits(value, place, found)
+    elif isinstance(pattern, (list, tuple)):
+        patterns = cast("list[Any]", pattern)
+        if isinstance(value, (list, tuple)) and len(cast("list[Any]", value)) == len(patterns):
+            yield from _all_fit(patterns, cast("list[Any]", value), place, found)
+    elif type(value) is type(pattern) and value == pattern:
+        yield found
+
+
+def _all_fit(patterns: Any, values: Any, place: Place, found: Found) -> Iterator[Found]:
+    if not patterns:
+        yield found
+        return
+    for inner in _fit(patterns[0], values[0], place, found):
+        yield from _all_fit(patterns[1:], values[1:], place, inner)

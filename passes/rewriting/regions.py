@@ -1,0 +1,205 @@
+"""Cut a part of a graph out into a child module, and put a child's graph back into its caller's.
+
+A region is how autocast, checkpointing, sharding, pipeline stages and compiled blocks mark a part of a model: nodes
+that run together, behind one module call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from ...compat import has_hooks
+from ...errors import MatchFailure
+from ...tracing.graphs import Capture, ContextRegion, Region, Variant, capture_of, install
+from ...tracing.guards import Argument, require
+from ...tracing.values import Signature, map_structure
+from .edit import Edit
+from .inlining import unmet_guard
+
+__all__ = ["Region", "inline", "outline"]
+
+
+def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
+    """Move nodes of the site's graph into a new child `name`; return the call that stands for them.
+
+    Args:
+        edit: of the site whose graph holds the nodes.
+        nodes: neither inputs nor outputs; reads of attributes stay at home and are handed in.
+        name: of the child; numbered if it is taken.
+
+    Raises:
+        MatchFailure: if a path leaves the nodes and comes back: then they cannot run as one.
+    """
+    wanted = set(nodes)
+    chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
+    if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:
+        raise MatchFailure("a region is made of one or more operations, not of inputs and outputs")
+    inside = set(chosen)
+    _check_convex(chosen, inside)
+    _check_decides_nothing(chosen)
+    inputs = list(dict.fromkeys(s for node in chosen for s in node.all_input_nodes if s not in inside))
+    results = [node for node in chosen if any(user not in inside for user in node.users)]
+    region, graph = _region(edit, chosen, inputs, results)
+    child = edit.add_module(region, name=name)
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    install(region, Capture(type(region), [Variant((), graph)], Signature.of_names(names)))
+    return _call_region(edit, child, chosen, inputs, results)
+
+
+def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
+    tainted: set[fx.Node] = set()
+    for node in chosen[0].graph.nodes:
+        sources = node.all_input_nodes
+        outside_path = any(source in tainted or (source in inside and node not in inside) for source in sources)
+        if node not in inside and outside_path:
+            tainted.add(node)
+        elif node in inside and any(source in tainted for source in sources):
+            raise MatchFailure(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+
+
+def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
+    """Where a check fails, the home starts over; a region, which has no forward of its own, could not."""
+    for node in chosen:
+        if any(user.target is require for user in node.users):
+            raise MatchFailure(f"the module decides by '{node.name}', a value that is computed inside of the region")
+
+
+def _region(
+    edit: Edit, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> tuple[Region, fx.Graph]:
+    targets = list(dict.fromkeys(str(node.target) for node in chosen if node.op == "call_module"))
+    local = {target: target.replace(".", "_") for target in targets}
+    if len(set(local.values())) < len(local):
+        local = {target: f"child_{number}" for number, target in enumerate(targets)}
+    children = {local[target]: edit.home.get_submodule(target) for target in targets}
+    graph = fx.Graph()
+    values = {source: graph.placeholder(source.name) for source in inputs}
+    for source, placeholder in values.items():
+        placeholder.meta = dict(source.meta)
+    for node in chosen:
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if node.op == "call_module":
+            values[node].target = local[str(node.target)]
+    outputs = tuple(values[node] for node in results)
+    graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    return Region(children, {name: target for target, name in local.items()}), graph
+
+
+def _call_region(
+    edit: Edit, child: str, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.Node:
+    anchor = _first_place(chosen, inputs)
+    call = edit.call(child, *inputs, before=anchor)
+    call.meta["val"] = tuple(node.meta.get("val") for node in results)
+    call.meta["draws"] = min((node.meta["draws"] for node in chosen if "draws" in node.meta), default="")
+    replacements: dict[fx.Node, fx.Node] = {results[0]: call} if len(results) == 1 else {}
+    if not replacements:
+        for position, node in enumerate(results):
+            replacements[node] = edit.call(operator.getitem, call, position, before=anchor)
+    else:
+        call.meta["val"] = results[0].meta.get("val")
+    inside = set(chosen)
+    for node, replacement in replacements.items():
+        replacement.meta.setdefault("val", node.meta.get("val"))
+        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(chosen):
+        edit.graph.erase_node(node)
+    edit.move_users_behind(list(replacements.values()))
+    return call
+
+
+def _first_place(chosen: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Node:
+    """Return the node before which the call goes: behind the last input, and not before the first chosen node."""
+    order = {node: number for number, node in enumerate(chosen[0].graph.nodes)}
+    last_input = max((order[source] for source in inputs), default=-1)
+    place = max(last_input + 1, order[chosen[0]])
+    return next(node for node, number in order.items() if number == place)
+
+
+def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
+    """Put the graph of a captured child in the place of a call of it; return the new nodes.
+
+    The child stays where it is in the module tree, save a `Region`, which goes.
+
+    Raises:
+        MatchFailure: if the child has no graph, more than one, or is called in a way that its graph does not cover.
+    """
+    module = edit.program.callee(edit.site.home, call)
+    capture = capture_of(module)
+    if capture is None or len(capture.variants) != 1:
+        raise MatchFailure(f"'{call.target}' has no single graph to inline")
+    graph = capture.variants[0].graph
+    given = capture.parameters.bind(call.args, dict(call.kwargs))
+    _check_always_runs(module, capture, given, str(call.target))
+    values = _bound(capture, given, call)
+    new: list[fx.Node] = []
+    with edit.graph.inserting_before(call):
+        for node in graph.nodes:
+            if node.op == "placeholder" or node.op == "output":
+                continue
+            values[node] = edit.graph.node_copy(node, values.__getitem__)
+            values[node].target = _outer_target(node, str(call.target), module)
+            new.append(values[node])
+    result = map_structure(
+        graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf
+    )
+    _hand_over(edit, call, result)
+    if isinstance(module, Region):
+        edit.remove_module(str(call.target))
+    return new
+
+
+def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
+    """Make sure that calling the module means running its graph, and that alone."""
+    if isinstance(module, ContextRegion):
+        raise MatchFailure(f"'{name}' runs under {module.context}")
+    if has_hooks(module):
+        raise MatchFailure(f"'{name}' has hooks")
+    guard = unmet_guard(module, capture, given)
+    if guard is not None:
+        raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
+    if capture.variants[0].graph.find_nodes(op="call_function", target=require):
+        raise MatchFailure(f"the graph of '{name}' checks values on the way")
+
+
+def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
+    values: dict[fx.Node, Any] = {}
+    for node in capture.variants[0].graph.nodes:
+        if node.op != "placeholder":
+            continue
+        source = capture.variants[0].argument(node)
+        value = given.get(source.name) if isinstance(source, Argument) else None
+        if not isinstance(value, fx.Node):
+            raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
+        values[node] = value
+    return values
+
+
+def _outer_target(node: fx.Node, path: str, module: nn.Module) -> Any:
+    if node.op not in ("call_module", "get_attr"):
+        return node.target
+    if isinstance(module, Region):
+        first, dot, rest = str(node.target).partition(".")
+        return module.origins[first] + dot + rest
+    return f"{path}.{node.target}"
+
+
+def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
+    """Let the users of the call read the inlined result; items of a structure are picked at once."""
+    if isinstance(result, fx.Node):
+        call.replace_all_uses_with(result)
+        edit.graph.erase_node(call)
+        return
+    for user in list(call.users):
+        if user.op == "output":
+            user.args = map_structure(user.args, lambda leaf: result if leaf is call else leaf)
+            continue
+        if user.target is not operator.getitem or user.args[0] is not call:
+            raise MatchFailure(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")
+        user.replace_all_uses_with(result[user.args[1]])
+        edit.graph.erase_node(user)
+    edit.graph.erase_node(call)

@@ -1,0 +1,44 @@
+"""What every rewritten graph must be: valid, with targets that are there, called as before."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx, nn
+
+from ...errors import CaptureError
+
+__all__ = ["check_well_formed"]
+
+
+def check_well_formed(graph: fx.Graph, before: fx.Graph, home: nn.Module) -> None:
+    """Check a rewritten graph.
+
+    Args:
+        graph: of `home`.
+        before: what it was made from; it has the same inputs.
+        home: has what the graph calls and reads.
+
+    Raises:
+        CaptureError: if the graph is not well formed.
+    """
+    try:
+        graph.lint()
+        _check_targets(graph, home)
+        _check_inputs(graph, before)
+    except (RuntimeError, AttributeError, ValueError) as error:
+        raise CaptureError(f"the rewritten graph is malformed: {error}") from error
+
+
+def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
+    names, given = ([node.name for node in g.find_nodes(op="placeholder")] for g in (before, graph))
+    if names != given:
+        raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
+
+
+def _check_targets(graph: fx.Graph, home: nn.Module) -> None:
+    for node in graph.nodes:
+        if node.op == "call_module":
+            home.get_submodule(str(node.target))
+        elif node.op == "get_attr":
+            operator.attrgetter(str(node.target))(home)

@@ -1,0 +1,9 @@
+"""What passes find: sites and refusals, and the words of the contract."""
+
+from __future__ import annotations
+
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from .suggest import did_you_mean
+from .volatile import VOLATILE, is_volatile
+
+__all__ = ["VOLATILE", "Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "did_you_mean", "is_volatile"]

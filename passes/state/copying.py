@@ -1,0 +1,69 @@
+"""Copies of module trees: with their numbers, as structure alone, and on the same tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
+from ...tracing.graphs import capture_of
+from ...tracing.recording import plain_tensors
+from ...tracing.values import all_tensors
+
+__all__ = ["copied_module", "outline_of", "twin"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
+    """Return `copy.deepcopy(module, memo)`.
+
+    Tensors that a forward left in attributes or buffers are copied without their history, where `deepcopy` raises.
+    """
+    memo = {} if memo is None else memo
+    for tensor in _left_behind(module):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(module, memo)
+
+
+def _left_behind(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that still have the graph that they come from."""
+    for inner in all_modules(module):
+        for tensor in (*own_buffers(inner).values(), *plain_tensors(inner)):
+            if tensor is not None and not tensor.is_leaf:
+                yield tensor
+
+
+def twin(module: M) -> M:
+    """Return a copy of the module tree as it runs now, on the same parameters and buffers.
+
+    Later rewrites of `module` do not reach the copy; writes into its parameters do.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
+    for submodule in module.modules():
+        capture = capture_of(submodule)
+        if capture is not None:
+            memo[id(capture)] = capture
+    return copied_module(module, memo)
+
+
+def outline_of(module: M) -> M:
+    """Return the structure of a module: a copy in which what a state dict holds is on the meta device."""
+    return copied_module(module, {id(tensor): _on_meta(tensor) for tensor in _saved(module)})
+
+
+def _saved(module: nn.Module) -> Iterator[Tensor]:
+    for inner in all_modules(module):
+        transient = transient_buffers(inner)
+        for registry, left_out in ((own_parameters(inner), ()), (own_buffers(inner), transient)):
+            yield from (tensor for name, tensor in registry.items() if tensor is not None and name not in left_out)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    outline = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline

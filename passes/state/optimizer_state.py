@@ -1,0 +1,269 @@
+"""Move an optimizer, state and all, from the parameters of one form of a model to those of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...errors import StateError
+from .state_map import StateMap, listing
+
+__all__ = ["ELEMENT_WISE", "translate_optimizer"]
+
+SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
+Direction = Literal["forward", "backward"]
+
+ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+        torch.optim.Adadelta, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)  # fmt: skip
+"""Optimizers that update each element by itself, so that one step on merged tensors is one step on each part.
+
+Others look at a whole tensor or at all of them (LBFGS, Muon, Adafactor), and a subclass may do anything.
+"""
+
+PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})
+"""State that is one number for a tensor, whatever the tensor's shape."""
+
+
+def translate_optimizer(
+    optimizer: SomeOptimizer,
+    names: Mapping[int, str],
+    state_map: StateMap,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    direction: Direction = "forward",
+) -> SomeOptimizer:
+    """Let an optimizer go on with the other form of a model's parameters: groups, options and moments, in place.
+
+    The optimizer stays the same object, so schedulers stay attached. Parameters that are not the model's stay too, and
+    so do those that are among `parameters` already.
+
+    Args:
+        optimizer: one of the element-wise optimizers of `torch.optim`, stepped or not.
+        names: id of a parameter that the optimizer may hold -> its name; where it is not listed, the group's
+            `param_names` are used, if it has them.
+        state_map: from original to new names.
+        parameters: the other form's parameters by name.
+        direction: `forward` from original to new parameters, `backward` from new to original ones.
+
+    Raises:
+        StateError: an optimizer that is not element-wise, one without any parameter of the model, one that holds a
+            part of a merged tensor's members, members in different groups or with unequal state, or a model with folded
+            tensors; by name, and with nothing changed.
+    """
+    _check_type(optimizer)
+    families = _families(state_map, direction)
+    places = _Places(optimizer, names, parameters, _other_names(state_map, families), frozenset(families))
+    move = _Move(places, families, parameters, _translation(state_map, direction))
+    groups = [move.group(number) for number in range(len(optimizer.param_groups))]
+    move.commit(groups)
+    return optimizer
+
+
+def _check_type(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind in ELEMENT_WISE:
+        return
+    known = ", ".join(sorted(known.__name__ for known in ELEMENT_WISE))
+    why = "is not known to update each element by itself"
+    if issubclass(kind, tuple(ELEMENT_WISE)):
+        why = "is a subclass, which may treat tensors as a whole"
+    raise StateError(f"{kind.__name__} {why}, so its state cannot be moved to merged parameters; known are {known}")
+
+
+Family = tuple[tuple[str, ...], tuple[str, ...]]
+"""The names of tensors that belong together, before and after."""
+
+
+def _families(state_map: StateMap, direction: Direction) -> dict[str, Family]:
+    """Return the name of each tensor that a rewrite changed, before the move -> its family."""
+    families: dict[str, Family] = {}
+    for target, originals in state_map.origins.items():
+        family = (originals, (target,)) if direction == "forward" else ((target,), originals)
+        families.update(dict.fromkeys(family[0], family))
+    return families
+
+
+def _other_names(state_map: StateMap, families: Mapping[str, Family]) -> dict[str, str]:
+    """Return the names of tied tensors that the families know by their other name."""
+    pairs = [*state_map.aliases, *((name, alias) for alias, name in state_map.aliases)]
+    return {one: other for one, other in pairs if one not in families and other in families}
+
+
+def _translation(state_map: StateMap, direction: Direction) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    if direction == "forward":
+        return lambda tensors: state_map.forward(tensors, strict=False)
+    return lambda tensors: {name: tensor.clone() for name, tensor in state_map.backward(tensors).items()}
+
+
+# -- where the optimizer holds what --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Places:
+    """The names of the parameters that must move, and where they are: number of the group, position in it."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str]
+    parameters: Mapping[str, nn.Parameter]
+    other_names: Mapping[str, str]
+    changed: frozenset[str]
+    by_name: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def __post_init__(self) -> None:
+        settled = {id(parameter) for parameter in self.parameters.values()}
+        at_home = False
+        for number, group in enumerate(self.optimizer.param_groups):
+            for position, parameter in enumerate(cast("list[Tensor]", group["params"])):
+                if id(parameter) in settled:
+                    at_home = True
+                    continue
+                name = self._name(parameter, group.get("param_names", ()), position)
+                if name is not None:
+                    self.by_name[name] = (number, position)
+        if not self.by_name and not at_home:
+            raise StateError(
+                "none of the optimizer's parameters are the model's; build the optimizer on the model that was given "
+                "to optimize, or with names: Adam(model.named_parameters())"
+            )
+        self.by_place = {place: name for name, place in self.by_name.items()}
+
+    def _name(self, parameter: Tensor, group_names: Sequence[str], position: int) -> str | None:
+        name = self.names.get(id(parameter))
+        if name is None and group_names:
+            name = group_names[position]
+            known = name in self.parameters or name in self.changed or name in self.other_names
+            name = name if known else None
+        return None if name is None else self.other_names.get(name, name)
+
+    def parameter(self, name: str) -> Tensor:
+        number, position = self.by_name[name]
+        return self.optimizer.param_groups[number]["params"][position]
+
+    def state(self, name: str) -> dict[str, Any]:
+        return self.optimizer.state.get(self.parameter(name), {})
+
+
+# -- the move ------------------------------------------------------------------------------------------------------
+
+
+Entry = tuple[Tensor, str | None]
+"""A parameter in a group, and its name if the optimizer knows it."""
+
+
+@dataclass
+class _Move:
+    """Everything that will change, worked out before anything does."""
+
+    places: _Places
+    families: Mapping[str, Family]
+    parameters: Mapping[str, nn.Parameter]
+    translate: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    states: dict[Tensor, dict[str, Any]] = field(default_factory=dict[Tensor, dict[str, Any]])
+
+    def group(self, number: int) -> list[Entry]:
+        """Return what a group will hold.
+
+        The model's parameters come in the model's order, as they would in an optimizer built anew: saved optimizer
+        states know them by position. Others keep their places.
+        """
+        entries: list[Entry] = []
+        group = self.places.optimizer.param_groups[number]
+        names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])
+        for position, (parameter, given_name) in enumerate(zip(group["params"], names, strict=True)):
+            name = self.places.by_place.get((number, position))
+            if name is None:
+                entries.append((parameter, given_name))
+                continue
+            sources, targets = self.families.get(name, ((name,), (name,)))
+            self._check_members(sources, targets)
+            if self._is_first(sources, number, position):
+                self._translate(sources, targets)
+                entries.extend((self.parameters[target], target) for target in targets)
+        return self._in_model_order(entries)
+
+    def _in_model_order(self, entries: Sequence[Entry]) -> list[Entry]:
+        rank = {id(parameter): rank for rank, parameter in enumerate(self.parameters.values())}
+        ordered = iter(sorted((e for e in entries if id(e[0]) in rank), key=lambda entry: rank[id(entry[0])]))
+        return [next(ordered) if id(entry[0]) in rank else entry for entry in entries]
+
+    def _is_first(self, sources: Sequence[str], number: int, position: int) -> bool:
+        return min(self.places.by_name[name] for name in sources) == (number, position)
+
+    def _check_members(self, sources: Sequence[str], targets: Sequence[str]) -> None:
+        held = [name for name in sources if name in self.places.by_name]
+        absent = [name for name in sources if name not in self.places.by_name]
+        if absent:
+            raise StateError(
+                f"the optimizer holds '{held[0]}' and not {listing(absent)}, which are one tensor '{targets[0]}' now"
+            )
+        unknown = [name for name in targets if name not in self.parameters]
+        if unknown:
+            raise StateError(f"'{sources[0]}' would become {listing(unknown)}, which the model has no parameter called")
+        for name in held:
+            if self.places.by_name[name][0] != self.places.by_name[held[0]][0]:
+                raise StateError(
+                    f"'{held[0]}' and '{name}' are in different parameter groups, and one tensor '{targets[0]}' now"
+                )
+
+    def _translate(self, sources: Sequence[str], targets: Sequence[str]) -> None:
+        """Work out the state of a family's new parameters."""
+        states = {name: self.places.state(name) for name in sources}
+        first = states[sources[0]]
+        for name, state in states.items():
+            _check_same_kind(sources[0], first, name, state)
+        for key in first:
+            values = {name: state[key] for name, state in states.items()}
+            for target, value in self._translated(key, values, targets).items():
+                self.states.setdefault(self.parameters[target], {})[key] = value
+
+    def _translated(self, key: str, values: Mapping[str, Any], targets: Sequence[str]) -> dict[str, Any]:
+        if key in PER_TENSOR or not all(isinstance(value, Tensor) for value in values.values()):
+            value = _equal_value(key, values)
+            return {target: value.clone() if isinstance(value, Tensor) else value for target in targets}
+        moved = self.translate(values)
+        for target in targets:
+            if moved[target].shape != self.parameters[target].shape:
+                shapes = f"{list(moved[target].shape)}, the parameter {list(self.parameters[target].shape)}"
+                raise StateError(f"the optimizer's '{key}' of '{target}' would have shape {shapes}")
+        return {target: moved[target] for target in targets}
+
+    def commit(self, groups: Sequence[Sequence[Entry]]) -> None:
+        """Put everything in place."""
+        optimizer = self.places.optimizer
+        for name in self.places.by_name:
+            optimizer.state.pop(self.places.parameter(name), None)
+        for group, entries in zip(optimizer.param_groups, groups, strict=True):
+            group["params"][:] = [parameter for parameter, _ in entries]
+            if "param_names" in group:
+                group["param_names"][:] = [name for _, name in entries]
+        optimizer.state.update(self.states)
+
+
+def _check_same_kind(first: str, first_state: Mapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
+    if first_state.keys() == state.keys():
+        return
+    key = next(iter(first_state.keys() ^ state.keys()))
+    having, lacking = (first, name) if key in first_state else (name, first)
+    raise StateError(f"the optimizer has '{key}' for '{having}' and not for '{lacking}', and they are one tensor now")
+
+
+def _equal_value(key: str, values: Mapping[str, Any]) -> Any:
+    (first, value), *rest = values.items()
+    for name, other in rest:
+        if type(other) is not type(value) or not bool(other == value):
+            shown, others = (v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in (value, other))
+            raise StateError(
+                f"the optimizer's '{key}' of '{first}' is {shown} and that of '{name}' is {others}; they are one "
+                "tensor now, so they must be equal"
+            )
+    return value

@@ -1,0 +1,72 @@
+"""Who owns what a module's graph calls: the module itself or, for what runs under a context, the module around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...compat import own_children
+from ...tracing.graphs import ContextRegion, context_regions
+
+__all__ = ["Owner", "owner_of"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The module that owns the children which the graph of a home calls.
+
+    Attributes:
+        name: the owner's qualified name; the home's own, if that is no context region.
+        module: the owner.
+        regions: from the home outwards the context regions inside the owner; each borrows its children from the next.
+        names: their qualified names.
+    """
+
+    name: str
+    module: nn.Module
+    regions: tuple[ContextRegion, ...]
+    names: tuple[str, ...]
+
+    def path(self, name: str) -> str:
+        """Return what the owner calls a module or tensor that is called `name` in the home."""
+        for region in self.regions:
+            first, dot, rest = name.partition(".")
+            name = region.origins.get(first, first) + dot + rest
+        return name
+
+    def qualified(self, name: str) -> str:
+        """Return what the model calls a module or tensor that is called `name` in the home."""
+        return self.inside + self.path(name)
+
+    @property
+    def inside(self) -> str:
+        """Return what the qualified names of all that is inside the owner begin with."""
+        return f"{self.name}." if self.name else ""
+
+    @property
+    def borrowers_and_owner(self) -> tuple[nn.Module, ...]:
+        """Return every module that has to hold a child for the home to call it."""
+        return (*self.regions, self.module)
+
+    def lend(self, name: str, module: nn.Module) -> None:
+        """Register a new child of the owner, and let the regions borrow it under the same name."""
+        setattr(self.module, name, module)
+        children = own_children(self.module)
+        for region in context_regions(children):
+            # Whoever lists the parameters is to find the new ones under the owner's name first.
+            children[region] = children.pop(region)
+        for region in self.regions:
+            region.add_module(name, module)
+            region.origins = {**region.origins, name: name}
+
+
+def owner_of(model: nn.Module, home: str) -> Owner:
+    """Return the owner of what the graph of the module called `home` calls."""
+    regions: dict[str, ContextRegion] = {}
+    name, module = home, model.get_submodule(home)
+    while isinstance(module, ContextRegion):
+        regions[name] = module
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return Owner(name, module, tuple(regions.values()), tuple(regions))

@@ -1,0 +1,270 @@
+"""How names and tensors change from the user's model to the rewritten one: composable, and exact in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...errors import StateError
+from .state_steps import Concatenate, Rename, Stack, StateStep, step_from_json
+
+__all__ = ["Concatenate", "Rename", "Stack", "StateMap", "StateStep"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StateMap:
+    """Translate dicts of tensors between the user's names and those of the rewritten model.
+
+    The tensors may be weights, buffers, gradients or an element-wise optimizer's moments. Names that no step mentions
+    pass through both ways.
+
+    Attributes:
+        steps: in the order in which the rewrites happened; each reads the names that those before it left.
+        aliases: (other name, name) of tied tensors, both original.
+        names: the original state dict's names, in its order; empty where the order does not matter.
+    """
+
+    steps: tuple[StateStep, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        made: set[str] = set()
+        gone: set[str] = set()
+        for step in self.steps:
+            for name in step.sources:
+                if name in gone:
+                    raise StateError(f"'{name}' is gone when the step '{step}' reads it")
+            made.difference_update(step.sources)
+            gone.update(step.sources)
+            for name in step.targets:
+                if name in made:
+                    raise StateError(f"'{name}' exists when the step '{step}' makes it")
+            made.update(step.targets)
+            gone.difference_update(step.targets)
+
+    # -- translation -----------------------------------------------------------------------------------------------
+
+    def forward(
+        self, state: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None, *, strict: bool = True
+    ) -> dict[str, Tensor]:
+        """Return `state`, which has original names, under new names.
+
+        Args:
+            state: tensors by original name.
+            current: all tensors of the rewritten model by new name. Given, it supplies members that are absent from
+                `state`, and what comes in is checked against it.
+            strict: refuse absent names, and with `current` unexpected ones too.
+
+        Returns:
+            The new tensors to which `state` contributed; they require no gradient where they were merged.
+
+        Raises:
+            StateError: naming what is missing, unexpected or of the wrong shape by original names.
+        """
+        given = self.resolve_aliases(state)
+        known = {} if current is None else self.backward(current)
+        if current is not None:
+            check_fits(given, known, strict=strict, optional=self._optional(given))
+        elif strict:
+            self._check_complete(given)
+        values = self._completed(given, known)
+        for step in self.steps:
+            _apply(values, step.sources, step.targets, step.forward)
+        return _in_order(values, current or ())
+
+    def backward(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `state`, which has new names, under original names in their original order.
+
+        The tensors are views of the given ones where possible, as a state dict's are of the model's.
+
+        Raises:
+            StateError: if a tensor does not have the shape that the steps gave it.
+        """
+        values = dict(state)
+        for step in reversed(self.steps):
+            _apply(values, step.targets, step.sources, step.backward)
+        for alias, name in self.aliases:
+            if name in values and alias not in values and name in self.sources:
+                values[alias] = values[name]
+        return _in_order(values, self.names)
+
+    # -- composition -----------------------------------------------------------------------------------------------
+
+    def compose(self, later: StateMap) -> StateMap:
+        """Return the map that does what this one does, and then what `later` does."""
+        kept = tuple(pair for pair in later.aliases if not self.targets.intersection(pair) and pair not in self.aliases)
+        return StateMap(self.steps + later.steps, self.aliases + kept, self.names or later.names)
+
+    def below(self, home: str) -> StateMap:
+        """Return the same map for a model in which this one's is the module called `home` ("" is the model itself)."""
+        if not home:
+            return self
+        prefix = f"{home}."
+        return StateMap(
+            tuple(step.renamed(lambda name: prefix + name) for step in self.steps),
+            tuple((prefix + alias, prefix + name) for alias, name in self.aliases),
+            tuple(prefix + name for name in self.names),
+        )
+
+    def ordered(self, names: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> StateMap:
+        """Return the same map, with the original model's names in order and its tied tensors."""
+        return replace(self, names=tuple(names), aliases=tuple(aliases))
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def origins(self) -> dict[str, tuple[str, ...]]:
+        """Return new name -> the original names it is made of, for the names that the steps made."""
+        made: dict[str, tuple[str, ...]] = {}
+        for step in self.steps:
+            roots = [root for name in step.sources for root in made.pop(name, (name,))]
+            made.update(dict.fromkeys(step.targets, tuple(dict.fromkeys(roots))))
+        return made
+
+    @cached_property
+    def sources(self) -> frozenset[str]:
+        """Return the original names that the steps use up."""
+        return frozenset(name for names in self.origins.values() for name in names)
+
+    @cached_property
+    def targets(self) -> frozenset[str]:
+        """Return the new names that the steps make."""
+        return frozenset(self.origins)
+
+    def original_names(self, name: str) -> tuple[str, ...]:
+        """Return the original names of the tensor that is now called `name`."""
+        return self.origins.get(name, (name,))
+
+    # -- forms -----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the map as plain JSON values."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "steps": [step.to_json() for step in self.steps],
+            "aliases": dict(self.aliases),
+            "names": list(self.names),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> StateMap:
+        """Return the map that `to_json` described.
+
+        Raises:
+            StateError: if the description is malformed or of a newer version.
+        """
+        fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise StateError(f"a state map of version {version!r}; this fxopt reads version {SCHEMA_VERSION}")
+        steps, aliases, names = (fields.get(key) for key in ("steps", "aliases", "names"))
+        if not isinstance(steps, list) or not isinstance(aliases, dict) or not isinstance(names, list):
+            raise StateError("a state map has a list of steps, an object of aliases and a list of names")
+        pairs = cast("dict[str, Any]", aliases).items()
+        if not all(isinstance(name, str) for name in (*(name for _, name in pairs), *cast("list[Any]", names))):
+            raise StateError("a state map's names and aliases are strings")
+        made = (step_from_json(step) for step in cast("list[object]", steps))
+        return cls(tuple(made), tuple(pairs), tuple(cast("list[str]", names)))
+
+    def __str__(self) -> str:
+        lines = [str(step) for step in self.steps] + [f"tied {alias} = {name}" for alias, name in self.aliases]
+        return "\n".join(lines) or "unchanged"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def resolve_aliases(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Let either name of a tied tensor stand for both where a step uses one of them up."""
+        given = dict(state)
+        for alias, name in self.aliases:
+            if not self.sources.intersection((alias, name)):
+                continue
+            if alias in given and name in given and not _same(given[alias], given[name]):
+                raise StateError(f"'{alias}' and '{name}' are one tensor in the model, and differ in the state dict")
+            for one, other in ((alias, name), (name, alias)):
+                if one in given and other not in given and other in self.sources:
+                    given[other] = given[one]
+            if alias not in self.sources:
+                given.pop(alias, None)
+        return given
+
+    def _optional(self, given: Mapping[str, Tensor]) -> set[str]:
+        """Return the names whose absence is no loss, since the tensor is there under its other name."""
+        pairs = [pair for pair in self.aliases if any(name in given for name in pair)]
+        return {name for pair in pairs for name in pair}
+
+    def _check_complete(self, given: Mapping[str, Tensor]) -> None:
+        missing = [name for names in self.origins.values() for name in names if name not in given]
+        if missing:
+            raise StateError(f"the state dict does not fit the model; missing: {listing(missing)}")
+
+    def _completed(self, given: dict[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add what is absent of the tensors that `given` has a part of."""
+        values = dict(given)
+        for target, names in self.origins.items():
+            absent = [name for name in names if name not in given]
+            if len(absent) == len(names) or not absent:
+                continue
+            if any(name not in known for name in absent):
+                raise StateError(f"{listing(absent)} missing: '{target}' cannot be made of the others alone")
+            given_one = next(given[name] for name in names if name in given)
+            values.update({name: known[name].to(given_one) for name in absent})
+        return values
+
+
+def check_fits(
+    given: Mapping[str, Tensor], known: Mapping[str, Tensor], *, strict: bool, optional: Iterable[str] = ()
+) -> None:
+    """Refuse tensors that are missing, unexpected or of another shape than the model's.
+
+    Raises:
+        StateError: with everything that does not fit, by name.
+    """
+    faults: list[str] = []
+    missing = [name for name in known if name not in given and name not in set(optional)]
+    unexpected = [name for name in given if name not in known]
+    if strict and missing:
+        faults.append(f"missing: {listing(missing)}")
+    if strict and unexpected:
+        faults.append(f"unexpected: {listing(unexpected)}")
+    faults.extend(
+        f"'{name}' has shape {list(given[name].shape)}, the model's has {list(tensor.shape)}"
+        for name, tensor in known.items()
+        if name in given and given[name].shape != tensor.shape
+    )
+    if faults:
+        raise StateError("the state dict does not fit the model; " + "; ".join(faults))
+
+
+def listing(names: Sequence[str], limit: int = 4) -> str:
+    """Return names for a message, the first few of many."""
+    shown = ", ".join(f"'{name}'" for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _apply(values: dict[str, Tensor], sources: Sequence[str], targets: Sequence[str], function: Any) -> None:
+    if any(name not in values for name in sources):
+        return
+    results = function([values.pop(name) for name in sources])
+    for name, tensor in zip(targets, results, strict=True):
+        if name in values:
+            raise StateError(f"'{name}' comes from the rewrite and cannot be given as well")
+        values[name] = tensor
+
+
+def _in_order(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    known = {name: values[name] for name in names if name in values}
+    return known | values
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one is other or (one.device != other.device and "meta" in (one.device.type, other.device.type)):
+        return True
+    return one.shape == other.shape and bool(torch.equal(one, other.to(one.device)))

@@ -1,0 +1,127 @@
+"""One call of a module as it happens in use, to be timed: a forward, or a forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import version_of
+from ...tracing.recording import preserved
+from ...tracing.values import Arguments, Inputs, flatten, replaced_tensors, state_of
+
+__all__ = ["Runner", "runner"]
+
+
+def runner(
+    module: nn.Module,
+    calls: Sequence[Inputs],
+    *,
+    training: bool,
+    input_gradients: bool | None = None,
+    seed: int = 0,
+) -> Runner:
+    """Return a function that makes the recorded `calls` of `module`.
+
+    Args:
+        module: what to call, with its flags as they are.
+        calls: all of them are made each time.
+        training: take gradients too, of the sum of the outputs times fixed random numbers.
+        input_gradients: take those of float arguments; None takes them where the argument requires them.
+        seed: of the random numbers.
+    """
+    return Runner(module, [(call.args, call.kwargs) for call in calls], training, input_gradients, seed)
+
+
+class Runner:
+    """Call a module on recorded arguments, again and again.
+
+    In training a call ends when every gradient has arrived; none is accumulated. What runs on a GPU is waited for.
+    """
+
+    def __init__(
+        self, module: nn.Module, calls: Sequence[Arguments], training: bool, input_gradients: bool | None, seed: int
+    ) -> None:
+        self.module, self.training = module, training
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        with self.leaving_no_trace():
+            self._calls = [_Call(module, arguments, training, input_gradients, parameters, seed) for arguments in calls]
+        tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
+        self._gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
+
+    def __call__(self) -> None:
+        with torch.set_grad_enabled(self.training):
+            for call in self._calls:
+                call()
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+
+    def leaving_no_trace(self) -> AbstractContextManager[None]:
+        """Return a context that puts back what calls change: buffers, attributes, random state."""
+        return preserved(self.module)
+
+
+class _Call:
+    """One call, and its backward where there is one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        training: bool,
+        input_gradients: bool | None,
+        parameters: Sequence[Tensor],
+        seed: int,
+    ) -> None:
+        self.module = module
+
+        def argument(tensor: Tensor) -> Tensor:
+            wanted = tensor.requires_grad if input_gradients is None else tensor.dtype.is_floating_point
+            return tensor.detach().clone().requires_grad_(training and wanted)
+
+        self.arguments: Arguments = replaced_tensors(arguments, argument)
+        leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.wanted = [*parameters, *leaves] if training else []
+        self.copies = self._changes_arguments(training)
+        self.upstream = self._upstream(seed)
+
+    def __call__(self) -> None:
+        losses = self._losses()
+        if losses and self.wanted:
+            torch.autograd.grad(losses, self.wanted, allow_unused=True)
+
+    def _forward(self) -> Mapping[str, Any]:
+        args, kwargs = replaced_tensors(self.arguments, torch.clone) if self.copies else self.arguments
+        return flatten(self.module(*args, **kwargs))
+
+    def _changes_arguments(self, training: bool) -> bool:
+        """Say whether the module changes its arguments, caches among them, so that each call must be given copies."""
+        args, kwargs = replaced_tensors(self.arguments, torch.clone)
+        given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
+        before = [version_of(tensor) for tensor in given]
+        state = state_of([args, kwargs])
+        with torch.set_grad_enabled(training):
+            self.module(*args, **kwargs)
+        return [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
+
+    def _upstream(self, seed: int) -> dict[str, Tensor]:
+        if not self.wanted:
+            return {}
+        generator = torch.Generator().manual_seed(seed)
+        with torch.enable_grad():
+            outputs = {name: value for name, value in self._forward().items() if _requires_grad(value)}
+        return {
+            name: torch.randn(value.shape, generator=generator).to(device=value.device, dtype=value.dtype)
+            for name, value in outputs.items()
+        }
+
+    def _losses(self) -> list[Tensor]:
+        outputs = self._forward()
+        return [(outputs[name] * upstream).real.sum() for name, upstream in self.upstream.items()]
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,39 @@
+"""Decide whether a rewritten module is what it was: reference, tolerances, judgement."""
+
+from __future__ import annotations
+
+from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
+from .compare import distance, form_problem, rounding
+from .float64 import Float64Mode, double_defaults, narrow, widened
+from .modes import modes_to_check
+from .perturb import jittered, perturbed_inputs, perturbed_state
+from .reference import Data, Reference, reference
+from .tape import Tape
+from .translation import MapState
+from .verify import Verdict, verify
+
+__all__ = [
+    "CallSites",
+    "Data",
+    "Float64Mode",
+    "MapState",
+    "Reference",
+    "Tape",
+    "TensorOwners",
+    "TensorReads",
+    "Verdict",
+    "distance",
+    "double_defaults",
+    "form_problem",
+    "found_in_graphs",
+    "is_on_meta",
+    "jittered",
+    "modes_to_check",
+    "narrow",
+    "perturbed_inputs",
+    "perturbed_state",
+    "reference",
+    "rounding",
+    "verify",
+    "widened",
+]

@@ -1,0 +1,106 @@
+"""What analyses know about a program; computed when first asked for, dropped when the program changes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor, fx, nn
+
+from ...compat import all_modules
+from ...tracing.graphs import Region
+from ...tracing.program import Program
+from ...tracing.recording import Likeness
+from ...tracing.values import all_tensors
+
+__all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CallSites:
+    """How often each module is called from the graphs of a program."""
+
+    calls: Mapping[nn.Module, int]
+
+    @classmethod
+    def compute(cls, program: Program) -> CallSites:
+        calls: Counter[nn.Module] = Counter()
+        for home, capture in program.captures.items():
+            per_variant: list[Counter[nn.Module]] = []
+            for variant in capture.variants:
+                nodes = [node for node in variant.graph.nodes if node.op == "call_module"]
+                per_variant.append(Counter(program.callee(home, node) for node in nodes))
+            for module in {module for counts in per_variant for module in counts}:
+                calls[module] += max(counts[module] for counts in per_variant)
+        return cls(calls)
+
+    def count(self, module: nn.Module) -> int:
+        """Return the number of call sites; a module inside an opaque one may have more than are known."""
+        return self.calls.get(module, 0)
+
+
+@dataclass(frozen=True)
+class TensorOwners:
+    """Under which names each parameter and buffer is registered."""
+
+    by_name: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def compute(cls, program: Program) -> TensorOwners:
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        borrowed = tuple(f"{name}." for name, module in program.names.modules.items() if isinstance(module, Region))
+        for name, tensor in program.names.registered().items():
+            if not name.startswith(borrowed):
+                names[id(tensor)].append(name)
+        return cls({name: tuple(group) for group in names.values() for name in group})
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return every name of the tensor called `name`, `name` among them."""
+        return self.by_name.get(name, (name,))
+
+
+@dataclass(frozen=True)
+class TensorReads:
+    """Which parameters and buffers graphs read themselves, other than by calling the module that holds them."""
+
+    readers: Mapping[int, str]
+
+    @classmethod
+    def compute(cls, program: Program) -> TensorReads:
+        readers: dict[int, str] = {}
+        for home, capture in program.captures.items():
+            module = program.module(home)
+            for variant in capture.variants:
+                for node in variant.graph.find_nodes(op="get_attr"):
+                    path, _, last = str(node.target).rpartition(".")
+                    readers.setdefault(id(getattr(module.get_submodule(path), last, None)), home or "(root)")
+        return cls(readers)
+
+    def reader(self, tensor: Tensor) -> str | None:
+        """Return the module whose graph reads a tensor, or None."""
+        return self.readers.get(id(tensor))
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Say whether a module has tensors without data: then it can be neither compared nor timed."""
+    return any(tensor.is_meta for tensor in all_tensors(all_modules(module)))
+
+
+def found_in_graphs(
+    program: Program, look: Callable[[fx.Graph, Program, str], T]
+) -> Iterator[tuple[str, int, fx.Graph, T]]:
+    """Yield the home and the number of each graph, the graph, and what `look(graph, program, home)` finds in it.
+
+    Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
+    """
+    likeness, known = program.analyses[Likeness], dict[tuple[int, int], T]()
+    for home, capture in program.captures.items():
+        kind = likeness.of(program.module(home))
+        for number, variant in enumerate(capture.variants):
+            if (kind, number) not in known:
+                known[kind, number] = look(variant.graph, program, home)
+            yield home, number, variant.graph, known[kind, number]

@@ -1,0 +1,92 @@
+"""The float64 reference: run eager code in double precision although it casts to, or creates, narrower floats."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name, written_arguments
+from ...operators import operator_info
+
+__all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+def narrow(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> bool:
+    """Say whether `dtype` is a float or complex type that float64 replaces; 8-bit floats are left alone."""
+    if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
+        return False
+    return dtype.itemsize < (_COMPLEX[wide] if dtype.is_complex else wide).itemsize
+
+
+def widened(dtype: torch.dtype, wide: torch.dtype = torch.float64) -> torch.dtype:
+    """Return the type that stands for `dtype` in the reference: float64, complex128, or itself."""
+    if not narrow(dtype, wide):
+        return dtype
+    return _COMPLEX[wide] if dtype.is_complex else wide
+
+
+@contextmanager
+def double_defaults(wide: torch.dtype = torch.float64) -> Generator[None]:
+    """Make Python numbers and factory functions yield `wide` for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wide)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Float64Mode(DispatchMode):
+    """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of.
+
+    Autocast needs no treatment: it never casts a float64 tensor down.
+
+    Attributes:
+        promoted: whether anything had to be promoted; if not, the same code runs alike without this mode.
+        random: whether a random operator ran.
+    """
+
+    def __init__(self, wide: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.wide = wide
+        self.promoted = self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random = self.random or draws_randomly(func, args, kwargs or {})
+        if is_view_operator(func):
+            return func(*args, **(kwargs or {}))
+        written = written_arguments(func)
+        args = [item if i in written else self._widen(item) for i, item in enumerate(args)]
+        named: dict[str, Any] = kwargs or {}
+        named = {key: item if key in written else self._widen(item) for key, item in named.items()}
+        result = self._run(func, args, named)
+        return result if written else self._widen(result)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, or what is said to compute it in float64."""
+        reference = None if func.namespace == "aten" else operator_info(operator_name(func)).reference
+        if reference is None:
+            return func(*args, **kwargs)
+        self.promoted = True
+        with self:
+            return reference(*args, **kwargs)
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._promote(value) if narrow(value.dtype, self.wide) else value
+        if isinstance(value, torch.dtype):
+            self.promoted = self.promoted or narrow(value, self.wide)
+            return widened(value, self.wide)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in cast("list[Any]", value)):
+            return type(cast("Any", value))(self._widen(item) for item in cast("list[Any]", value))
+        return cast("Any", value)
+
+    def _promote(self, tensor: Tensor) -> Tensor:
+        self.promoted = True
+        return tensor.to(widened(tensor.dtype, self.wide))

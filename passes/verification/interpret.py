@@ -1,0 +1,82 @@
+"""Run a captured module node by node: past guards that only hold in its own types, and with the tape on each node."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from ...tracing.graphs import Capture, Variant, capture_of, fitting, select
+from ...tracing.guards import GuardMiss
+from ...tracing.values import Arguments
+from .tape import Tape
+
+__all__ = ["graph_forward"]
+
+
+def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
+    """Return a forward that interprets the graph which a call with `arguments` runs, or None where it runs no graph.
+
+    The graph is chosen by `arguments`, in the module's own types, because a guard may ask for these. What the forward
+    is then given may have wider ones. Give `module` this forward only for a while: its capture is replaced too.
+    """
+    capture = capture_of(module)
+    if capture is None:
+        return None
+    variants = fitting(module, *arguments)
+    return _Forward(module, variants, capture, tape) if variants else None
+
+
+@dataclasses.dataclass
+class _Forward:
+    module: nn.Module
+    variants: Sequence[Variant]
+    capture: Capture
+    tape: Tape | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for variant in self.variants[:-1]:
+            with contextlib.suppress(GuardMiss):
+                return self._run(variant, args, kwargs)
+        return self._run(self.variants[-1], args, kwargs)
+
+    def _run(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unguarded = dataclasses.replace(variant, guards=())
+        self.module.__dict__["_fxopt_capture"] = dataclasses.replace(self.capture, variants=[unguarded])
+        try:
+            selected = select(self.module, args, kwargs)
+        finally:
+            self.module.__dict__["_fxopt_capture"] = self.capture
+        values = selected[1] if selected is not None else []
+        return _Interpreter(self.module, variant.graph, self.tape).run(*values, enable_io_processing=False)
+
+
+class _Interpreter(fx.Interpreter):
+    """Tell the tape which node runs."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, tape: Tape | None) -> None:
+        super().__init__(module, graph=graph)
+        self.tape = tape
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.tape is not None:
+            self.tape.at(n.meta.get("origin", n.name))
+        return super().run_node(n)
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _thawed(super().output(target, args, kwargs))
+
+
+def _thawed(value: Any) -> Any:
+    """Return a result with plain lists and dicts where the graph keeps immutable ones, as the module's code does."""
+    if isinstance(value, immutable_list):
+        return [_thawed(item) for item in cast("list[Any]", value)]
+    if isinstance(value, immutable_dict):
+        return {key: _thawed(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) is tuple:
+        return tuple(_thawed(item) for item in cast("tuple[Any, ...]", value))
+    return value

@@ -1,0 +1,101 @@
+"""Noise that makes a comparison discriminate: fresh biases are zero, members may be equal, inputs symmetric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...tracing.values import replaced_tensors
+from .float64 import widened
+
+__all__ = ["jittered", "perturbed_inputs", "perturbed_state"]
+
+_STRENGTH = 0.25
+"""How far values move, relative to the tensor's own scale: far enough to tell things apart, and rarely too far."""
+
+_HUGE = 1e4
+"""Values that stand for infinity (masks of -1e4, -1e9 or finfo.min) are kept as they are."""
+
+
+def perturbed_state(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return `state` with noise on every float, in the same types; tied tensors stay tied.
+
+    Parameters move by normal noise of their scale (0.25 where they are all zero). Buffers keep their sign and their
+    zeros, for they may be variances or masks, except that a buffer of nothing but zeros moves up.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    done: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if id(tensor) not in done:
+            move = _moved_parameter if isinstance(tensor, nn.Parameter) else _moved_buffer
+            done[id(tensor)] = move(tensor, generator) if _can_move(tensor) else tensor
+    return {name: done[id(tensor)] for name, tensor in state.items()}
+
+
+def perturbed_inputs(arguments: Any, seed: int) -> Any:
+    """Return `arguments` with noise on every float tensor; integers are kept, and so is the sign of what is >= 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(tensor: Tensor) -> Tensor:
+        if not _can_move(tensor):
+            return tensor
+        keep_sign = not tensor.is_complex() and bool((tensor >= 0).all()) and bool(tensor.any())
+        return _moved_buffer(tensor, generator) if keep_sign else _moved_parameter(tensor, generator)
+
+    return replaced_tensors(arguments, move)
+
+
+def jittered(value: Any, step: float, wide: torch.dtype | None, seed: int) -> Any:
+    """Return `value` in `wide` floats, each off by about `step` relatively: what rounding elsewhere might have done."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(tensor: Tensor) -> Tensor:
+        if not _can_move(tensor):
+            return tensor
+        exact = tensor.detach().to(tensor.dtype if wide is None else widened(tensor.dtype, wide))
+        return exact + exact * (step * _noise(tensor, generator)).to(exact.dtype)
+
+    return replaced_tensors(value, move)
+
+
+def _can_move(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return is_plain and is_float and tensor.dtype.itemsize > 1 and tensor.numel() > 0
+
+
+def _noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    return noise.to(device=tensor.device)
+
+
+def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    start = tensor.detach()
+    norm = _norm(start)
+    if norm < _HUGE:
+        return torch.add(start, _noise(start, generator).to(start.dtype), alpha=_STRENGTH * _scale(norm, start))
+    ordinary = start.abs() < _HUGE
+    kept = torch.where(ordinary, start, 0).to(widened(start.dtype))
+    scale = _scale(_norm(kept), start)
+    return torch.where(ordinary, kept + _STRENGTH * scale * _noise(start, generator), start).to(start.dtype)
+
+
+def _norm(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.abs().double().square().sum()))
+
+
+def _scale(norm: float, tensor: Tensor) -> float:
+    return norm / math.sqrt(tensor.numel()) or 1.0
+
+
+def _moved_buffer(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    noise = _noise(tensor, generator).tanh()
+    start = tensor.detach()
+    if not start.any():
+        return (_STRENGTH * noise.abs()).to(start.dtype)
+    moved = start * (1 + _STRENGTH * noise)
+    return torch.where(start.abs() < _HUGE, moved, start).to(start.dtype)

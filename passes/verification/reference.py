@@ -1,0 +1,232 @@
+"""What a module did before a rewrite: in float64 and in its own types, as it is and with noise on inputs and state."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InputError
+from ...tracing.graphs import capture_of, select
+from ...tracing.values import Arguments, Inputs
+from .perturb import perturbed_inputs, perturbed_state
+from .reference_runs import ReferenceRuns, coarsest_epsilon
+from .stage import Stage
+from .trial import Run
+
+__all__ = ["Data", "Reference", "Sample", "reference"]
+
+_CALLS = 3
+"""Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
+
+
+class Data(enum.Enum):
+    """What a sample was run on."""
+
+    RECORDED = "on the recorded inputs"
+    NOISY_INPUTS = "on inputs with noise"
+    NOISY = "on inputs and parameters with noise"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of the original module, and what came of it.
+
+    Attributes:
+        data: what the arguments and the state are.
+        arguments: of the call, in the module's own types.
+        state: parameters and buffers by their old names, in the module's own types.
+        exact: the run in the widest type that works.
+        native: the run in the module's own types; None where the sample is about meaning only.
+    """
+
+    data: Data
+    arguments: Arguments
+    state: Mapping[str, Tensor]
+    exact: Run
+    native: Run | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Everything that verification needs to know of the module as it was.
+
+    Attributes:
+        samples: the runs; empty if there was no call to run.
+        state: parameters and buffers by name, as they were.
+        plain: the names of tensors held as plain attributes.
+        training: the mode asked for; None leaves every flag as it is.
+        gradients: whether gradients were taken.
+        seed: of noise, upstream gradients and random draws.
+        wide: the type of the exact runs; None where the module runs in its own types only.
+        narrower_because: why `wide` is not float64, or "".
+        native_epsilon: the resolution of the coarsest float type the module uses.
+        of_inputs: whether gradients of arguments were taken.
+        keyed: whether random draws are named by the node they happen in: the module had a graph.
+        random: whether random operators ran; their draws then come from a tape.
+        several: whether the calls run several graphs of the module.
+        stream: the native run of the first call on the plain random stream; present where `random`.
+    """
+
+    samples: tuple[Sample, ...]
+    state: Mapping[str, Tensor]
+    plain: frozenset[str]
+    training: bool | None
+    gradients: bool
+    seed: int
+    wide: torch.dtype | None = torch.float64
+    narrower_because: str = ""
+    native_epsilon: float = 0.0
+    of_inputs: bool = True
+    keyed: bool = False
+    random: bool = False
+    several: bool = False
+    stream: Run | None = None
+
+    @property
+    def checked_in(self) -> str:
+        """Name the type of the exact runs."""
+        return "its own types" if self.wide is None else str(self.wide).removeprefix("torch.")
+
+
+def reference(
+    module: nn.Module,
+    calls: Sequence[Inputs],
+    *,
+    training: bool | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+    keyed: bool | None = None,
+    brief: bool = False,
+) -> Reference:
+    """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
+
+    The module is left exactly as it was: parameters, gradients, buffers, attributes, flags and random state.
+
+    Args:
+        module: the module around the site.
+        calls: how it was called.
+        training: run in this mode; None leaves every module's flag as it is, and so does its current mode.
+        gradients: take gradients of float arguments and parameters under random upstream gradients.
+        seed: of all noise and random draws.
+        keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
+            that has no graph. By default where the module has a graph.
+        brief: take no samples with noise.
+
+    Raises:
+        InputError: if the module does not run on its recorded calls.
+    """
+    by_node = capture_of(module) is not None
+    maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed, brief)
+    return maker.make([(call.args, call.kwargs) for call in calls])
+
+
+def _spread(firsts: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of the calls to run: `firsts`, and while there is room the last one and one in the middle."""
+    even = (step * (count - 1) // (_CALLS - 1) for step in reversed(range(_CALLS)))
+    return list(dict.fromkeys((*firsts, *even)))[: max(_CALLS, len(firsts))]
+
+
+class _Maker:
+    """Take the samples of one reference."""
+
+    def __init__(
+        self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool, brief: bool
+    ) -> None:
+        self.runs = ReferenceRuns(stage, training, gradients, seed, keyed=keyed)
+        self.stage = stage
+        self.brief = brief
+        self.state = stage.state
+        self.reason = ""
+        self.epsilon = 0.0
+
+    def make(self, calls: Sequence[Arguments]) -> Reference:
+        samples = self._samples(calls, self._firsts(calls)) if calls else []
+        runs = self.runs
+        return Reference(
+            samples=tuple(samples),
+            state={name: tensor.detach() for name, tensor in self.state.items()},
+            plain=frozenset(self.stage.plain),
+            training=runs.training,
+            gradients=runs.gradients,
+            seed=runs.seed,
+            wide=runs.wide,
+            narrower_because="" if runs.wide is torch.float64 else self.reason,
+            native_epsilon=self.epsilon,
+            of_inputs=runs.of_inputs,
+            keyed=runs.keyed,
+            random=runs.random,
+            several=runs.several,
+            stream=runs.stream(calls[0], self.state) if runs.random else None,
+        )
+
+    def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
+        """Return the number of the first call of each graph that the calls run in the mode asked for."""
+        module = self.stage.module
+        capture = capture_of(module)
+        if capture is None or len(capture.variants) < 2:
+            return [0]
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+            selected = [select(module, *call) for call in calls]
+        graphs = [None if found is None else found[0].graph for found in selected]
+        return [graphs.index(graph) for graph in dict.fromkeys(graphs)]
+
+    def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
+        self.runs.several = len(firsts) > 1
+        calls = [all_calls[number] for number in _spread(firsts, len(all_calls))]
+        self.epsilon = coarsest_epsilon(calls[0], self.state)
+        runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
+        recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
+        noisy = () if self.brief else (self._noisy(sample) for sample in recorded[: len(firsts)])
+        return [*recorded, *itertools.chain.from_iterable(noisy)]
+
+    def _widest(self, arguments: Arguments) -> Run:
+        """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
+        failure: Exception | None = None
+        for self.runs.of_inputs in (True, False):
+            for self.runs.wide in (torch.float64, torch.float32, None):
+                self.runs.census = None
+                try:
+                    return self.runs.exact(arguments, self.state)
+                except Exception as error:  # the module's own code may raise anything; the reason is kept
+                    failure = failure or error
+                    self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        name, what = type(self.stage.module).__name__, type(failure).__name__
+        raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
+
+    def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
+        return Sample(data, arguments, state, exact, self.runs.native(arguments, state))
+
+    def _noisy(self, first: Sample) -> list[Sample]:
+        """Run a call again with noise; where the module does not take it, with less of it, or not at all."""
+        state = perturbed_state(self.state, self.runs.seed)
+        inputs = perturbed_inputs(first.arguments, self.runs.seed + 1)
+        samples: list[Sample] = []
+        for arguments in (inputs, first.arguments):
+            run = self._attempt(arguments, state, first.exact)
+            if run is not None:
+                samples.append(self._sample(Data.NOISY, arguments, state, run))
+                break
+        run = self._attempt(inputs, self.state, first.exact)
+        if run is not None:
+            samples.append(Sample(Data.NOISY_INPUTS, inputs, self.state, run))
+        return samples
+
+    def _attempt(self, arguments: Arguments, state: Mapping[str, Tensor], usual: Run) -> Run | None:
+        """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
+        try:
+            run = self.runs.exact(arguments, state)
+        except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
+            return None
+        return run if _is_finite(run) or not _is_finite(usual) else None
+
+
+def _is_finite(run: Run) -> bool:
+    values = (*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values())
+    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return all(math.isfinite(value.sum()) for value in floats)

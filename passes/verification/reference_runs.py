@@ -1,0 +1,92 @@
+"""Run one module exactly (in float64 where it can) and natively, under conditions that repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tracing.values import Arguments, flatten
+from .float64 import Float64Mode
+from .stage import Stage
+from .tape import Tape
+from .trial import Run, Trial
+
+__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
+
+
+@dataclass
+class ReferenceRuns:
+    """Give a module's exact and native runs, and find out on the way what they take.
+
+    The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same
+    graph go without.
+
+    Attributes:
+        stage: the module.
+        training: the mode to run in; None leaves every flag as it is.
+        gradients: whether gradients are wanted.
+        of_inputs: whether those of float arguments are wanted too; some modules take none that require them.
+        seed: of upstream gradients and random draws.
+        wide: the type of exact runs; None means that there are native runs only.
+        keyed: name draws by the node they happen in, where the module has a graph.
+        random: whether the draws come from a tape.
+        several: whether calls run several graphs, so that the first run does not tell what the others take.
+        census: what the first exact run was made of.
+    """
+
+    stage: Stage
+    training: bool | None
+    gradients: bool
+    seed: int
+    wide: torch.dtype | None = torch.float64
+    keyed: bool = True
+    random: bool = False
+    of_inputs: bool = True
+    several: bool = False
+    census: Float64Mode | None = None
+
+    def exact(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
+        """Run in `wide`; a run that turns out to be random is run again from the tape.
+
+        A captured module runs the graph that a call with `like` would (by default, one with `arguments`).
+        """
+        if self.wide is None:
+            return self.native(arguments, state)
+        watched = self.census is None or self.several
+        mode = self.census or Float64Mode(self.wide)
+        run = self._trial(self.wide, mode if watched or mode.promoted else None).run(arguments, state, like)
+        self.census = mode
+        if mode.random and not self.random:
+            self.random = True
+            return self.exact(arguments, state, like)
+        return run
+
+    def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+        """Run in the module's own types, random draws from the tape."""
+        return self._trial(None, None).run(arguments, state)
+
+    def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+        """Run in the module's own types on the plain random stream."""
+        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed).run(arguments, state)
+
+    def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
+        tape = Tape(self.seed, keyed=self.keyed) if self.random else None
+        by_node = wide is not None or self.random
+        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node)
+
+
+def coarsest_epsilon(arguments: Arguments, state: Mapping[str, Tensor]) -> float:
+    """Return the resolution of the coarsest float type among inputs and state; float32's where there is none."""
+    leaves: Iterable[Any] = (*state.values(), *flatten(arguments).values())
+    kinds = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point}
+    known = [torch.finfo(kind).eps for kind in kinds if kind.itemsize > 1]
+    return max(known, default=torch.finfo(torch.float32).eps)
+
+
+def epsilon_of(wide: torch.dtype | None) -> float | None:
+    """Return the resolution of `wide`; None for None."""
+    return None if wide is None else torch.finfo(wide).eps

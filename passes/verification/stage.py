@@ -1,0 +1,167 @@
+"""Run a module on stand-ins for its tensors, and leave no trace on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...tracing.recording import AttributeState
+from ...tracing.values import INTERNAL, RandomState, TensorFunction, replaced_tensors
+
+__all__ = ["Stage", "random_state_kept"]
+
+_OURS = "_fxopt_"
+"""What fxopt itself keeps on modules; no forward changes it."""
+
+
+@dataclass
+class Stage:
+    """Hold where a module and its children keep their tensors, so that stand-ins can take their places.
+
+    Swapping the entries costs microseconds where copying the module costs milliseconds, and it reaches what a copy
+    would miss: tied tensors stay tied, and views of a fused tensor follow it.
+
+    Attributes:
+        module: the module to run.
+        parameters: its parameters by qualified name; a tied one under each of its names.
+        buffers: its buffers likewise.
+        state: both.
+    """
+
+    module: nn.Module
+    parameters: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
+    _modules: dict[str, nn.Module] = field(init=False)
+    _belongings: list[_Belongings] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = cast("Iterable[tuple[str, nn.Module]]", self.module.named_modules(remove_duplicate=False))
+        self._modules = dict(named)
+        self.parameters = self._named("_parameters")
+        self.buffers = self._named("_buffers")
+        self.state = {**self.parameters, **self.buffers}
+        self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
+
+    def _named(self, kind: str) -> dict[str, Tensor]:
+        homes = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
+        return {dot + key: tensor for dot, home in homes for key, tensor in home.items() if tensor is not None}
+
+    @property
+    def plain(self) -> dict[str, Tensor]:
+        """Return the tensors that modules hold as plain attributes, by name."""
+        return {
+            f"{prefix}.{name}" if prefix else name: value
+            for prefix, module in self._modules.items()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+
+    @contextmanager
+    def playing(
+        self,
+        stand_ins: Mapping[str, Tensor],
+        *,
+        convert: TensorFunction,
+        training: bool | None = None,
+    ) -> Generator[None]:
+        """Let `stand_ins` be the module's tensors.
+
+        Args:
+            stand_ins: name -> parameter or buffer to use; it may be changed by the run, so give a copy.
+            convert: makes the stand-in of any other tensor the modules hold as a plain attribute.
+            training: the flag to set on every module where the module's own differs; None leaves all as they are.
+        """
+        cast = self._cast(stand_ins)
+        try:
+            for belongings in self._belongings:
+                belongings.replace(cast, convert)
+            if training is not None and training != self.module.training:
+                for belongings in self._belongings:
+                    belongings.own["training"] = training
+            yield
+        finally:
+            for belongings in self._belongings:
+                belongings.restore()
+
+    def _cast(self, stand_ins: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        cast: dict[int, Tensor] = {}
+        for name, tensor in self.state.items():
+            if name in stand_ins:
+                cast.setdefault(id(tensor), stand_ins[name])
+        return cast
+
+    def standing(self, kind: str) -> dict[str, Tensor]:
+        """Return the `parameters` or `buffers` that stand in the module now, during or after a run."""
+        return self._named(f"_{kind}")
+
+
+class _Belongings:
+    """What one module holds; putting all of it back blindly is faster than looking for what has changed."""
+
+    __slots__ = ("attributes", "containers", "held", "own", "registers")
+
+    def __init__(self, module: nn.Module) -> None:
+        own = self.own = vars(module)
+        self.attributes = dict(own)
+        self.registers = [(register, dict(register)) for register in (own["_parameters"], own["_buffers"])]
+        self.registers.append((own["_modules"], dict(own["_modules"])))
+        added = {name: value for name, value in own.items() if name not in INTERNAL and not name.startswith(_OURS)}
+        self.held = {name: value for name, value in added.items() if _holds_tensors(value)}
+        has_containers = any(isinstance(value, (list, dict, set)) for value in added.values())
+        self.containers = AttributeState(module) if has_containers else None
+
+    def replace(self, cast: Mapping[int, Tensor], convert: TensorFunction) -> None:
+        """Put stand-ins in the registers, and in the attributes and containers that hold tensors directly."""
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            return cast[id(tensor)] if id(tensor) in cast else convert(tensor)
+
+        for register, tensors in self.registers[:2]:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    register[name] = stand_in(tensor)
+        for name, value in self.held.items():
+            self.own[name] = replaced_tensors(value, stand_in)
+
+    def restore(self) -> None:
+        for dictionary, content in (*self.registers, (self.own, self.attributes)):
+            if content or dictionary:
+                dictionary.clear()
+                dictionary.update(content)
+        if self.containers is not None:
+            self.containers.restore()
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        items = cast("Iterable[object]", value.values() if isinstance(value, dict) else value)
+        return any(isinstance(item, Tensor) for item in items)
+    return isinstance(value, Tensor)
+
+
+def _seed_torch(seed: int) -> None:
+    """Seed the generators that exist; `torch.manual_seed` also notes a stack trace for GPUs that may come later."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+@contextmanager
+def random_state_kept(seed: int) -> Generator[None]:
+    """Seed every generator with `seed` for a while, then put each back where it was."""
+    generators = RandomState()
+    try:
+        _seed_torch(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        generators.restore()

@@ -1,0 +1,187 @@
+"""Random draws that do not depend on the order of execution, so that a rewrite can be compared with its original."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import DispatchMode, draws_randomly
+
+__all__ = ["Key", "Tape"]
+
+Key = str | tuple[str, ...]
+"""Where a draw happens: the name of a node, or the names of all the nodes that a fused node stands for."""
+
+
+class Tape(DispatchMode):
+    """Serve every random operator from draws named (seed, key, count), computed in float64.
+
+    Whoever runs a graph says `at(key)` before each node; a tape that is not keyed counts all draws in their order. A
+    tuple key stands for N members: its draw is the members' draws, stacked on dim 0; where the operator asks for
+    another layout, the dimension they fit along is used. Draws are counted per name, so several nodes of one origin
+    go on counting where the last one stopped.
+    """
+
+    def __init__(self, seed: int, *, keyed: bool = True) -> None:
+        super().__init__()
+        self.seed, self.keyed = seed, keyed
+        self._key: Key = ""
+        self._counts: Counter[str] = Counter()
+
+    def at(self, key: Key) -> None:
+        """Let the draws that follow belong to `key`."""
+        self._key = key if self.keyed else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        members = (self._key,) if isinstance(self._key, str) else self._key
+        counts = tuple(self._counts[member] for member in members)
+        self._counts.update(members)
+        rule = _RULES.get(str(func))
+        if rule is None:
+            return self._seeded(counts[0], func, args, kwargs)
+        return rule(_Draws(self.seed, self._key, counts), args, kwargs)
+
+    def _seeded(self, count: int, func: Any, args: Any, kwargs: Any) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(_digest(self.seed, str(self._key), count))
+            return func(*args, **kwargs)
+
+
+class _Draws:
+    """The random numbers of one operator: uniform in [0, 1) or standard normal, of any shape."""
+
+    def __init__(self, seed: int, key: Key, counts: tuple[int, ...]) -> None:
+        self.seed, self.key, self.counts = seed, key, counts
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._of(torch.rand, tuple(shape)).to(device)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._of(torch.randn, tuple(shape)).to(device)
+
+    def _of(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        if isinstance(self.key, str):
+            return self._one(draw, self.key, self.counts[0], shape)
+        part, join = _layout(shape, len(self.key))
+        draws = zip(self.key, self.counts, strict=True)
+        return join([self._one(draw, member, count, part) for member, count in draws])
+
+    def _one(self, draw: Callable[..., Tensor], member: str, count: int, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(_digest(self.seed, member, count))
+        return draw(shape, generator=generator, dtype=torch.float64)
+
+
+def _layout(shape: tuple[int, ...], members: int) -> tuple[tuple[int, ...], Callable[[list[Tensor]], Tensor]]:
+    """Return the shape of one member's draw, and how the members' draws make up `shape`."""
+    for dim, size in enumerate(shape):
+        if size == members:
+            return shape[:dim] + shape[dim + 1 :], partial(torch.stack, dim=dim)
+    for dim, size in enumerate(shape):
+        if size % members == 0:
+            return (*shape[:dim], size // members, *shape[dim + 1 :]), partial(torch.cat, dim=dim)
+    return shape, lambda parts: parts[0]
+
+
+def _digest(seed: int, key: str, count: int) -> int:
+    text = f"{seed}/{key}/{count}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def _factory(kind: str) -> Callable[[_Draws, Any, Any], Any]:
+    def rule(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+        like = args[0] if isinstance(args[0], Tensor) else None
+        shape = args[0] if like is None else like.shape
+        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+        device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
+        return getattr(draws, kind)(shape, device).to(dtype)
+
+    return rule
+
+
+def _bernoulli(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    source = args[0]
+    chance = args[1] if len(args) > 1 else kwargs.get("p", source)
+    return (draws.uniform(source.shape, source.device) < chance).to(source.dtype)
+
+
+def _bernoulli_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    target = args[0]
+    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    return target.copy_(draws.uniform(target.shape, target.device) < chance)
+
+
+def _uniform_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    target = args[0]
+    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
+    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+    return target.copy_(low + (high - low) * draws.uniform(target.shape, target.device))
+
+
+def _normal_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    target = args[0]
+    mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
+    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    return target.copy_(mean + std * draws.normal(target.shape, target.device))
+
+
+def _normal(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    mean = args[0]
+    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    like = mean if isinstance(mean, Tensor) else std
+    return (mean + std * draws.normal(like.shape, like.device)).to(like.dtype)
+
+
+def _exponential_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    target = args[0]
+    rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
+    return target.copy_(-torch.log1p(-draws.uniform(target.shape, target.device)) / rate)
+
+
+def _integers(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+    bounds = [arg for arg in args if isinstance(arg, int)]
+    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
+    like = args[0] if isinstance(args[0], Tensor) else None
+    shape: Sequence[int] = like.shape if like is not None else args[len(bounds)]
+    dtype = kwargs.get("dtype") or (torch.int64 if like is None else like.dtype)
+    device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
+    return (low + torch.floor((high - low) * draws.uniform(shape, device))).to(dtype)
+
+
+def _native_dropout(draws: _Draws, args: Any, _: Any) -> tuple[Tensor, Tensor]:
+    source, chance, train = args[0], args[1], args[2]
+    if train is False:
+        return source.clone(), torch.ones_like(source, dtype=torch.bool)
+    mask = draws.uniform(source.shape, source.device) < 1 - chance
+    return source * mask * (0.0 if chance == 1 else 1 / (1 - chance)), mask
+
+
+_RULES: dict[str, Callable[[_Draws, Any, Any], Any]] = {
+    "aten.bernoulli.default": _bernoulli,
+    "aten.bernoulli.p": _bernoulli,
+    "aten.bernoulli_.Tensor": _bernoulli_in_place,
+    "aten.bernoulli_.float": _bernoulli_in_place,
+    "aten.exponential_.default": _exponential_in_place,
+    "aten.native_dropout.default": _native_dropout,
+    "aten.normal.Tensor_Tensor": _normal,
+    "aten.normal.Tensor_float": _normal,
+    "aten.normal.float_Tensor": _normal,
+    "aten.normal_.default": _normal_in_place,
+    "aten.rand.default": _factory("uniform"),
+    "aten.rand_like.default": _factory("uniform"),
+    "aten.randint.default": _integers,
+    "aten.randint.low": _integers,
+    "aten.randint_like.default": _integers,
+    "aten.randint_like.low_dtype": _integers,
+    "aten.randn.default": _factory("normal"),
+    "aten.randn_like.default": _factory("normal"),
+    "aten.uniform_.default": _uniform_in_place,
+}

@@ -1,0 +1,178 @@
+"""Put a run of the original under the rewritten module's names, so that the two can be laid side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import FxoptError, VerificationError
+from ..state import StateMap
+from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .perturb import perturbed_state
+from .reference import Reference
+from .reference_runs import coarsest_epsilon
+from .stage import Stage
+from .trial import Run
+
+__all__ = ["MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
+
+MapState = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""From every parameter and buffer under its old name to the same under the new names; `StateMap.forward` is one."""
+
+Quantities = dict[str, Any]
+"""Everything one run yields, by a label that a message can show: "output[0]", "gradient of weight", "buffer mean"."""
+
+_GRADIENT = "gradient of "
+
+
+class Objection(VerificationError):
+    """Why a rewrite is not accepted."""
+
+
+def quantities(run: Run, parameter_gradients: Mapping[str, Any], buffers: Mapping[str, Any]) -> Quantities:
+    """Return what a run yielded as one flat dictionary."""
+    return {
+        **{name: _as_tensor(value) for name, value in run.outputs.items()},
+        **{f"{name} after the call": tensor for name, tensor in run.inputs.items()},
+        **{f"{_GRADIENT}{name}": gradient for name, gradient in run.input_gradients.items()},
+        **{f"{_GRADIENT}{name}": gradient for name, gradient in parameter_gradients.items()},
+        **{f"buffer {name}": tensor for name, tensor in buffers.items()},
+    }
+
+
+def is_gradient(label: str) -> bool:
+    """Say whether a label of `quantities` names a gradient."""
+    return label.startswith(_GRADIENT)
+
+
+class Translation:
+    """Translate state and runs from the old names to the new ones.
+
+    Attributes:
+        mapped: the original's state under the new names.
+        covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
+            the old state cannot be carried over.
+        is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
+        steps: the map as steps that lead back, too, where it is one.
+    """
+
+    def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
+        self.reference, self.after, self.map_state = reference, after, map_state
+        self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
+        self.mapped = self.state(reference.state)
+        reached = {id(after.state[name]) for name in self.mapped if name in after.state}
+        self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
+        plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
+        self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
+        steps = getattr(map_state, "__self__", None)
+        self.steps = steps if isinstance(steps, StateMap) else None
+
+    def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Map whole old state.
+
+        Raises:
+            Objection: if the map does not take it.
+        """
+        try:
+            return self.map_state(state)
+        except FxoptError as error:
+            raise Objection(f"the state map does not fit: {error}") from error
+
+    def stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map old state to tensors for every name of the rewritten module; a tied tensor goes under all its names."""
+        actual = self.after.state
+        mapped = {name: tensor for name, tensor in self.state(state).items() if name in actual}
+        by_tensor = {id(actual[name]): tensor for name, tensor in mapped.items()}
+        return {name: by_tensor.get(id(tensor), tensor) for name, tensor in actual.items()}
+
+    def check_state(self) -> None:
+        """Object unless the map yields what the rewritten module really holds."""
+        actual = self.after.state
+        slack = 16 * coarsest_epsilon(((), {}), self.reference.state)
+        for name, expected in self.mapped.items():
+            if name not in actual:
+                raise Objection(f"{name} is gone, though the state map leads to it")
+            found = actual[name].detach()
+            if found.shape != expected.shape:
+                raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
+            if distance(expected, found, Tolerance(slack, 0.0)).problem:
+                raise Objection(f"{name} does not have the values of the original tensors")
+
+    def check_way_back(self) -> None:
+        """Object unless any checkpoint comes back from the rewritten module as it went in, bit by bit."""
+        if self.steps is None:
+            return
+        state = _told_apart(self.reference.state, self.reference.seed)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that values changed on the way is found out below
+                back = self.steps.backward(self.steps.forward(state))
+        except Exception as error:
+            raise Objection(f"the state map does not lead back: {type(error).__name__}: {error}") from error
+        for name, tensor in state.items():
+            problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
+            if problem:
+                raise Objection(f"{name} {problem} after the state map's way there and back")
+
+    def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
+        """Return what a run of the original, on `state`, yielded, under the new names."""
+        return quantities(run, self._gradients(run), self._buffers(run, state))
+
+    def _buffers(self, run: Run, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not run.buffers:
+            return {}
+        mapped = self.state({**state, **run.buffers})
+        return {name: tensor for name, tensor in mapped.items() if name in self.after.buffers}
+
+    def _gradients(self, run: Run) -> dict[str, Tensor | None]:
+        if not self.reference.gradients:
+            return {}
+        found = run.parameter_gradients
+        values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
+        marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
+        mapped = self.state(values)
+        return {
+            name: _if_present(name, gradient, marks[name])
+            for name, gradient in mapped.items()
+            if name in self.after.parameters or bool(marks[name].any())
+        }
+
+    def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
+        """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""
+        if present not in self._marks:
+            one = {name: torch.tensor(float(name in present)) for name in self.reference.state}
+            marks = {name: mark.expand(self.reference.state[name].shape) for name, mark in one.items()}
+            self._marks[present] = self.state(marks)
+        return self._marks[present]
+
+
+def _if_present(name: str, gradient: Tensor, marks: Tensor) -> Tensor | None:
+    if bool(marks.all()):
+        return gradient
+    if not bool(marks.any()):
+        return None
+    raise Objection(f"{name} joins tensors that receive a gradient with tensors that do not")
+
+
+def _told_apart(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the state with noise, counters too: members that start out equal can be exchanged without a trace."""
+    noisy = perturbed_state(state, seed)
+    counts = (torch.int64, torch.int32)
+    return {n: t + number if t.dtype in counts else t for number, (n, t) in enumerate(noisy.items())}
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a Python float as a tensor: it was rounded like one."""
+    return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape) if gradient is None else gradient
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

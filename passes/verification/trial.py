@@ -1,0 +1,201 @@
+"""One run of a module on one call: what came out, which gradients flowed, what was changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import checkpoints_off, version_of
+from ...tracing.recording import ParameterData
+from ...tracing.values import Arguments, flatten, replaced_tensors, structure
+from .float64 import Float64Mode, double_defaults, widened
+from .interpret import graph_forward
+from .sharing import shared_memory
+from .stage import Stage, random_state_kept
+from .tape import Tape
+
+__all__ = ["Arguments", "Gradients", "Run", "Trial", "differentiable"]
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one module did on one call; every part is keyed by a name that a message can show.
+
+    Attributes:
+        structure: every path in the result, and the type there.
+        outputs: the leaves of the result, tensors detached.
+        attached: the outputs that gradients flow from.
+        inputs: the arguments that the call changed in place, as it left them.
+        input_gradients: one per float argument; None where none arrived.
+        parameter_gradients: one per parameter; None where none arrived or none is wanted.
+        buffers: as the call left them.
+        shared: (output, owner of memory that it lies in); see `shared_memory`.
+        rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
+        random_state: of the CPU generator after the forward.
+    """
+
+    structure: tuple[tuple[str, str], ...]
+    outputs: dict[str, Any]
+    attached: frozenset[str]
+    inputs: dict[str, Tensor]
+    input_gradients: Gradients
+    parameter_gradients: Gradients
+    buffers: dict[str, Tensor]
+    shared: frozenset[tuple[str, str]]
+    rewritten: frozenset[str]
+    random_state: Tensor
+
+
+@dataclass
+class Trial:
+    """The conditions to run a module under, again and again.
+
+    Attributes:
+        stage: the module, ready to take stand-ins.
+        training: the mode to run in; None leaves each module's flag as it is.
+        gradients: whether gradients are wanted.
+        of_inputs: whether those of float arguments are wanted too.
+        seed: of the upstream gradients and of the random stream.
+        wide: the type that floats are promoted to; None runs in the module's own types.
+        promotion: promotes what the code casts or creates on its way, where that is needed.
+        tape: serves the random draws; None leaves them to the generator.
+        by_node: interpret the module's graph, where it has one, instead of running its code.
+    """
+
+    stage: Stage
+    training: bool | None
+    gradients: bool
+    of_inputs: bool
+    seed: int
+    wide: torch.dtype | None = None
+    promotion: Float64Mode | None = None
+    tape: Tape | None = None
+    by_node: bool = False
+
+    def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
+        """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
+
+        The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
+        """
+        stand_ins = self._stand_ins(state)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(random_state_kept(self.seed))
+            stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
+            stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
+            if self.tape is not None:
+                stack.enter_context(checkpoints_off())  # a second computation would draw from the tape again
+            # Where types are kept, the stand-ins of parameters share memory with them.
+            parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
+            stack.enter_context(ParameterData(parameters).preserved())
+            if self.by_node:
+                self._interpret(like or arguments)
+            return self._run(arguments, stand_ins)
+
+    def _interpret(self, arguments: Arguments) -> None:
+        forward = graph_forward(self.stage.module, arguments, self.tape)
+        if forward is not None:
+            self.stage.module.__dict__["forward"] = forward
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._type(tensor), copy=True)
+
+    def _type(self, tensor: Tensor) -> torch.dtype:
+        return tensor.dtype if self.wide is None else widened(tensor.dtype, self.wide)
+
+    def _stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made: dict[int, Tensor] = {}
+        for name, original in self.stage.state.items():
+            if id(original) in made:
+                continue
+            if isinstance(original, nn.Parameter):
+                tensor = state[name].detach()
+                made[id(original)] = nn.Parameter(tensor.to(self._type(tensor)), original.requires_grad)
+            else:
+                made[id(original)] = self._convert(state[name])
+        return {name: made[id(original)] for name, original in self.stage.state.items()}
+
+    def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
+        leaves, (args, kwargs) = self._arguments(arguments)
+        given = _named_inputs((args, kwargs))
+        versions = {name: version_of(tensor) for name, tensor in given.items()}
+        held = {name: (tensor, version_of(tensor)) for name, tensor in self.stage.plain.items()}
+        with ExitStack() as stack:
+            stack.enter_context(self.promotion or nullcontext())
+            stack.enter_context(self.tape or nullcontext())
+            result = self.stage.module(*args, **kwargs)
+        random_state = torch.get_rng_state()
+        outputs = flatten(result, "output")
+        gradients = self._gradients(outputs, leaves, stand_ins)
+        return Run(
+            structure=structure(result),
+            outputs={name: _detached(value) for name, value in outputs.items()},
+            attached=frozenset(name for name, value in outputs.items() if _requires_grad(value)),
+            inputs={name: _detached(given[name]) for name, at in versions.items() if version_of(given[name]) != at},
+            input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
+            parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
+            buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
+            rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
+            random_state=random_state,
+        )
+
+    def _arguments(self, arguments: Arguments) -> tuple[dict[str, Tensor], Arguments]:
+        wanted = self.gradients and self.of_inputs
+
+        def leaf_of(tensor: Tensor) -> Tensor:
+            return self._convert(tensor).requires_grad_(wanted and differentiable(tensor))
+
+        leaves = replaced_tensors(arguments, leaf_of)
+        if not wanted:
+            return {}, leaves
+        named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
+        return named, replaced_tensors(leaves, torch.clone)
+
+    def _gradients(
+        self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]
+    ) -> dict[int, Tensor]:
+        if not self.gradients:
+            return {}  # a parameter that is returned as it is requires them even then
+        losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if _requires_grad(value)]
+        wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
+        if not losses or not wanted:
+            return {}
+        with self.promotion if self.promotion is not None and self.promotion.promoted else nullcontext():
+            found = torch.autograd.grad(losses, list(wanted.values()), allow_unused=True)
+        gradients = zip(wanted, cast("tuple[Tensor | None, ...]", found), strict=True)
+        return {key: gradient for key, gradient in gradients if gradient is not None}
+
+    def _loss(self, output: Tensor, index: int) -> Tensor:
+        """Return a scalar that sends the same random gradient into `output`, whatever its type."""
+        generator = torch.Generator().manual_seed(self.seed + index)
+        noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        exact_in_every_type = noise.to(torch.bfloat16).to(device=output.device, dtype=output.dtype)
+        loss = (output * exact_in_every_type).sum()
+        return loss.real if loss.is_complex() else loss
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Say whether gradients can flow to `tensor`, judged by its type."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _named_inputs(arguments: Arguments) -> dict[str, Tensor]:
+    named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

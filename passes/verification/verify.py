@@ -1,0 +1,273 @@
+"""Decide whether a rewritten module still is what it was: outputs, gradients, buffers, types, and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..sites import Numerics
+from .demands import (
+    TooFar,
+    check_attachment,
+    check_bits,
+    check_form,
+    check_presence,
+    check_sharing,
+    check_structure,
+    largest_gap,
+)
+from .perturb import jittered
+from .reference import Data, Reference, Sample, reference
+from .reference_runs import ReferenceRuns
+from .stage import Stage
+from .tolerances import Measured, Tolerances
+from .translation import MapState, Objection, Quantities, Translation, quantities
+from .trial import Run
+
+__all__ = ["MapState", "Reference", "Verdict", "reference", "verify"]
+
+_ECHOES = 4
+_PROBES = 8
+"""How often a module that seems to be wrong is run again, to learn what rounding does to it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found.
+
+    Attributes:
+        ok: whether the rewrite keeps its promise.
+        reason: a sentence that says what is wrong, or "".
+        meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
+        precision_error: the largest error of the rewritten module in its own types, likewise.
+        checked_in: "float64", or the narrower type that had to do.
+    """
+
+    ok: bool
+    reason: str
+    meaning_error: float = 0.0
+    precision_error: float = 0.0
+    checked_in: str = "float64"
+
+
+def verify(
+    reference: Reference,
+    module: nn.Module,
+    *,
+    map_state: MapState = dict,
+    numerics: Numerics = Numerics.REASSOCIATED,
+    budget: float = 0.05,
+) -> Verdict:
+    """Compare a rewritten module with the `reference` that was taken before.
+
+    Two questions are asked. *Meaning*: in float64, on the recorded inputs, and with noise on inputs, parameters and
+    buffers (mapped to their new places), both agree to 1e-10. *Precision*: in its own types, the rewritten module errs
+    at most 4 times as much as the original did, plus 8 units in the last place of the output's scale.
+
+    Args:
+        reference: of the module before.
+        module: the module now; it is left exactly as it is.
+        map_state: from all old parameters and buffers by name to the new ones.
+        numerics: what the rewrite promises. `EXACT` outputs and buffers must be bitwise the same, and so must the
+            random stream; `APPROXIMATE` answers to `budget` alone; `SEMANTIC` need only run.
+        budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor.
+    """
+    check = _Check(reference, Stage(module), map_state, numerics, budget)
+    try:
+        check.run()
+    except Objection as objection:
+        return check.verdict(str(objection))
+    return check.verdict("")
+
+
+class _Check:
+    """One verification under way."""
+
+    def __init__(
+        self, reference: Reference, after: Stage, map_state: MapState, numerics: Numerics, budget: float
+    ) -> None:
+        self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
+        self.map_state = map_state
+        self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
+        self.runs = ReferenceRuns(
+            after,
+            reference.training,
+            reference.gradients,
+            reference.seed,
+            reference.wide,
+            keyed=reference.keyed,
+            random=reference.random,
+            of_inputs=reference.of_inputs,
+            several=reference.several,
+        )
+        self.meaning_error = self.precision_error = 0.0
+
+    def verdict(self, reason: str) -> Verdict:
+        return Verdict(not reason, reason, self.meaning_error, self.precision_error, self.checked_in)
+
+    @property
+    def checked_in(self) -> str:
+        if not self.reference.samples:
+            return "nothing: there was no call to run"
+        wide = self.runs.wide
+        return "its own types" if wide is None else str(wide).removeprefix("torch.")
+
+    def run(self) -> None:
+        if not self.reference.samples:
+            return
+        if self.numerics is Numerics.SEMANTIC:
+            self._only_runs(self.reference.samples[0])
+            return
+        translation = Translation(self.reference, self.after, self.map_state)
+        if self.keeps_meaning:
+            translation.check_state()
+            translation.check_way_back()
+        wanted = self._wanted(translation)
+        samples = [sample for sample in self.reference.samples if sample.data in wanted]
+        measured = [_measured(sample, translation) for sample in samples]
+        tolerances = Tolerances(self.reference, measured, is_rounded=translation.is_rounded)
+        for sample, before in zip(samples, measured, strict=True):
+            self._sample(sample, before, translation, tolerances)
+        if self.numerics is Numerics.EXACT and self.reference.stream is not None:
+            self._stream(samples[0], self.reference.stream, translation)
+
+    def _wanted(self, translation: Translation) -> tuple[Data, ...]:
+        if not self.keeps_meaning:
+            return (Data.RECORDED,)
+        return (Data.RECORDED, Data.NOISY if translation.covers else Data.NOISY_INPUTS)
+
+    def _only_runs(self, sample: Sample) -> None:
+        check_structure(sample.exact, self._attempt("native", sample, self.after.state))
+
+    def _sample(self, sample: Sample, before: Measured, translation: Translation, tolerances: Tolerances) -> None:
+        state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
+        exact = None
+        if self.keeps_meaning:
+            exact = self._exact(sample, state)
+            self._meaning(sample, before, exact, tolerances, state)
+        if before.native is not None:
+            self._precision(sample, before, exact, tolerances, state)
+
+    def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        """Run exactly, where only the rewritten code lacks float64 in a narrower type."""
+        while self.runs.wide is not None:
+            try:
+                return self.runs.exact(sample.arguments, state)
+            except Exception:  # if it is not for want of a kernel, it comes again below, and becomes the objection
+                self.runs.wide = torch.float32 if self.runs.wide is torch.float64 else None
+                self.runs.census = None
+        return self._attempt("native", sample, state)
+
+    def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        try:
+            return getattr(self.runs, kind)(sample.arguments, state)
+        except Exception as error:
+            raise Objection(f"the rewritten module raises {type(error).__name__}: {error}") from error
+
+    def _meaning(
+        self, sample: Sample, before: Measured, exact: Run, tolerances: Tolerances, state: Mapping[str, Tensor]
+    ) -> None:
+        check_structure(sample.exact, exact)
+        check_attachment(sample.exact, exact)
+        found = _quantities(exact)
+        check_presence(before.exact, found)
+
+        def judge() -> float:
+            allowed = tolerances.for_meaning(before, self.runs.wide)
+            return largest_gap(before.exact, found, allowed, f"({self.checked_in}, {sample.data.value})")
+
+        def learn() -> None:
+            for run in self._jittered(sample, state, tolerances.wide_epsilon, _ECHOES):
+                tolerances.learn_exact(found, _quantities(run))
+
+        error, objection = _judged_twice(judge, learn)
+        self.meaning_error = max(self.meaning_error, error)
+        if objection is not None:
+            raise objection
+
+    def _precision(
+        self,
+        sample: Sample,
+        before: Measured,
+        exact: Run | None,
+        tolerances: Tolerances,
+        state: Mapping[str, Tensor],
+    ) -> None:
+        native, found = before.native or {}, _quantities(self._native(sample, state))
+        check_presence(before.exact, found)
+        if self.keeps_meaning:
+            check_form(native, found)
+        if self.numerics is Numerics.EXACT and not self.reference.random:
+            check_bits(native, found)
+        tensors = {label: value for label, value in before.exact.items() if isinstance(value, Tensor)}
+        expected = {label: _overflowing_alike(native[label], value) for label, value in tensors.items()}
+        budget = None if self.keeps_meaning else self.budget
+
+        def judge() -> float:
+            allowed = tolerances.for_precision(before, budget)
+            where = f"(in its own types, {sample.data.value})"
+            return largest_gap(expected, found, allowed, where, fewer_infinities=True)
+
+        def learn() -> None:
+            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
+                tolerances.learn_native(_quantities(exact or run), _quantities(run))
+
+        if not tolerances.native_is_coarser and budget is None:
+            return
+        error, objection = _judged_twice(judge, learn)
+        self.precision_error = max(self.precision_error, error)
+        if objection is not None:
+            raise objection
+
+    def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+        native = self._attempt("native", sample, state)
+        check_structure(sample.exact, native)
+        if self.keeps_meaning and sample.native is not None:
+            check_sharing(sample.native, native)
+        return native
+
+    def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:
+        """Run the rewritten module on inputs and state that are off by `step`; what it means is what they mean."""
+        for number in range(count):
+            arguments, values = jittered((sample.arguments, dict(state)), step, self.runs.wide, number)
+            yield self.runs.exact(arguments, values, like=sample.arguments)
+
+    def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
+        """Compare runs on the plain random stream, and how far each has advanced it."""
+        after = self._attempt("stream", sample, self.after.state)
+        check_bits(translation.quantities(before, self.reference.state), _quantities(after))
+        if not torch.equal(before.random_state, after.random_state):
+            raise Objection("the random stream is not advanced as before")
+
+
+def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
+    try:
+        return judge(), None
+    except TooFar:
+        learn()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection
+
+
+def _measured(sample: Sample, translation: Translation) -> Measured:
+    native = None if sample.native is None else translation.quantities(sample.native, sample.state)
+    return Measured(translation.quantities(sample.exact, sample.state), native)
+
+
+def _quantities(run: Run) -> Quantities:
+    return quantities(run, run.parameter_gradients, run.buffers)
+
+
+def _overflowing_alike(native: object, exact: Tensor) -> Tensor:
+    """Return the exact values, except that what overflowed in the original may overflow again."""
+    if not isinstance(native, Tensor) or native.shape != exact.shape:
+        return exact
+    if not exact.is_floating_point() or exact.layout is not torch.strided:
+        return exact
+    return torch.where(torch.isfinite(native), exact, native.to(exact.dtype))

@@ -1,0 +1,195 @@
+"""The graphs of a module: which there are, when each holds, and whose they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx, nn
+
+from ...errors import CaptureError
+from ..guards import SELF, Argument, Guard, Source, is_training, reader
+from ..values import Signature, class_recipe, signature_of
+from .at_rest import is_as_found
+from .contexts import Context
+from .portable import PortableGraph, copy_graph
+
+__all__ = ["Capture", "RegionPlan", "Variant", "capture_of", "required_capture"]
+
+
+@dataclass
+class Variant:
+    """One graph of a module, and when it holds.
+
+    Attributes:
+        guards: conditions over the forward's arguments and `self`, all of which must hold.
+        graph: placeholders are the tensors among the arguments.
+        arguments: name of a placeholder -> where its value is in the forward's arguments (`inputs[0]`).
+        reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
+        volatile: the module's attributes are set while the model runs, by this graph or around it: what it computes
+            hangs on more than its arguments, and passes leave it as it is.
+    """
+
+    guards: tuple[Guard, ...]
+    graph: fx.Graph
+    arguments: Mapping[str, Source] = field(default_factory=dict[str, Source])
+    reads: frozenset[str] = frozenset()
+    volatile: bool = False
+
+    def argument(self, placeholder: fx.Node) -> Source:
+        """Return where the value of a placeholder is in the forward's arguments."""
+        return self.arguments.get(placeholder.name) or Argument(str(placeholder.target))
+
+    def fits(self, names: Mapping[str, Any]) -> bool:
+        """Say whether all guards hold for a call whose arguments (and `self`) are `names`."""
+        read = reader(names)
+        return all(guard.holds_as_read(read) for guard in self.guards)
+
+    def runs_in_mode(self, module: nn.Module, *, flipped: bool = False) -> bool:
+        """Say whether it is for the mode that `module` and its children are in or, if `flipped`, for the other."""
+
+        def read(source: Source) -> Any:
+            if source == SELF:
+                return module
+            value = source.read(read)
+            return value is not flipped if is_training(source) else value
+
+        asked = (guard for guard in self.guards if guard.asks_for_training)
+        return all(guard.holds_as_read(read) for guard in asked)
+
+
+@dataclass(frozen=True, eq=False)
+class RegionPlan:
+    """How to make a region that a graph calls; every module that shares the graph gets one of its own.
+
+    Attributes:
+        context: what the region runs under.
+        capture: its graph.
+        children: name of a child there -> the name of the module in its home.
+    """
+
+    context: Context
+    capture: Capture
+    children: Mapping[str, str]
+
+
+@dataclass(eq=False)
+class Capture:
+    """The graphs of one module, or of several equal ones.
+
+    Attributes:
+        base: the class that the module has without its graphs.
+        variants: the first whose guards hold is run; with none the module runs its own forward.
+        signature: arguments of the forward, where they differ from those of `base.forward`.
+        misses: reason -> how often no variant held while the model was being worked on.
+        dropped: why graphs were dropped after capture; a call that none of those left fits is a miss then.
+        lost: why the module's own forward must not run in the place of its graphs; empty if it may.
+        owner: the module that may edit the graphs in place; None while they may be shared.
+        compiled: the class made from the graphs; None where it is not up to date.
+        rewritten: whether a graph was put in here in the place of one that was captured.
+        resting: whether the module runs its own forward, and the graphs are kept for who asks; see `rest`.
+        regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
+    """
+
+    base: type[nn.Module]
+    variants: list[Variant]
+    signature: Signature | None = None
+    misses: Counter[str] = field(default_factory=Counter[str])
+    dropped: str = ""
+    lost: str = ""
+    owner: weakref.ref[nn.Module] | None = None
+    compiled: type[nn.Module] | None = None
+    rewritten: bool = False
+    resting: bool = False
+    regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
+    _parameters: Signature | None = None
+    _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
+
+    @property
+    def parameters(self) -> Signature:
+        """Return the arguments of the forward."""
+        if self._parameters is None:
+            self._parameters = self.signature or signature_of(self.base.forward)
+        return self._parameters
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
+        return frozenset(name for variant in self.variants for name in variant.reads)
+
+    def copy(self) -> Capture:
+        """Return a capture of the same graphs; both count as shared from now on."""
+        self.owner = None
+        return self._with(list(self.variants))
+
+    def rebased(self, base: type[nn.Module]) -> Capture:
+        """Return a capture of the same graphs for another class; modules that share this one share that one too."""
+        if self.owner is None and base in self._rebased:
+            return self._rebased[base]
+        shared = self.owner is None
+        new = self.copy()
+        new.base, new.compiled, new._parameters = base, None, None
+        if shared:
+            self._rebased[base] = new
+        return new
+
+    def set_to_rest(self, resting: bool) -> Capture:
+        """Return a capture of the same graphs from which modules do not run, or run again."""
+        return replace(self.copy(), resting=resting, compiled=None)
+
+    def private(self) -> Capture:
+        """Return a capture of copies of the graphs; names and meta are kept."""
+        return self._with([replace(v, graph=copy_graph(v.graph), arguments=dict(v.arguments)) for v in self.variants])
+
+    def _with(self, variants: list[Variant]) -> Capture:
+        return replace(self, variants=variants, misses=Counter(self.misses), owner=None, _parameters=None, _rebased={})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        memo[id(self)] = new = self.copy()
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.variants]
+        kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.resting, self.regions)
+        return _rebuild_capture, (class_recipe(self.base), variants, *kept)
+
+
+def _rebuild_capture(
+    recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
+    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, Source], frozenset[str], bool]],
+    signature: Signature | None,
+    misses: Counter[str],
+    dropped: str,
+    lost: str,
+    rewritten: bool,
+    resting: bool,
+    regions: Mapping[str, RegionPlan],
+) -> Capture:
+    make, given = recipe
+    rebuilt = [
+        Variant(guards, graph.graph(), args, reads, volatile) for guards, graph, args, reads, volatile in variants
+    ]
+    return Capture(
+        make(*given), rebuilt, signature, misses, dropped, lost, rewritten=rewritten, resting=resting, regions=regions
+    )
+
+
+def capture_of(module: nn.Module) -> Capture | None:
+    """Return the graphs that `module` runs from, or None; while it rests, those that are what it would run from."""
+    capture: Capture | None = module.__dict__.get("_fxopt_capture")
+    return capture if capture is None or is_as_found(module, capture.base) else None
+
+
+def required_capture(module: nn.Module) -> Capture:
+    """Return the graphs that `module` runs from.
+
+    Raises:
+        CaptureError: if it has none.
+    """
+    capture = capture_of(module)
+    if capture is None:
+        raise CaptureError(f"this {type(module).__name__} has no graph: it was not captured, or it is a leaf")
+    return capture

@@ -1,0 +1,378 @@
+"""Modules that run from a graph and are still the user's own: same class name, attributes, methods and hooks."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx, nn
+
+from ...compat import own_children
+from ...errors import CaptureError, GuardError, ModeError
+from ..guards import Guard, GuardMiss
+from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_kind, user_class
+from .at_rest import FOUND, note_found
+from .capture import Capture, Variant, capture_of, required_capture
+from .compiled_class import dynamic_class
+from .misses import handler_of
+from .portable import copy_graph
+from .regions import ContextRegion, Region, context_regions
+from .selection import explain_miss, select
+from .source import generate
+
+__all__ = [
+    "EVAL_ONLY",
+    "Capture",
+    "Captured",
+    "Guard",
+    "Variant",
+    "capture_of",
+    "class_for",
+    "drop_variants",
+    "install",
+    "own",
+    "own_class",
+    "recompile",
+    "rest_again",
+    "select",
+    "uninstall",
+    "with_graph",
+    "with_variants",
+]
+
+
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
+"""What `Captured` is mixed into; it is no module itself, so that the user's class comes second."""
+
+
+EVAL_ONLY = "_fxopt_eval_only"
+"""In a module's `__dict__`: names of the passes whose rewrites of it are valid in evaluation mode only."""
+
+
+class Captured(_Module):
+    """Mix into the class of a module that runs from graphs.
+
+    A captured module's class is made on the fly and named like the user's own, from which it derives. Classes are
+    shared by modules with equal code, and never change once made; an edited graph makes a new one (`recompile`).
+    """
+
+    _fxopt_own: Callable[..., Any]
+    """The forward of the class below, the module's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "_fxopt_capture" not in self.__dict__:
+            # Someone called type(model)(...): a new model, of the user's class, that was never captured.
+            cast("Any", self).__class__ = user_class(type(self))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the user's own hook for subclasses (registries, say) from seeing the classes made here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" and value:
+            _refuse_training(self)
+        before = _child(self, name)
+        super().__setattr__(name, value)
+        if not same_kind(before, value):
+            _drop_readers(self, name, "set")
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _drop_readers(self, name, "deleted")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; graphs that found none of that name are dropped."""
+        super().register_parameter(name, param)
+        _drop_readers(self, name, "registered")
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer; graphs that found none of that name are dropped."""
+        # The class's own may know nothing of buffers that are not persistent.
+        super().register_buffer(name, tensor, *(() if persistent else (False,)))
+        _drop_readers(self, name, "registered")
+
+    # Setting a buffer, torch asks for the signature of what is not its own: in a forward that is at each call.
+    register_buffer.__signature__ = inspect.signature(register_buffer)  # pyright: ignore[reportFunctionMemberAccess]
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Register a child; graphs that found none of that name are dropped."""
+        before = _child(self, name)
+        super().add_module(name, module)
+        if not same_kind(before, module):
+            _drop_readers(self, name, "registered")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if capture_of(self) is not None:
+            recompile(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only."""
+        if mode:
+            _refuse_training(self)
+        return super().train(mode)
+
+    def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward where no variant's guards hold."""
+        return _answered(cast("nn.Module", self), args, kwargs)
+
+    def _fxopt_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward after an assumption failed in the middle of a graph."""
+        return _answered(cast("nn.Module", self), args, kwargs, miss)
+
+    def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Raise GuardError where no variant's guards hold, and the module's own forward would be wrong."""
+        _refuse(cast("nn.Module", self), args, kwargs)
+
+    def _fxopt_refuse_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
+        """Raise GuardError after an assumption failed in the middle of a graph."""
+        _refuse(cast("nn.Module", self), args, kwargs, miss)
+
+
+def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
+    """Return what the module's own forward gives for a call that no graph fits."""
+    forward: Callable[..., Any] = cast("Any", module)._fxopt_own
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    announce()
+    announce_changes()
+    reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
+    handler = handler_of(module)
+    handler.note(module, args, kwargs, reason, None if miss is None else miss.tally)
+    _without_graphs(module)
+    with handler.during_call():
+        return forward(*args, **kwargs)
+
+
+def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> None:
+    """Count a call that no graph fits, where the module's own forward would be wrong.
+
+    Raises:
+        GuardError: always.
+    """
+    reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
+    which = handler_of(module).refuse(module, reason)
+    raise GuardError(
+        f"no graph of {which} fits this call: {reason}. Its original forward would be wrong, for "
+        f"{required_capture(module).lost}. Add this call to example_inputs, or record it with fxopt.recording"
+    )
+
+
+def _without_graphs(module: nn.Module) -> None:
+    """Give a module whose graphs were all dropped its own forward: forwards exist that ask whether theirs is called."""
+    if not required_capture(module).variants:
+        own(module).dropped = ""
+        recompile(module)
+
+
+def _refuse_training(module: _Module) -> None:
+    passes = cast("Sequence[str]", module.__dict__.get(EVAL_ONLY, ()))
+    if passes:
+        raise ModeError(
+            f"this {type(module).__name__} was rewritten for evaluation by {', '.join(passes)}; to train it, "
+            "optimize with phase='train' or leave that pass out"
+        )
+
+
+def _child(module: _Module, name: str) -> nn.Module | None:
+    """Return a child; a module that is being made may have no registry yet."""
+    children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
+    return children.get(name)
+
+
+def _rebuild_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+    base = make(*arguments)
+    return nn.Module.__new__(_bare_class(base))
+
+
+def _under(cls: type) -> type[nn.Module]:
+    """Return the class below the mixin in a captured class."""
+    return cls.__bases__[1]
+
+
+def _is_captured_class(cls: type) -> bool:
+    return cls.__bases__[:1] == (Captured,)
+
+
+def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = None) -> Capture:
+    """Make `module` run from the graphs of `capture`, which other modules may share; return what it runs from now.
+
+    Args:
+        module: is changed in place.
+        capture: if it is of another class than the module's, a capture of the same graphs takes its place.
+        base: the class to have without the graphs; by default the one it has.
+
+    Raises:
+        CaptureError: if the class of the module was changed by something else since it was captured.
+    """
+    base = base or own_class(module)
+    if capture.base is not base:
+        capture = capture.rebased(base)
+    module.__dict__["_fxopt_capture"] = capture
+    module.__dict__.pop(FOUND, None)
+    plain = capture.resting and user_class(base) is base and EVAL_ONLY not in module.__dict__
+    cls = base if plain else class_for(capture)
+    object.__setattr__(module, "__class__", cls)  # no module's own way of setting attributes is asked
+    _add_regions(module, capture)
+    if plain:
+        note_found(module, capture.reads)
+    return capture
+
+
+def _add_regions(module: nn.Module, capture: Capture) -> None:
+    """Give a module the regions that its graphs call, where it has not got them; its own `__setattr__` is not asked."""
+    for name, plan in capture.regions.items():
+        if name not in own_children(module):
+            borrowed = {mine: module.get_submodule(path) for mine, path in plan.children.items()}
+            region = ContextRegion(plan.context, borrowed, plan.children)
+            region.training = module.training
+            install(region, plan.capture)
+            own_children(module)[name] = region
+
+
+def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
+    """Give `module` its own forward back, and take its regions away; nothing happens if it has it.
+
+    Args:
+        module: the module.
+        keep_regions: leave the regions for graphs that will be installed again.
+    """
+    if "_fxopt_capture" in module.__dict__:
+        module.__class__ = own_class(module)
+        del module.__dict__["_fxopt_capture"]
+        module.__dict__.pop(FOUND, None)
+        for name in () if keep_regions else context_regions(own_children(module)):
+            del own_children(module)[name]
+
+
+def own(module: nn.Module) -> Capture:
+    """Return the module's capture for editing: where it is shared, the module gets a private copy first.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    capture = required_capture(module)
+    if capture.owner is None or capture.owner() is not module:
+        capture = capture.private()
+        capture.owner = weakref.ref(module)
+        module.__dict__["_fxopt_capture"] = capture
+    return capture
+
+
+def with_graph(module: nn.Module, variant: int, graph: fx.Graph | None = None) -> None:
+    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    variants = required_capture(module).variants
+    with_variants(
+        module,
+        [
+            replace(v, graph=copy_graph(v.graph) if graph is None or number != variant else graph)
+            for number, v in enumerate(variants)
+        ],
+    )
+
+
+def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
+    """Give `module` other graphs, which nobody else may have; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    capture = required_capture(module)
+    variants = [replace(v, arguments=dict(v.arguments)) for v in variants]
+    new = replace(capture.copy(), variants=variants, owner=weakref.ref(module), compiled=None, rewritten=True)
+    module.__dict__["_fxopt_capture"] = new
+
+
+def recompile(module: nn.Module) -> None:
+    """Make `module` run from its graphs as they are now.
+
+    Raises:
+        CaptureError: if the module has no graph, or its class was changed by something else.
+    """
+    capture = required_capture(module)
+    if capture.owner is not None and capture.owner() is module:
+        capture.compiled = None
+    install(module, capture)
+
+
+def rest_again(module: nn.Module) -> None:
+    """Give a module at rest the class that it should have there, and take its attributes as they are."""
+    capture: Capture | None = module.__dict__.get("_fxopt_capture")
+    if capture is not None and capture.resting:
+        install(module, capture)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that `module` has without its graphs.
+
+    Raises:
+        CaptureError: if its class was changed by something else since it was captured.
+    """
+    cls = type(module)
+    if _is_captured_class(cls):
+        return _under(cls)
+    if issubclass(cls, Captured):
+        raise CaptureError(
+            f"the class of this captured {cls.__name__} was changed after capture (by FSDP or a parametrization, say); "
+            "rewrite the model first, then shard or parametrize it"
+        )
+    return cls
+
+
+def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
+    """Drop the graphs that the old value of an attribute is part of; `done` says what became of it."""
+    capture = capture_of(module)
+    if capture is None or not any(attribute in variant.reads for variant in capture.variants):
+        return
+    drop_variants(
+        module, lambda variant: attribute in variant.reads, f"attribute {attribute!r} was {done} after capture"
+    )
+
+
+def drop_variants(module: nn.Module, chosen: Callable[[Variant], bool], why: str) -> None:
+    """Drop the graphs of `module` that are `chosen`, or all where none is; `why` is told at the next call."""
+    with _dropping:
+        capture = own(module)
+        left = [variant for variant in capture.variants if not chosen(variant)]
+        capture.variants = [] if len(left) == len(capture.variants) else left
+        capture.dropped = why
+        recompile(module)
+
+
+_dropping = threading.RLock()
+
+
+def class_for(capture: Capture) -> type[nn.Module]:
+    """Return the class of the modules that run from `capture`; equal code gives the same class."""
+    if capture.compiled is None:
+        if capture.resting or not (capture.variants or capture.dropped):
+            capture.compiled = _bare_class(capture.base)
+        else:
+            restarts = not issubclass(capture.base, Region)
+            source = generate(capture.parameters, capture.variants, restarts=restarts, refuse=bool(capture.lost))
+            names = {**_fxopt_names(capture.base), ANNOUNCES: True}
+            capture.compiled = dynamic_class(capture.base, Captured, source, capture.parameters, names)
+    return capture.compiled
+
+
+def _bare_class(base: type[nn.Module]) -> type[nn.Module]:
+    return dynamic_class(base, Captured, None, None, _fxopt_names(base))
+
+
+def _fxopt_names(base: type[nn.Module]) -> dict[str, Any]:
+    return {"_fxopt_base": user_class(base), "_fxopt_own": base.forward}

@@ -1,0 +1,52 @@
+"""The contexts of torch that a forward may open around a part of itself, as values that open them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...compat import checkpoint
+
+__all__ = ["Context"]
+
+_OPENERS: Mapping[str, Callable[..., AbstractContextManager[Any]]] = {
+    "autocast": torch.autocast,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "set_grad_enabled": torch.set_grad_enabled,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Say what a part of a forward runs under.
+
+    Attributes:
+        kind: the name of torch's function: "autocast", "no_grad", "checkpoint", ...
+        settings: what that is called with.
+    """
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function` under the context."""
+        if self.kind == "checkpoint":
+            return checkpoint(function, args, self.settings)
+        with _OPENERS[self.kind](**self.settings):
+            return function(*args)
+
+    @property
+    def gradients(self) -> bool | None:
+        """Return whether gradients are recorded under the context; None where it leaves that as it was."""
+        mode = bool(self.settings.get("mode", True))
+        known = {"no_grad": False, "enable_grad": True, "set_grad_enabled": mode, "inference_mode": not mode}
+        return known.get(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

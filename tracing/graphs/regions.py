@@ -1,0 +1,79 @@
+"""Modules that run a part of their home's graph, and borrow the children that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ...errors import CaptureError
+from .contexts import Context
+
+__all__ = ["ContextRegion", "Region", "context_regions"]
+
+
+class Region(nn.Module):
+    """A part of its home's graph.
+
+    It calls children that its home still owns: names survive, so a region writes nothing into a state dict and takes
+    nothing from one. Tensors of the home come in as arguments.
+
+    Attributes:
+        origins: name of a child here -> its qualified name in the home.
+    """
+
+    def __init__(self, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+        super().__init__()
+        self.origins = dict(origins)
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, *args: Any) -> Any:
+        """Run the region's graph; it has no other forward."""
+        raise CaptureError("this region lost its graph")
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """Write nothing: the home's own names cover the children."""
+        return {} if destination is None else destination
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
+        # The children are loaded under the home's names; here they get what they have.
+        for name, child in self.named_children():
+            own: dict[str, Any] = {}  # given one, a member of an ensemble adds no views of what it does not hold
+            state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
+
+
+class ContextRegion(Region):
+    """A part of a forward that the user put under a context; calling the region opens it.
+
+    Attributes:
+        context: what it runs under.
+    """
+
+    def __init__(self, context: Context, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+        super().__init__(children, origins)
+        self.context = context
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the region's graph, whatever its forward is now, under the context."""
+        return self.context.run(super().__call__, args)
+
+    def extra_repr(self) -> str:
+        """Name the context."""
+        return str(self.context)
+
+
+def context_regions(children: Mapping[str, object]) -> dict[str, ContextRegion]:
+    """Return those among a module's children that are parts of its own forward, put under a context."""
+    return {name: child for name, child in children.items() if isinstance(child, ContextRegion)}

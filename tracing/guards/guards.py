@@ -1,0 +1,307 @@
+"""What a capture assumed: conditions over the arguments, and conditions in the middle of a graph."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+
+from ...errors import GuardError
+from ..values import Kept
+from .sources import (
+    TOLD,
+    Attribute,
+    Call,
+    Constant,
+    Known,
+    Read,
+    Source,
+    Term,
+    Writer,
+    attribute_at,
+    constant,
+    is_training,
+    key_of,
+    reader,
+    type_of,
+)
+
+__all__ = [
+    "NOT_HELD",
+    "Check",
+    "Equals",
+    "Guard",
+    "GuardMiss",
+    "Has",
+    "Is",
+    "IsNot",
+    "Lacks",
+    "Tally",
+    "Truth",
+    "equal",
+    "in_evaluation",
+    "is_tensor",
+    "of_class",
+    "require",
+    "same_type",
+]
+
+NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+"""What a guard that cannot be evaluated raises: it does not hold."""
+_ISINSTANCE: Any = isinstance
+"""The builtin itself; another one is in its place while a forward is traced."""
+
+
+class Check(Term):
+    """What a guard asks of the value of its source.
+
+    A new kind of check is a class here: what it compares with, how generated code spells it, and when it holds.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def text(self, value: str, write: Writer) -> str:
+        """Return Python for whether the value that `value` spells is as it should be."""
+
+    @abstractmethod
+    def holds(self, value: Any, read: Read) -> Any:
+        """Say whether a value is as it should be, given what reads the sources that it is compared with."""
+
+    def over(self, replaced: Mapping[Source, Source]) -> Self:
+        """Return the check with others in the place of some sources."""
+        return self._made_over(replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class Equals(Check):
+    """It is equal to something."""
+
+    expected: Source
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{value} == {write(self.expected)}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return value == read(self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Is(Check):
+    """It is a certain object: None, a flag, a class, what is found elsewhere."""
+
+    expected: Source
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{value} is {write(self.expected)}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return value is read(self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class IsNot(Check):
+    """It is any other object."""
+
+    other: Source
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{value} is not {write(self.other)}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return value is not read(self.other)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth(Check):
+    """It counts as true, or as false."""
+
+    expected: bool
+
+    def text(self, value: str, write: Writer) -> str:
+        return value if self.expected else f"not {value}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return bool(value) is self.expected
+
+
+@dataclass(frozen=True, slots=True)
+class Has(Check):
+    """A key is in it."""
+
+    key: Constant
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{write(self.key)} in {value}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return self.key.value in value
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks(Check):
+    """A key is not in it."""
+
+    key: Constant
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{write(self.key)} not in {value}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return self.key.value not in value
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """One condition that a capture holds under; guards with one condition are equal. `str` gives it as people read it.
+
+    Attributes:
+        source: what is looked at, in terms of the forward's arguments and `self`.
+        check: what is asked of it.
+        reason: what was assumed, and where, for the report.
+    """
+
+    source: Source
+    check: Check
+    reason: str = field(default="", compare=False)
+
+    def holds(self, names: Mapping[str, Any]) -> bool:
+        """Say whether it holds for a call whose arguments (and `self`) are `names`; an error counts as no."""
+        return self.holds_as_read(reader(names))
+
+    def holds_as_read(self, read: Read) -> bool:
+        """Say whether it holds where `read` gives the values of sources; an error counts as no."""
+        try:
+            return bool(self.check.holds(read(self.source), read))
+        except NOT_HELD:
+            return False
+
+    def over(self, replaced: Mapping[Source, Source]) -> Guard:
+        """Return the guard with others in the place of some sources."""
+        return Guard(self.source.over(replaced), self.check.over(replaced), self.reason)
+
+    def sources(self) -> Iterator[Source]:
+        """Yield all that it looks at and compares with, and what that is made of."""
+        for source in (self.source, *self.check.parts):
+            yield from source.all()
+
+    @property
+    def asks_for_training(self) -> bool:
+        """Say whether it is about the mode of a module."""
+        return any(map(is_training, self.sources()))
+
+    def text(self, write: Writer) -> str:
+        """Return the condition as Python."""
+        return self.check.text(write(self.source), write)
+
+    def __str__(self) -> str:
+        return self.text(TOLD)
+
+
+# -- guards of several kinds -----------------------------------------------------------------------------------------
+
+
+def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
+    """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity.
+
+    By default the reason is what the value was; no code of the user's is asked for the text of any other.
+    """
+    expected = constant(value)
+    if expected is None:
+        return None
+    check = (Is if value is None or isinstance(value, bool) else Equals)(expected)
+    return Guard(source, check, reason or f"{source} is {expected}")
+
+
+def same_type(source: Source, value: Any, reason: str) -> Guard:
+    """Return a guard on the type of a value: exactly that of another one, which is one of Python's own or torch's."""
+    return Guard(type_of(source), Is(Known(type(value))), reason)
+
+
+def of_class(source: Source, cls: type[Any], reason: str) -> Guard:
+    """Return a guard on the class of a value, by its name: classes made on the fly are named like the user's."""
+    return Guard(Attribute(type_of(source), "__qualname__"), Equals(key_of(cls.__qualname__)), reason)
+
+
+def is_tensor(source: Source, expected: bool, reason: str) -> Guard:
+    """Return a guard on whether a value is a tensor."""
+    return Guard(Call(_ISINSTANCE, (source, Known(Tensor))), Truth(expected), reason)
+
+
+def in_evaluation(module: str, reason: str) -> Guard:
+    """Return a guard on the mode of a module inside, by its qualified name: it is in evaluation."""
+    return Guard(attribute_at(f"{module}.training"), Truth(False), reason)
+
+
+# -- checks in the middle of a graph ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tally:
+    """Count how often a check of a decision by data was made, and how often it missed; all tallies are equal."""
+
+    checks: int = field(default=0, compare=False)
+    misses: int = field(default=0, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(Tally)
+
+    def is_hopeless(self) -> bool:
+        """Tell, every 16 misses, whether more than half of the checks since the last time missed."""
+        if self.misses < _WINDOW:
+            return False
+        mostly = 2 * self.misses > self.checks
+        self.checks = self.misses = 0
+        return mostly
+
+
+_WINDOW = 16
+
+
+class GuardMiss(Exception):
+    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over.
+
+    Attributes:
+        tally: how often it held so far, where it is about the data in a tensor; else None.
+    """
+
+    def __init__(self, reason: str, tally: Tally | None = None) -> None:
+        super().__init__(reason)
+        self.tally = tally
+
+
+def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
+    """Check, in the middle of a graph, that `value` is still what a decision was based on.
+
+    Args:
+        value: the value now.
+        expected: the value at capture; True and False stand for the truth of `value`.
+        reason: what was decided, and where.
+        restart: whether nothing has happened so far that running the module's own forward would repeat; or what
+            takes back what has.
+        tally: counts the checks, where the value hangs on the data in a tensor.
+
+    Raises:
+        GuardMiss: if it is not, and the module may start over.
+        GuardError: if it is not, and it may not.
+    """
+    if tally is not None:
+        tally.checks += 1
+    if isinstance(expected, bool):
+        same = value is not None and bool(value) is expected  # at capture it was something
+    elif expected is None:
+        same = value is None
+    else:
+        same = value == expected
+    if same:
+        return
+    if tally is not None:
+        tally.misses += 1
+    if isinstance(restart, Kept):
+        restart.restore()
+    if restart:
+        raise GuardMiss(reason, tally)
+    raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")

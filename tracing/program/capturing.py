@@ -1,0 +1,311 @@
+"""Capture every module of a model, one by one; what cannot be captured is kept with its reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat import all_modules, is_torch_wrapper, own_buffers
+from ..graphs import Capture, Variant, capture_of
+from ..guards import Source, require
+from ..reads import raised_at
+from ..recording import Call, Likeness, Recording
+from ..rules import SequentialCaptures, tracing_session
+from ..trace import ModuleTracer, TracingSession, with_regions
+from ..values import (
+    ModelNames,
+    Signature,
+    Untraceable,
+    is_container,
+    is_leaf,
+    meta_key,
+    meta_of,
+    runs_as_sequential,
+    signature_of,
+)
+
+__all__ = ["Captures", "Opaque", "capture_modules"]
+
+_MAX_VARIANTS = 8
+"""Graphs kept for one module that is called in several ways."""
+
+_MAX_COMPARED = 4
+"""Modules called more often are traced by themselves."""
+
+_MAX_STATES = 2
+"""So often a module that sets its own attributes is traced again with those that it leaves."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module that runs its own forward: which, where it could not be captured, and why."""
+
+    name: str
+    location: str
+    reason: str
+
+    def __str__(self) -> str:
+        place = f" ({self.location})" if self.location else ""
+        return f"{self.name or '(root)'}{place}: {self.reason}"
+
+
+@dataclass
+class Captures:
+    """What capturing a model gave.
+
+    Attributes:
+        captured: qualified name -> capture.
+        opaque: qualified name -> why there is none.
+        leaves: names of the modules that are never looked into.
+        uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
+        names: of the model's modules, if these are still all once the captures are installed.
+    """
+
+    captured: dict[str, Capture]
+    opaque: dict[str, Opaque]
+    leaves: list[str]
+    uncertain: bool = False
+    names: ModelNames | None = None
+
+
+def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
+    """Trace every module that is neither leaf nor container; nothing is installed yet.
+
+    Args:
+        names: the model.
+        recording: its calls on the example inputs; None traces without example values.
+    """
+    result = Captures({}, {}, [])
+    with tracing_session(names.modules.values()) as session:
+        capturer = _Capturer(names, recording, session)
+        for module in dict.fromkeys(names.modules.values()):
+            name = names.name(module)
+            if is_container(module):
+                continue
+            if is_leaf(module):
+                result.leaves.append(name)
+            else:
+                found = capturer.capture(name, module)
+                if isinstance(found, Capture):
+                    result.captured[name] = found
+                elif found is not None:
+                    result.opaque[name] = found
+        result.uncertain = capturer.uncertain
+    return result
+
+
+@dataclass
+class _Case:
+    """What a trace is to find: answers of switches, and attributes that calls have set; `depth` calls ago."""
+
+    answers: Mapping[Source, bool]
+    attributes: Mapping[tuple[nn.Module, str], Any] = field(compare=False)
+    depth: int = 0
+
+
+class _Capturer:
+    def __init__(self, names: ModelNames, recording: Recording | None, session: TracingSession) -> None:
+        self._names = names
+        self._recording = recording
+        self._session = session
+        self._sequentials = SequentialCaptures()
+        self._stateful: dict[nn.Module, bool] = {}
+        self._signatures: dict[Any, list[Signature]] = {}
+        self._alike: dict[Hashable, Capture] = {}
+        self._likeness = Likeness()
+        self._awake: dict[int, tuple[Capture, Capture]] = {}
+        self.uncertain = False
+        self._kinds = Counter(type(module) for module in set(names.modules.values()))
+
+    def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
+        """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
+        present = capture_of(module)
+        if present is not None:
+            return self._woken(present)
+        reason = _refusal(module)
+        if reason is not None:
+            return Opaque(name, "", reason)
+        calls: Sequence[Call | None] = (None,)
+        if self._recording is not None:
+            calls = self._recording.calls.get(module, [])
+            if not calls:
+                return None if runs_as_sequential(module) else Opaque(name, "", "the example inputs never call it")
+        if runs_as_sequential(module):
+            return self._sequentials.capture(module, calls[0])
+        return (
+            self._traced(name, module, calls) if self._kinds[type(module)] == 1 else self._shared(name, module, calls)
+        )
+
+    def _shared(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
+        """Return the capture of the first module that is alike, where there is one."""
+        key = self._key(module, calls)
+        if key is None or key not in self._alike:
+            found = self._traced(name, module, calls)
+            if key is None or isinstance(found, Opaque):
+                return found
+            self._alike[key] = found
+        return self._alike[key]
+
+    def _key(self, module: nn.Module, calls: Sequence[Call | None]) -> Hashable | None:
+        """Return everything that the trace of a module may depend on, or None if that cannot be said."""
+        if len(calls) > _MAX_COMPARED or any(call is not None and call.attributes for call in calls):
+            return None
+        described = self._likeness.whole(module)
+        return described.key, tuple(None if call is None else _call_key(call, described.paths) for call in calls)
+
+    def _woken(self, capture: Capture) -> Capture:
+        """Return the capture itself, or where modules rest from it, one that the same modules share and run from."""
+        if not capture.resting:
+            return capture
+        known = self._awake.setdefault(id(capture), (capture, capture.set_to_rest(False)))
+        return known[1]
+
+    def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
+        try:
+            signature, variants = self._first(name, module, calls)
+        except Untraceable as error:
+            self.uncertain = True
+            return Opaque(name, error.location or _defined_at(module), error.reason)
+        except Exception as error:
+            self.uncertain = True
+            reason = f"tracing it raised {type(error).__name__}: {error}"
+            return Opaque(name, raised_at(error) or _defined_at(module), reason)
+        for call in calls[1:]:
+            if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
+                variants += self._more(name, signature, call, variants)
+        usual = self._signatures[type(module).forward][0]
+        variants, regions = with_regions(module, variants)
+        own = None if signature is usual else signature
+        return Capture(type(module), variants, own, regions=regions, _parameters=signature)
+
+    def _first(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> tuple[Signature, list[Variant]]:
+        """Return the graphs of a module's first call, and the signature that they are for."""
+        fitting = self._fitting(module, calls)
+        try:
+            return fitting[0], list(self.variants(name, fitting[0], calls[0]))
+        except TypeError:
+            if len(fitting) == 1:
+                raise
+        # The decorator hands arguments on to a function that has other names for them.
+        return fitting[1], list(self.variants(name, fitting[1], calls[0]))
+
+    def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
+        """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
+        cases = set(map(_case, known))
+        try:
+            found = list(self.variants(name, signature, call))
+        except Exception:
+            self.uncertain = True
+            return []
+        return [variant for variant in found if _case(variant) not in cases]
+
+    def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
+        """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
+        pending: list[_Case] = [_Case({}, {} if call is None else call.attributes)]
+        tried: list[_Case] = []
+        assigned = {} if self._recording is None else self._recording.assigning
+        while pending and len(tried) < _MAX_VARIANTS:
+            case = pending.pop(0)
+            tried.append(case)
+            tracer = ModuleTracer(
+                self._session, self._names, name, call, self._is_stateful, assigned, case.answers, case.attributes
+            )
+            try:
+                variant = tracer.trace(signature)
+                self.uncertain |= bool(tracer.decisions.by_data)
+                yield variant
+            except Exception:
+                if len(tried) == 1:
+                    raise
+                self.uncertain = True
+                continue
+            flipped = [{**case.answers, f: not answer} for f, answer in tracer.decisions.flags.items()]
+            found = [_Case(answers, case.attributes) for answers in flipped if answers.keys() != case.answers.keys()]
+            if tracer.assignments.left is not None and case.depth < _MAX_STATES:
+                found.append(_Case(case.answers, tracer.assignments.left, case.depth + 1))
+            pending += [case for case in found if case not in tried and case not in pending]
+
+    def _fitting(self, module: nn.Module, calls: Sequence[Call | None]) -> list[Signature]:
+        """Return the signatures that the recorded calls fit: the function's under a decorator, then the decorator's."""
+        forward = type(module).forward
+        if forward not in self._signatures:
+            follow = signature_of(forward)
+            outer = signature_of(forward, follow_wrapped=False)
+            plain = inspect.unwrap(forward) is forward
+            self._signatures[forward] = [follow] if plain else [follow, outer] if follow.decorated else [outer]
+        candidates = self._signatures[forward]
+        return [s for s in candidates if all(_fits(s, call) for call in calls)] or candidates[-1:]
+
+    def _is_stateful(self, module: nn.Module) -> bool:
+        known = self._stateful.get(module)
+        if known is None:
+            changed = set[nn.Module]() if self._recording is None else self._recording.changed
+            known = self._stateful[module] = any(
+                inner in changed or getattr(inner, "inplace", False) or (bool(own_buffers(inner)) and is_leaf(inner))
+                for inner in all_modules(module)
+            )
+        return known
+
+
+def _fits(signature: Signature, call: Call | None) -> bool:
+    if call is None:
+        return True
+    args, kwargs = call.forward_arguments
+    try:
+        signature.bind(args, dict(kwargs))
+    except TypeError:
+        return False
+    return True
+
+
+def _case(variant: Variant) -> Hashable:
+    """Return what tells graphs of a module apart: when they hold, and what they check on the way."""
+    checks = variant.graph.find_nodes(op="call_function", target=require)
+    return frozenset(variant.guards), tuple(check.args[2] for check in checks)
+
+
+def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
+    """Return what a trace may depend on of a call: its arguments, and what the modules inside gave that it called."""
+    args, kwargs = call.forward_arguments
+    children = tuple((paths.get(child), _key_of(inner.output)) for child, inner in call.children)
+    return _key_of(args), tuple((name, _key_of(value)) for name, value in kwargs.items()), children
+
+
+def _key_of(value: object) -> Hashable:
+    return type(value), meta_key(meta_of(value))
+
+
+def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:
+    """Tell whether a graph holds for a call, whatever it may come to check on the way."""
+    if call is None:
+        return True
+    args, kwargs = call.plain_arguments
+    names = {"self": module, **signature.bind(args, dict(kwargs))}
+    sure = [v for v in variants if not v.graph.find_nodes(op="call_function", target=require)]
+    return any(variant.fits(names) for variant in sure)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Return why a module is not even tried."""
+    if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        return "it is a TorchScript module"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if is_torch_wrapper(type(module)):
+        return f"it is a {type(module).__name__} wrapper"
+    if not inspect.isfunction(type(module).forward):
+        return "its forward is no plain function"
+    return None
+
+
+def _defined_at(module: nn.Module) -> str:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"

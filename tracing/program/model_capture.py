@@ -1,0 +1,126 @@
+"""Capture a whole model: record, trace, install and check; all of it, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ...compat import has_lazy_parameters
+from ...errors import InputError
+from ..graphs import capture_of, install, uninstall
+from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
+from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
+from .capturing import Captures, Opaque, capture_modules
+from .resting import rested_inside_askers
+
+__all__ = ["capture_model", "inputs_for"]
+
+
+def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
+    """Return the calls meant by `example_inputs`; those of a model on the meta device are moved there.
+
+    Raises:
+        UsageError: if `example_inputs` is none of the forms it may have.
+    """
+    inputs = normalize_inputs(example_inputs)
+    if not is_meta(model):
+        return inputs
+
+    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta")
+
+    return tuple(Inputs(*map_tensors(to_meta, i.args), **map_tensors(to_meta, i.kwargs)) for i in inputs)
+
+
+def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
+    """Install a graph on every module of `model` that can be captured, and check the whole against its own forward.
+
+    Args:
+        model: changed in place; as before if anything raises.
+        inputs: the example inputs; none means to trace without example values.
+        training: the mode to record in.
+
+    Raises:
+        InputError: if the model refuses the inputs, or has lazy parameters that were never initialised.
+    """
+    names = ModelNames(model)
+    _check_initialised(names)
+    with in_phase(model, training):
+        state = ModelState(model)
+        recording = record(model, inputs, state=state, exact=False) if inputs else None
+        if recording is not None:
+            _record_other_mode(model, names, inputs, recording)
+        with restoring(state):
+            found = capture_modules(names, recording)
+        if recording is None:
+            found.captured = rested_inside_askers(names, found.captured)
+            _install(names, found)
+            return found
+        if found.uncertain and not recording.is_exact():
+            # Where forwards work in place, the numbers recorded are what became of them.
+            recording = record(model, inputs, state=state)
+            _record_other_mode(model, names, inputs, recording)
+            with restoring(state):
+                found = capture_modules(names, recording)
+        found.captured = rested_inside_askers(names, found.captured)
+        _install_checked(model, names, found, inputs, recording, state)
+        recording.forget()
+    return found
+
+
+def _record_other_mode(model: nn.Module, names: ModelNames, inputs: tuple[Inputs, ...], recording: Recording) -> None:
+    """Record the modules that are called in the other mode only, where the model runs in that mode at all."""
+    uncalled = [m for m in names.distinct if m not in recording.calls and not (is_leaf(m) or is_container(m))]
+    if uncalled:
+        with in_phase(model, not model.training), contextlib.suppress(InputError):
+            recording.calls.update(record(model, inputs, uncalled, exact=False).calls)
+
+
+def _install(names: ModelNames, found: Captures) -> None:
+    for name, capture in found.captured.items():
+        install(names.modules[name], capture)
+    found.names = None if any(capture.regions for capture in found.captured.values()) else names
+
+
+def _install_checked(
+    model: nn.Module,
+    names: ModelNames,
+    found: Captures,
+    inputs: tuple[Inputs, ...],
+    recording: Recording,
+    state: ModelState,
+) -> None:
+    expected = expectations(model, found.captured, inputs, recording, state)
+    with _undone_on_error(names, found):
+        _install(names, found)
+        state.accept_graphs()
+        for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
+            uninstall(names.modules[name])
+            del found.captured[name]
+            found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
+    for capture in found.captured.values():
+        capture.misses.clear()
+
+
+@contextmanager
+def _undone_on_error(names: ModelNames, found: Captures) -> Generator[None]:
+    before = {name for name in found.captured if capture_of(names.modules[name]) is not None}
+    try:
+        yield
+    except BaseException:
+        for name in found.captured.keys() - before:
+            uninstall(names.modules[name])
+        raise
+
+
+def _check_initialised(names: ModelNames) -> None:
+    for name, module in names.modules.items():
+        if has_lazy_parameters(module):
+            raise InputError(
+                f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
+                "run the model once on real inputs first"
+            )

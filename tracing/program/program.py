@@ -1,0 +1,239 @@
+"""A program: a model whose modules run from graphs, and everything passes may ask about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import fx, nn
+
+from ...compat import submodule
+from ...errors import CaptureError, InputError
+from ..graphs import Capture, Region, capture_of
+from ..recording import Recording, in_phase, misses_in, record
+from ..values import Inputs, ModelNames
+from .capturing import Opaque
+from .coverage import Coverage
+from .flat import FlatView
+from .model_capture import capture_model, inputs_for
+
+__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Analysis(Protocol[_T_co]):
+    """A class whose `compute` works something out about a program."""
+
+    @classmethod
+    def compute(cls, program: Program) -> _T_co:
+        """Work it out."""
+        ...
+
+
+class Pattern(Protocol[_T_co]):
+    """Something that can be looked for in a program."""
+
+    def find(self, program: Program) -> Iterable[_T_co]:
+        """Return its matches."""
+        ...
+
+
+class Analyses:
+    """Work out analyses on demand, and keep them until the program changes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[Any, Any] = {}
+
+    def __getitem__(self, analysis: type[Analysis[_T]]) -> _T:
+        if analysis not in self._known:
+            self._known[analysis] = analysis.compute(self._program)
+        return cast("_T", self._known[analysis])
+
+    def forget(self) -> None:
+        """Let go of everything that was worked out."""
+        self._known.clear()
+
+
+class Program:
+    """The user's model with its graphs.
+
+    Attributes:
+        model: runs from the graphs.
+        inputs: the example inputs; none if there were none.
+        training: the phase that the program is being optimized for.
+        opaque: name -> why that module runs its own forward.
+        analyses: `program.analyses[AnalysisType]`, kept until the next change.
+        version: counts changes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Inputs, ...] = (),
+        opaque: dict[str, Opaque] | None = None,
+        leaves: Collection[str] = (),
+        *,
+        training: bool | None = None,
+        names: ModelNames | None = None,
+    ) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.opaque = dict(opaque or {})
+        self.training = model.training if training is None else training
+        self.analyses = Analyses(self)
+        self.version = 0
+        self._leaves = tuple(leaves)
+        self._names = None if names is None else (self.version, names)
+        self._nodes: dict[tuple[str, int], tuple[fx.Graph, dict[str, fx.Node]]] = {}
+        self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
+
+    def touch(self) -> None:
+        """Note that a module or graph has changed: analyses, names and recordings are worked out anew."""
+        self.version += 1
+        self.analyses.forget()
+        self._recordings.clear()
+
+    @property
+    def names(self) -> ModelNames:
+        """Return the names of the model's modules as they are now."""
+        if self._names is None or self._names[0] != self.version:
+            self._names = (self.version, ModelNames(self.model))
+        return self._names[1]
+
+    @property
+    def captures(self) -> dict[str, Capture]:
+        """Return qualified name -> capture of every module that runs from a graph; "" is the root."""
+        found = ((names[0], capture_of(module)) for module, names in self.names.all_of_each())
+        return {name: capture for name, capture in found if capture is not None and capture.variants}
+
+    @property
+    def graphs(self) -> dict[str, fx.Graph]:
+        """Return every graph by the name of its module; the second variant of "a" is called "a#1"."""
+        return {
+            f"{name}#{index}" if index else name: variant.graph
+            for name, capture in self.captures.items()
+            for index, variant in enumerate(capture.variants)
+        }
+
+    def module(self, name: str) -> nn.Module:
+        """Return a module by its qualified name.
+
+        Raises:
+            CaptureError: if there is none; the message has the nearest names.
+        """
+        module = submodule(self.model, name)
+        if module is None:
+            raise CaptureError(f"the model has no module {name!r}{_nearest(name, self.names.modules)}")
+        return module
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the qualified name of a module; where it is shared, its first.
+
+        Raises:
+            CaptureError: if it is not in the model.
+        """
+        if module not in self.names:
+            raise CaptureError(f"this {type(module).__name__} is not in the model")
+        return self.names.name(module)
+
+    def graph(self, home: str, variant: int = 0) -> fx.Graph:
+        """Return a graph of the module called `home`.
+
+        Raises:
+            CaptureError: if the module has no graph, or not so many.
+        """
+        capture = capture_of(self.module(home))
+        if capture is None or variant >= len(capture.variants):
+            why = f": {self.opaque[home].reason}" if home in self.opaque else ""
+            raise CaptureError(f"module {home!r} has no graph {variant}{why}")
+        return capture.variants[variant].graph
+
+    def node(self, home: str, name: str, variant: int = 0) -> fx.Node:
+        """Return a node by its name, or the one that took its place since.
+
+        Raises:
+            CaptureError: if the graph has none of that name (any more); the message has the nearest names.
+        """
+        graph = self.graph(home, variant)
+        of_graph, known = self._nodes.get((home, variant)) or (graph, dict[str, fx.Node]())
+        # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
+        if of_graph is not graph or not _is_there(known.get(name), name):
+            taken_over = {name: node for node in graph.nodes for name in node.meta.get("replaces", ())}
+            known = taken_over | {node.name: node for node in graph.nodes}
+            self._nodes[home, variant] = (graph, known)
+        if name not in known:
+            raise CaptureError(f"the graph of {home or '(root)'!r} has no node {name!r}{_nearest(name, known)}")
+        return known[name]
+
+    def callee(self, home: str, node: fx.Node) -> nn.Module:
+        """Return the module that a call_module node in the graph of `home` calls.
+
+        Raises:
+            CaptureError: if the node calls none, or one that is gone.
+        """
+        if node.op != "call_module":
+            raise CaptureError(f"node {node.name!r} in {home or '(root)'!r} calls no module: it is a {node.op}")
+        return self.module(f"{home}.{node.target}" if home else str(node.target))
+
+    def matches(self, pattern: Pattern[_T]) -> Iterable[_T]:
+        """Return the matches of a pattern."""
+        return pattern.find(self)
+
+    def flat(self) -> FlatView:
+        """Return a read-only view of the whole dataflow, across module boundaries."""
+        return FlatView(self.model)
+
+    def coverage(self) -> Coverage:
+        """Return how much of the model runs from graphs, and why the rest does not."""
+        captured = [name for name in self.captures if not isinstance(self.module(name), Region)]
+        return Coverage(captured, self._leaves, tuple(self.opaque.values()), misses_in(self.names.distinct))
+
+    def recording(self, modules: Collection[nn.Module] | None = None) -> Recording:
+        """Run the model on its example inputs, in the program's phase, and return how its modules are called.
+
+        Args:
+            modules: those wanted; None means all.
+
+        Raises:
+            InputError: if the program has no example inputs, or the model fails on them.
+        """
+        if not self.inputs:
+            raise InputError("this needs example_inputs, and the model was captured without")
+        key = None if modules is None else frozenset(modules)
+        if key not in self._recordings:
+            with in_phase(self.model, self.training):
+                self._recordings[key] = record(self.model, self.inputs, modules)
+        return self._recordings[key]
+
+
+def _is_there(node: fx.Node | None, name: str) -> bool:
+    """Say whether a node is still in its graph, under the same name."""
+    return node is not None and node.name == name and node.next.prev is node
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def capture_program(model: nn.Module, example_inputs: object = None, *, training: bool | None = None) -> Program:
+    """Give every module of `model` that can be captured its graph, in place.
+
+    Args:
+        model: the model; its weights, buffers, flags and the random state stay as they are.
+        example_inputs: one call or several, see `normalize_inputs`; without, arguments take their defaults and every
+            argument without one is a tensor.
+        training: the phase to record in; by default the one the model is in.
+
+    Raises:
+        InputError: if the model refuses the example inputs, or has lazy parameters that were never initialised.
+        UsageError: if `example_inputs` is none of the forms it may have.
+    """
+    inputs = inputs_for(model, example_inputs)
+    phase = model.training if training is None else training
+    found = capture_model(model, inputs, phase)
+    return Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)

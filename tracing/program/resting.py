@@ -1,0 +1,133 @@
+"""Let modules run their own forward, their graphs kept: those that no pass changed, and those that ask for classes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import nn
+
+from ...compat import all_modules, own_children
+from ..graphs import Capture, Region, capture_of, context_regions, install, own_class, required_capture
+from ..reads import asks_for_classes
+from ..values import ModelNames, all_inside, user_class
+
+__all__ = ["askers_without_answer", "asking_around_changes", "rest", "rest_askers", "rested_inside_askers"]
+
+
+def rest(modules: Collection[nn.Module]) -> None:
+    """Let each module of a model whose graphs are as they were captured run its own forward; the graphs are kept.
+
+    So whatever no pass has changed is as fast as before, runs the user's code, and is of the user's very class. Its
+    graphs count for as long as the attributes that are part of them are what they were. What asks for the exact class
+    of a module that a pass has changed goes on to run from its graph, which has the answer.
+    """
+    able = [module for module in modules if _may_rest(module)]
+    asking = _askers(able)
+    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
+    _rest_all(module for module in able if module not in asking or module not in around)
+
+
+def _may_rest(module: nn.Module) -> bool:
+    capture = capture_of(module)
+    if capture is None or capture.lost or capture.resting or isinstance(module, Region):
+        return False
+    return not (capture.rewritten or _is_rewritten_inside(module))
+
+
+def _is_rewritten_inside(module: nn.Module) -> bool:
+    """Say whether a pass changed what the module runs under a context: its own forward would not call that."""
+    regions = context_regions(own_children(module)).values()
+    return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
+
+
+def _rest_all(modules: Iterable[nn.Module]) -> None:
+    resting: dict[int, Capture] = {}
+    for module in modules:
+        capture = required_capture(module)
+        if id(capture) not in resting:
+            resting[id(capture)] = capture.set_to_rest(True)
+        install(module, resting[id(capture)])
+
+
+def _changed(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules of a model that are of a class of their own, also when what can rest does."""
+    return {m for m in modules if not isinstance(m, Region) and _has_own_class(m)}
+
+
+def _has_own_class(module: nn.Module) -> bool:
+    if own_class(module) is not user_class(type(module)):
+        return True
+    capture = capture_of(module)
+    return capture is not None and not capture.resting and not _may_rest(module)
+
+
+def _around(modules: Iterable[nn.Module], changed: Collection[nn.Module]) -> set[nn.Module]:
+    """Return the modules of a model that are changed, or have such inside."""
+    holders: dict[nn.Module, list[nn.Module]] = {}
+    for module in modules:
+        for child in own_children(module).values():
+            if child is not None:
+                holders.setdefault(child, []).append(module)
+    found, pending = set(changed), list(changed)
+    while pending:
+        for holder in holders.get(pending.pop(), ()):
+            if holder not in found:
+                found.add(holder)
+                pending.append(holder)
+    return found
+
+
+def _askers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.Module, str]:
+    """Return those of `modules` that may ask for a module's exact class, each with the line where it does.
+
+    Args:
+        modules: of one model.
+        forwards: count what their own forwards ask, and not only what runs around these, such as hooks.
+    """
+    asking = list(modules)
+    if not asks_for_classes(asking, forwards=forwards):
+        return {}
+    asked = {module: asks_for_classes([module], forwards=forwards) for module in asking}
+    return {module: place for module, place in asked.items() if place}
+
+
+def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return those of `modules` that may ask for a module's exact class where no graph has the answer, each with where.
+
+    Args:
+        modules: of one model.
+        captured: the modules that have a graph, of what runs in their forwards.
+    """
+    modules = list(dict.fromkeys(modules))
+    opaque = [module for module in modules if module not in captured]
+    return {**_askers(modules, forwards=False), **_askers(opaque)}
+
+
+def asking_around_changes(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return the modules of a model that ask for classes and are changed, or hold what is, each with where it asks."""
+    asking = _askers(modules)
+    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
+    return {module: place for module, place in asking.items() if module in around}
+
+
+def rest_askers(model: nn.Module) -> None:
+    """Let what asks for classes, and all that is inside it, run its own forward, of the user's very class."""
+    inside = all_inside(_askers(all_modules(model)))
+    _rest_all(module for module in inside if _may_rest(module))
+
+
+def rested_inside_askers(names: ModelNames, captured: Mapping[str, Capture]) -> dict[str, Capture]:
+    """Return captures, at rest those of modules that something may ask for their class where no graph has the answer.
+
+    Args:
+        names: of the model.
+        captured: name -> capture, nothing of it installed yet.
+    """
+    having = {names.modules[name] for name in captured}
+    inside = all_inside(askers_without_answer(names.modules.values(), having))
+    if not inside:
+        return dict(captured)
+    resting = {id(capture): capture.set_to_rest(True) for capture in captured.values()}
+    return {
+        name: resting[id(capture)] if names.modules[name] in inside else capture for name, capture in captured.items()
+    }

@@ -1,0 +1,76 @@
+"""Memoised functions (`functools.lru_cache`): a call is a node, and the memo is asked at every call anew."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..values import copied, map_leaves
+from .proxy import UNKNOWN
+from .recorder import Recorder
+
+__all__ = ["asks_memo", "call_memo", "is_memoised"]
+
+_MEMO = type(functools.lru_cache(lambda: None))
+
+
+def is_memoised(value: object) -> bool:
+    """Tell whether a value is a memoised function, or a function that a decorator made around one."""
+    if type(value) is not FunctionType:
+        return type(value) is _MEMO
+    inner = value.__dict__.get("__wrapped__")
+    return inner is not None and any(type(v) is _MEMO and v.__wrapped__ is inner for v in _closed_over(value))
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+def call_memo(tracer: Recorder, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a call of a memoised function, which asks the memo whenever the graph runs."""
+    if not _has_name(function):
+        tracer.fail(f"it calls the memoised function {function.__name__}, which is no attribute of a module or class")
+    with tracer.session.aside():
+        values = tracer.values((args, kwargs))
+        map_leaves(functools.partial(_check, tracer, function), values)
+    if values is UNKNOWN:
+        return tracer.add("call_function", function, args, kwargs, UNKNOWN)
+    with tracer.session.suspended():
+        held = copied(function(*values[0], **values[1]))
+    with tracer.session.aside():
+        tracer.changes.protect(held)
+    return tracer.add("call_function", function, args, kwargs, held, optional=True)
+
+
+def _check(tracer: Recorder, function: Callable[..., Any], value: object) -> None:
+    """Refuse what a memo knows by identity: to ask it for an example would leave that in the user's memo."""
+    if isinstance(value, (Tensor, nn.Module)):
+        tracer.fail(f"it calls the memoised function {function.__name__} with a {type(value).__name__}")
+
+
+def _has_name(function: Callable[..., Any]) -> bool:
+    """Tell whether a function can be found by its module and name, as pickles need it."""
+    module = sys.modules.get(function.__module__)
+    try:
+        return operator.attrgetter(function.__qualname__)(module) is not None
+    except AttributeError:
+        return False
+
+
+def asks_memo(frame: FrameType) -> bool:
+    """Tell whether the code in a frame calls a memoised function itself, which would keep what it is given."""
+    local, names = list(frame.f_locals.values()), frame.f_code.co_names
+    seen: list[Any] = [*local, *(frame.f_globals.get(name) for name in names)]
+    seen += [inspect.getattr_static(cast("Any", type(value)), name, None) for value in local for name in names]
+    return any(type(value) is _MEMO for value in seen)

@@ -1,0 +1,34 @@
+"""What a forward reads besides its arguments: configurations, globals, classes, what hangs on data."""
+
+from __future__ import annotations
+
+from .attribute_watch import AttributeWatch
+from .class_questions import asks_for_classes
+from .containers import OWN_CHILDREN, container_lengths, walks_children
+from .dataflow import DataFlow
+from .locate import frames_of_trace, is_users, raised_at, source_of, user_frame
+from .nested import NestedReads, items_of
+from .observe import Observers, Seen
+from .outside_reads import OutsideReads, guards_on
+from .reached_code import class_attribute
+
+__all__ = [
+    "OWN_CHILDREN",
+    "AttributeWatch",
+    "DataFlow",
+    "NestedReads",
+    "Observers",
+    "OutsideReads",
+    "Seen",
+    "asks_for_classes",
+    "class_attribute",
+    "container_lengths",
+    "frames_of_trace",
+    "guards_on",
+    "is_users",
+    "items_of",
+    "raised_at",
+    "source_of",
+    "user_frame",
+    "walks_children",
+]

@@ -1,0 +1,65 @@
+"""How many modules the containers hold that a forward goes through: it loops over them, and loops are unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx, nn
+
+from ...compat import own_children
+from ..guards import SELF, Equals, Guard, children_of, key_of, length_of, module_at
+from ..values import CONTAINERS
+
+__all__ = ["OWN_CHILDREN", "container_lengths", "walks_children"]
+
+_WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
+"""Attributes through which a forward may loop over all of its children."""
+
+OWN_CHILDREN = length_of(children_of(SELF))
+"""The number of a module's children."""
+
+
+def walks_children(module: nn.Module, read: Collection[str]) -> bool:
+    """Tell whether a forward may loop over all children of its module, so that one more would matter to it.
+
+    Args:
+        module: the traced module.
+        read: names of the module's attributes that were read; to list its parameters, torch reads some itself.
+    """
+    if isinstance(module, (*CONTAINERS, nn.Sequential)) or not {"children", "named_children", "modules"}.isdisjoint(
+        read
+    ):
+        return True
+    return "named_parameters" not in read and not {"_modules", "named_modules"}.isdisjoint(read)
+
+
+def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:
+    """Return guards on the number of items in each container that a forward went through: loops are unrolled.
+
+    Args:
+        module: the traced module.
+        graph: what came out.
+        read: names of the module's attributes that were read.
+    """
+    guards: dict[str, Guard] = {}
+    seen: set[str] = set()
+    if not _WHOLE.isdisjoint(read):
+        count = len(own_children(module))
+        guards[""] = Guard(OWN_CHILDREN, Equals(key_of(count)), f"it has {count} items")
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        parts = str(node.target).split(".")
+        for depth in range(1, len(parts)):
+            path = ".".join(parts[:depth])
+            if path in seen:
+                continue
+            seen.add(path)
+            container = module.get_submodule(path)
+            if isinstance(container, (*CONTAINERS, nn.Sequential)):
+                items = module_at(parts[:depth])
+                if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
+                    items = children_of(items)
+                count = key_of(len(container))
+                guards[path] = Guard(length_of(items), Equals(count), f"{path} has {count} items")
+    return list(guards.values())

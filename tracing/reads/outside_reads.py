@@ -1,0 +1,136 @@
+"""See which plain values a forward reads from outside the modules: globals, what it closes over, class attributes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+from torch import nn
+
+from ..guards import (
+    LIBRARIES,
+    SELF,
+    Attribute,
+    Call,
+    Equals,
+    Globals,
+    Guard,
+    Is,
+    Source,
+    cells_of,
+    constant,
+    equal,
+    item_of,
+    key_of,
+    own_cells,
+    same_type,
+    type_of,
+)
+from ..values import Untraceable
+from .bytecode import Read, Value, Variable, is_class, named_in
+from .outside_stores import stored_outside, told
+from .reached_code import class_attribute, is_foreign, reached_functions, value_of
+
+__all__ = ["OutsideReads", "guards_on"]
+
+
+class OutsideReads:
+    """Hold what a forward, and the functions that it names, read from outside the modules, as it is now.
+
+    Args:
+        module: about to be traced.
+
+    Raises:
+        Untraceable: if that code sets something out there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        self._guards: dict[Guard, None] = {}
+        self._cells = {id(cell): key for key, cell in own_cells(type(module).forward).items()}
+        for function, names in reached_functions([module], hooks=False):
+            stored = stored_outside(function, module)
+            if stored is not None:
+                raise Untraceable(f"it sets what is not the module's: {stored[0]}", stored[1])
+            for value, content in names:
+                if not _is_constant(function, value):
+                    self._note(self._source(function, value), content, told(value))
+            self._note_attributes(_read_of_class(function.__code__))
+
+    def guards(self, read: Iterable[str]) -> Iterator[Guard]:
+        """Yield conditions under which the same is read again.
+
+        Args:
+            read: names of the module's plain attributes that were read; its class may have them.
+        """
+        self._note_attributes(name for name in read if name not in vars(self._module))
+        yield from self._guards
+
+    def _note_attributes(self, names: Iterable[str]) -> None:
+        """Note that attributes of the module's class are read, those of its own or of a base."""
+        for name in names:
+            self._note(Attribute(type_of(SELF), name), class_attribute(self._class, name), f"{name} of its class")
+
+    def _note(self, source: Source | None, value: Any, told: str) -> None:
+        for guard in () if source is None else guards_on(source, value, told):
+            self._guards.setdefault(guard)
+
+    def _source(self, function: FunctionType, value: Value) -> Source | None:
+        """Return how a guard reads a value, or None if it cannot, or if the value is of no code of the user's."""
+        if isinstance(value, Read):
+            owner = value_of(function, value.owner)
+            if isinstance(owner, (type, ModuleType)) and is_foreign(getattr(owner, "__module__", owner.__name__)):
+                return None  # what torch, say, holds is no user's
+            source = self._source(function, value.owner)
+            return None if source is None else Attribute(source, value.name)
+        if not isinstance(value, Variable):
+            return None
+        if value.kind == "global":
+            home = _home_of(function.__globals__) if value.name in function.__globals__ else None
+            return None if home is None else item_of(Globals(home), value.name)
+        cell = (function.__closure__ or ())[function.__code__.co_freevars.index(value.name)]
+        key = self._cells.get(id(cell))
+        return None if key is None else Attribute(item_of(Call(cells_of, (SELF,)), key), "cell_contents")
+
+
+def _is_constant(function: FunctionType, value: Value) -> bool:
+    """Say whether a name in installed code is written in capitals: nobody sets it."""
+    return isinstance(value, (Variable, Read)) and value.name.isupper() and LIBRARIES in function.__code__.co_filename
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_of_class(code: CodeType) -> frozenset[str]:
+    """Return the names of what code reads of the class of an argument: that may be the module."""
+    return frozenset(value.name for value in named_in(code) if isinstance(value, Read) and is_class(value.owner))
+
+
+def _home_of(space: dict[str, Any]) -> str | None:
+    """Return the name of the loaded module of Python that has these globals, so that a guard can look there."""
+    home = space.get("__name__")
+    return home if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space else None
+
+
+def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
+    """Return guards on a plain value, or a short container of such, called `told`; none for any other."""
+    if constant(value) is None and type(value) is not float:
+        return []
+    reason = f"{told} is {value!r}"
+    same, by_text = equal(source, value, reason), Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)
+    if same is None:  # no number
+        return [by_text]
+    if isinstance(same.check, Is):
+        return [same]
+    if type(value) in (int, float):
+        return [same, same_type(source, value, reason)]
+    return [same, by_text] if _has_numbers(value) else [same]  # [2] == [2.0] == [True]
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_numbers, (part for pair in cast("dict[Any, Any]", value).items() for part in pair)))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_numbers, cast("Iterable[Any]", value)))
+    return isinstance(value, (bool, int, float))

@@ -1,0 +1,52 @@
+"""Run a model and note its calls, leave no trace on it, and compare what comes out."""
+
+from __future__ import annotations
+
+from .agreement import disagreeing, expectations
+from .changes import Change, Changes, Watch, is_repeatable
+from .draws import draws, function_draws_from_host, module_draws, tree_draws_from_host
+from .example_calls import recording
+from .fallback import fallback_of, hold, misses_in, release
+from .held_tensors import change_count, plain_tensors
+from .likeness import Alike, Described, Likeness
+from .parameter_data import ParameterData
+from .preserve import AttributeState, ModelState, in_phase, preserved, restoring
+from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
+from .redirect import patching, redirect
+
+__all__ = [
+    "Alike",
+    "AttributeState",
+    "Call",
+    "Change",
+    "Changes",
+    "Computed",
+    "Described",
+    "Likeness",
+    "ModelState",
+    "ParameterData",
+    "Recording",
+    "Watch",
+    "calls_intercepted",
+    "change_count",
+    "copy_inputs",
+    "disagreeing",
+    "draws",
+    "expectations",
+    "fallback_of",
+    "function_draws_from_host",
+    "hold",
+    "in_phase",
+    "is_repeatable",
+    "misses_in",
+    "module_draws",
+    "patching",
+    "plain_tensors",
+    "preserved",
+    "record",
+    "recording",
+    "redirect",
+    "release",
+    "restoring",
+    "tree_draws_from_host",
+]

@@ -1,0 +1,168 @@
+"""Check a captured model against its own forward, and find the modules that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs import Capture, install, uninstall
+from ..values import Inputs, copied, is_leaf, objects_in, tensors_in, tensors_within
+from .preserve import ModelState, in_phase, restoring
+from .record import Recording, copy_inputs
+
+__all__ = ["Expectation", "disagreeing", "expectations"]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the model's own forward gives on one of its inputs, in one mode."""
+
+    inputs: Inputs
+    training: bool
+    output: Any
+
+
+def expectations(
+    model: nn.Module,
+    captured: Mapping[str, Capture],
+    inputs: Sequence[Inputs],
+    recording: Recording,
+    state: ModelState,
+) -> list[Expectation]:
+    """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode.
+
+    Args:
+        model: the model, its captures not yet installed.
+        captured: name -> capture.
+        inputs: the example inputs.
+        recording: of the model on them.
+        state: put back after each run.
+    """
+    pairs = zip(inputs, recording.outputs, strict=True)
+    expected = [Expectation(given, model.training, output) for given, output in pairs]
+    distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
+    if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in distinct.values()):
+        with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
+            for given in inputs:
+                try:
+                    output = _run(model, given, recording.grad)
+                except Exception:
+                    break
+                expected.append(Expectation(given, model.training, copied(output)))
+    return expected
+
+
+def disagreeing(
+    model: nn.Module, captured: Mapping[str, Capture], expected: Sequence[Expectation], state: ModelState, *, grad: bool
+) -> list[str]:
+    """Return the names of the captured modules without which the model gives what its own forward gives.
+
+    Their graphs are taken out, and come back in groups, innermost first; one that does not agree is halved.
+
+    Args:
+        model: the model, its captures installed; those returned are not any more.
+        captured: name -> capture, outermost first.
+        expected: what its own forward gives.
+        state: put back after each run.
+        grad: whether to run with gradients.
+    """
+    if _agrees(model, expected, state, grad):
+        return []
+    modules = {name: model.get_submodule(name) for name in captured}
+    for module in modules.values():
+        uninstall(module)
+    guilty: list[str] = []
+    names = list(captured)[::-1]
+    middle = len(names) // 2  # all of them together do not agree
+    groups = [names[middle:], names[:middle]] if middle else [names]
+    while groups:
+        group = groups.pop()
+        for name in group:
+            install(modules[name], captured[name])
+        if _agrees(model, expected, state, grad):
+            continue
+        for name in group:
+            uninstall(modules[name])
+        middle = len(group) // 2
+        if middle:
+            groups += [group[middle:], group[:middle]]
+        else:
+            guilty += group
+    return guilty
+
+
+def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool:
+    """Tell whether a graph has other code for the other mode, or takes apart what a child of the user's gave.
+
+    Args:
+        find: returns a child of the module by its name.
+        capture: of the module; its regions are not made yet.
+    """
+    if len(capture.variants) > 1:
+        return True
+    for node in capture.variants[0].graph.find_nodes(op="call_module"):
+        plan = capture.regions.get(str(node.target))
+        if plan is not None:
+            children = plan.children
+            if _depends_on_mode(lambda name, children=children: find(children[name]), plan.capture):
+                return True
+            continue
+        takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
+        if takes_apart and not is_leaf(find(str(node.target))):
+            return True
+    return False
+
+
+def _is_item(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in ("getitem", "require")
+
+
+def _agrees(model: nn.Module, expected: Sequence[Expectation], state: ModelState, grad: bool) -> bool:
+    modes = {expectation.training for expectation in expected}
+    return all(_agrees_in(model, [e for e in expected if e.training is mode], mode, state, grad) for mode in modes)
+
+
+def _agrees_in(
+    model: nn.Module, expected: Sequence[Expectation], training: bool, state: ModelState, grad: bool
+) -> bool:
+    with restoring(state), in_phase(model, training), torch.set_grad_enabled(grad):
+        for expectation in expected:
+            try:
+                given = _run(model, expectation.inputs, grad)
+            except Exception:
+                return False
+            if not same_outputs(given, expectation.output):
+                return False
+    return True
+
+
+def _run(model: nn.Module, inputs: Inputs, grad: bool) -> Any:
+    copy = copy_inputs(inputs, grad=grad)
+    return model(*copy.args, **copy.kwargs)
+
+
+def same_outputs(given: Any, expected: Any) -> bool:
+    """Tell whether two outputs hold the same tensors up to the last bits, in the same structure, in caches too."""
+    if type(given) is not type(expected):
+        return False
+    a, b = _tensors(given), _tensors(expected)
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [*tensors_in(value), *(tensor for held in objects_in(value) for tensor in tensors_within(held))]
+
+
+def _same(given: Tensor, expected: Tensor) -> bool:
+    if given.shape != expected.shape or given.dtype != expected.dtype or given.device != expected.device:
+        return False
+    if given.is_meta or given.layout is not torch.strided:
+        return True
+    if given.is_floating_point() or given.is_complex():
+        tolerance = 64 * torch.finfo(given.dtype).eps
+        return torch.allclose(given, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.equal(given, expected)

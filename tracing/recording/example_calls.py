@@ -1,0 +1,120 @@
+"""Note how a model is called in a real run, to be given as example inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+import warnings
+from collections.abc import Generator, Hashable, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError
+from ..values import Inputs, has_attributes, map_tensors
+
+__all__ = ["recording"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout)
+_DEEPEST = 12
+
+
+@contextmanager
+def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
+    """Note the calls of a model inside of `with`: `with fxopt.recording(model) as calls: model.generate(...)`.
+
+    One call of each kind is kept, as it was before the model ran, its tensors copied. Two calls are of one kind if they
+    have the same structure, types and plain values, and tensors of the same dtypes, devices and ranks; of each size of
+    a tensor counts whether it is 0, 1 or more, and of numbers that objects hold (caches, say) only their types.
+
+    Args:
+        model: the module whose calls are noted, in every thread; it is left as it was.
+        limit: how many kinds are kept at the most; a warning says if there were more.
+
+    Returns:
+        On entering, a list that fills while the model runs: give it to `optimize` or `capture` as `example_inputs`.
+
+    Raises:
+        UsageError: `model` is no module, or `limit` is less than one.
+    """
+    if not isinstance(cast("object", model), nn.Module) or limit < 1:
+        raise UsageError(f"recording takes a torch.nn.Module and a limit of at least 1, not {type(model)}, {limit}")
+    notes = _Notes(limit)
+    handle = model.register_forward_pre_hook(notes, prepend=True, with_kwargs=True)
+    try:
+        yield notes.calls
+    finally:
+        handle.remove()
+    if notes.left_out:
+        warnings.warn(
+            f"the {type(model).__name__} was called in {limit + notes.left_out} ways; the first {limit} were kept",
+            stacklevel=3,
+        )
+
+
+class _Notes:
+    """Keep one call of each kind; called as a hook before the model's forward."""
+
+    def __init__(self, limit: int) -> None:
+        self.calls: list[Inputs] = []
+        self._limit = limit
+        self._kinds: set[Hashable] = set()
+        self._adding = threading.Lock()
+
+    @property
+    def left_out(self) -> int:
+        """Return how many kinds were met beyond the limit."""
+        return len(self._kinds) - len(self.calls)
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = _kind((args, kwargs), 0)
+        with self._adding:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                if len(self.calls) < self._limit:
+                    self.calls.append(_kept(args, kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies of the model, made meanwhile, note nothing in this list."""
+        return _Notes, (0,)
+
+
+def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """Return a call with copies of its tensors and objects; a tensor that is there twice is copied once."""
+    copies: dict[int, Tensor] = {}
+
+    def copy_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    with torch.inference_mode(False):
+        return Inputs(*map_tensors(copy_once, args), **map_tensors(copy_once, kwargs))
+
+
+def _kind(value: Any, depth: int, *, held: bool = False) -> Hashable:
+    """Return what is equal for values of one kind; `held` by an object, numbers count by their type."""
+    cls = cast("Hashable", type(value))
+    if isinstance(value, Tensor):
+        return cls, value.dtype, value.device, tuple(min(size, 2) for size in value.shape)
+    if isinstance(value, _PLAIN):
+        return cls if held and isinstance(value, (int, float)) and cls is not bool else (cls, repr(value))
+    if depth == _DEEPEST:
+        return cls
+    parts, inside = _parts(value), held or has_attributes(value)
+    return cls, tuple((key, _kind(part, depth + 1, held=inside)) for key, part in parts)
+
+
+def _parts(value: object) -> list[tuple[str, Any]]:
+    """Return what a container or an object holds, and where."""
+    parts = list(vars(value).items()) if has_attributes(value) else list[tuple[str, Any]]()
+    if isinstance(value, Mapping):
+        return [*parts, *((repr(key), item) for key, item in cast("Mapping[Any, Any]", value).items())]
+    if isinstance(value, (tuple, list)):
+        return [*parts, *(("", item) for item in cast("tuple[Any, ...]", value))]
+    if dataclasses.is_dataclass(value) and not parts:
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return parts

@@ -1,0 +1,150 @@
+"""What a module in the user's hands did where no graph fitted a call: its own forward ran, and that is counted."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...compat import all_modules
+from ...errors import GuardWarning
+from ..graphs import HANDLER, Miss, SharedSlices, Variant, capture_of, drop_variants, required_capture, uninstall
+from ..guards import Tally, require
+from ..values import ModelNames, map_leaves
+
+__all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
+
+_ADD = "Add this call to example_inputs, or record it with fxopt.recording"
+_AGAIN = "Set it before fxopt.optimize or fxopt.capture"
+_DROPPED = "most calls decided otherwise by the data in a tensor: the graph was dropped"
+
+
+@dataclass
+class Fallback:
+    """Count what happened to one module since the model was handed over, and warn of it once for each guard.
+
+    Attributes:
+        name: the module's qualified name.
+    """
+
+    name: str
+
+    # Most modules never need any of these: they are made on first use.
+
+    @cached_property
+    def misses(self) -> Counter[str]:
+        """Count the calls that ran the module's own forward, by the guards that failed."""
+        return Counter()
+
+    @cached_property
+    def refused(self) -> Counter[str]:
+        """Count the calls that raised GuardError, by the guards that failed."""
+        return Counter()
+
+    @cached_property
+    def notes(self) -> dict[str, str]:
+        """Hold what came of misses besides, by the guards that failed."""
+        return {}
+
+    @cached_property
+    def slices(self) -> SharedSlices:
+        """Hold slices of stacked tensors, for calls in which the members of an ensemble run one by one."""
+        return SharedSlices()
+
+    def note(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
+    ) -> None:
+        """Count a call, and warn of the first; a graph goes whose check of data mostly misses."""
+        self.misses[reason] += 1
+        if tally is not None and tally.is_hopeless():
+            self.notes[reason] = _DROPPED
+            drop_variants(module, lambda variant: _checks(variant, reason), _DROPPED)
+        elif tally is None and self.misses[reason] == 1:
+            advice = f"{_ADD}: {_described(args, kwargs)}" if required_capture(module).variants else _AGAIN
+            warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
+
+    def during_call(self) -> AbstractContextManager[None]:
+        """Let the members of an ensemble share the slices of their stacked tensors."""
+        return self.slices.during_call()
+
+    def refuse(self, module: nn.Module, reason: str) -> str:
+        """Count a call that raises GuardError, and return what to call the module."""
+        self.refused[reason] += 1
+        return self._which(module)
+
+    def _which(self, module: nn.Module) -> str:
+        return f"module {self.name or '(root)'!r} ({type(module).__name__})"
+
+    def report(self) -> Iterator[Miss]:
+        """Yield what happened, by guard."""
+        for guard, calls in self.misses.items():
+            yield Miss(self.name, guard, calls, note=self.notes.get(guard, ""))
+        for guard, calls in self.refused.items():
+            yield Miss(self.name, guard, calls, refused=True)
+
+
+def _checks(variant: Variant, reason: str) -> bool:
+    checks = variant.graph.find_nodes(op="call_function", target=require)
+    return any(check.args[2] == reason for check in checks)
+
+
+def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments of a call in short, tensors as their shapes."""
+    positional, named = map_leaves(_Short, (tuple(args), dict(kwargs)))
+    return f"({', '.join([*map(repr, positional), *(f'{name}={value!r}' for name, value in named.items())])})"
+
+
+class _Short:
+    """Print a value in a few letters."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        if isinstance(self._value, Tensor):
+            return f"{type(self._value).__name__}{list(self._value.shape)}"
+        plain = isinstance(self._value, (bool, int, float, str, type(None)))
+        text = repr(self._value) if plain else type(self._value).__name__
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+_LONGEST = 40
+
+
+def fallback_of(module: nn.Module) -> Fallback | None:
+    """Return what happened to a module since its model was handed over; None before, and for what has no graph."""
+    return module.__dict__.get(HANDLER)
+
+
+def release(names: ModelNames) -> None:
+    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for.
+
+    Args:
+        names: of the model, captured, and rewritten as far as it will be.
+    """
+    for name, module in names.modules.items():
+        if capture_of(module) is not None and names.name(module) == name:
+            module.__dict__[HANDLER] = Fallback(name)
+
+
+def hold(model: nn.Module) -> None:
+    """Take a model back from its user, to work on it; what its modules told so far is forgotten.
+
+    Graphs of modules at rest go where they are not what these would run from any more.
+    """
+    for module in all_modules(model):
+        module.__dict__.pop(HANDLER, None)
+        if capture_of(module) is None:
+            uninstall(module)
+
+
+def misses_in(modules: Iterable[nn.Module]) -> list[Miss]:
+    """Return what happened in modules, in their order."""
+    found = map(fallback_of, modules)
+    return [miss for fallback in found if fallback is not None for miss in fallback.report()]

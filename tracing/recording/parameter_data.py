@@ -1,0 +1,169 @@
+"""Keep what parameters hold where code reaches past their count of changes: `.data` and `.numpy()`.
+
+Copies are made when that happens, not before, so that models which do no such thing pay nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compat import storage_id
+
+__all__ = ["ParameterData", "storage_of"]
+
+_TENSOR: Any = Tensor
+_DATA, _NUMPY = _TENSOR.data, _TENSOR.numpy
+"""Torch's own, which its base class has."""
+
+
+class _Kept(NamedTuple):
+    """A parameter, the memory that it had, and what was in it."""
+
+    parameter: Tensor
+    memory: Tensor
+    contents: Tensor
+
+    def is_changed(self) -> bool:
+        now = _data_of(self.parameter)
+        if not _is_same_memory(now, self.memory):
+            return True
+        return not now.is_meta and not torch.equal(now, self.contents)
+
+    def restore(self) -> None:
+        if not _is_same_memory(_data_of(self.parameter), self.memory):
+            _DATA.__set__(self.parameter, self.memory)
+        if self.is_changed():  # an expanded tensor cannot be written to, even if with what it holds
+            self.memory.copy_(self.contents)
+
+
+class ParameterData:
+    """Notice when the data of parameters is reached for, and put it back.
+
+    Args:
+        parameters: those to look after.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = parameters
+        self._by_storage: dict[int, list[Tensor]] | None = None
+        self._kept: dict[int, _Kept] = {}
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Notice what is reached for inside, in any thread."""
+        _enter(self)
+        try:
+            yield
+        finally:
+            _leave(self)
+
+    @contextmanager
+    def preserved(self) -> Generator[None]:
+        """Put back, on leaving, what is changed inside."""
+        try:
+            with self.watched():
+                yield
+        finally:
+            self.restore()
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Note what parameters hold now, unless that was noted before."""
+        for parameter in parameters:
+            if id(parameter) not in self._kept:
+                memory = _data_of(parameter)
+                self._kept[id(parameter)] = _Kept(parameter, memory, memory.clone())
+
+    def keep_memory(self, tensor: Tensor) -> None:
+        """Note what the parameters hold that share memory with a tensor."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return
+        if self._by_storage is None:
+            self._by_storage = {}
+            for parameter in self._parameters:
+                self._by_storage.setdefault(storage_of(parameter) or 0, []).append(parameter)
+        with torch.no_grad():
+            self.keep(self._by_storage.get(storage, ()))
+
+    @property
+    def reached(self) -> list[Tensor]:
+        """Return the parameters whose data was reached for."""
+        return [kept.parameter for kept in self._kept.values()]
+
+    def changed(self) -> set[int]:
+        """Return the ids of the parameters that hold something else than before."""
+        return {key for key, kept in self._kept.items() if kept.is_changed()}
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        with torch.no_grad():
+            for kept in self._kept.values():
+                kept.restore()
+
+
+_watching: list[ParameterData] = []
+_patched: dict[str, Any] = {}
+_changing = threading.Lock()
+
+
+def _enter(watch: ParameterData) -> None:
+    with _changing:
+        if not _watching:
+            _patched.update({name: vars(Tensor)[name] for name in ("data", "numpy") if name in vars(Tensor)})
+            _TENSOR.data, _TENSOR.numpy = property(_get, _set), _numpy
+        _watching.append(watch)
+
+
+def _leave(watch: ParameterData) -> None:
+    with _changing:
+        _watching.remove(watch)
+        if not _watching:
+            # They are those of torch's base class again, unless somebody else had put others there.
+            del _TENSOR.data, _TENSOR.numpy
+            for name, value in _patched.items():
+                setattr(Tensor, name, value)
+            _patched.clear()
+
+
+def _get(tensor: Tensor) -> Any:
+    _notice(tensor)
+    return _DATA.__get__(tensor)
+
+
+def _set(tensor: Tensor, value: Any) -> None:
+    _notice(tensor)
+    _DATA.__set__(tensor, value)
+
+
+def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _notice(tensor)
+    return _NUMPY(tensor, *args, **kwargs)
+
+
+def _notice(tensor: Tensor) -> None:
+    for watch in _watching:
+        watch.keep_memory(tensor)
+
+
+def _data_of(tensor: Tensor) -> Tensor:
+    return _DATA.__get__(tensor)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype:
+        return False
+    return storage_of(one) == storage_of(other) and one.storage_offset() == other.storage_offset()
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Return what tells a tensor's memory from others', or None for one that has none of its own, as sparse ones."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,299 @@
+"""Run a model and leave no trace on it: buffers, attributes, flags and random state are put back."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import all_modules, own_buffers, own_parameters
+from ...errors import InputError
+from ..graphs import FOUND, context_regions
+from ..values import INTERNAL, RandomState
+from .held_tensors import change_count, plain_tensors
+from .parameter_data import ParameterData, storage_of
+
+__all__ = [
+    "AttributeState",
+    "ModelState",
+    "in_phase",
+    "memory_of",
+    "preserved",
+    "restoring",
+]
+
+_REGISTRIES = (
+    "_parameters", "_buffers", "_modules",
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_registries_of = operator.itemgetter(*_REGISTRIES)
+_RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
+"""With `max_norm` these rescale their weight whenever they are called."""
+_INSTALLED = ("_fxopt_capture", FOUND)
+_CONTAINERS = (list, dict, set, deque)
+_DEPTH = 3
+"""Containers within containers are kept down to this depth."""
+_NOTHING: dict[str, Any] = {}
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's memory from others'; sparse tensors have none of their own."""
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else storage
+
+
+class AttributeState:
+    """Hold a module's attributes, registries and plain containers, to put back or to compare.
+
+    What `install` keeps on a module (`_fxopt_capture`, and regions among its children) is left alone.
+    """
+
+    __slots__ = ("_attributes", "_copies", "_copy", "_others", "_registries")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = attributes = module.__dict__
+        self._copy = attributes.copy()
+        self._registries: tuple[dict[str, Any], ...] = _registries_of(attributes)
+        self._copies = [registry.copy() if registry else _NOTHING for registry in self._registries]
+        self._others: list[tuple[str, Any, Any]] = []
+        for name, value in attributes.items():
+            if name not in INTERNAL and isinstance(value, _CONTAINERS):
+                self._keep(name, value, _DEPTH)
+
+    def _keep(self, name: str, container: Any, depth: int) -> None:
+        self._others.append((name, container, container.copy()))
+        if depth > 1 and not isinstance(container, set):
+            items = cast("Iterable[Any]", container.values() if isinstance(container, dict) else container)
+            for item in list(items):
+                if isinstance(item, _CONTAINERS):
+                    self._keep(name, item, depth - 1)
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """Return the module's attributes themselves."""
+        return self._attributes
+
+    @property
+    def containers(self) -> list[Any]:
+        """Return the registries and containers themselves."""
+        return [*self._registries, *(container for _, container, _ in self._others)]
+
+    @property
+    def _kept(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, container and copy of each."""
+        return chain(zip(_REGISTRIES, self._registries, self._copies, strict=True), self._others)
+
+    def changed(self) -> str | None:
+        """Return the name of an attribute that is no longer what it was, or None."""
+        if not _same(self._attributes, self._copy):
+            now, before = self._attributes, self._copy
+            return next(n for n in {**now, **before} if now.get(n, now) is not before.get(n, now))
+        return next((name for name, container, copy in self._kept if not _same(container, copy)), None)
+
+    def assigned(self) -> frozenset[str]:
+        """Return the names of the user's attributes that are no longer what they were, or hold something else."""
+        now, before = self._attributes, self._copy
+        names = {name for name in {**now, **before} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)}
+        names |= {name for name, container, copy in self._kept if not _same(container, copy)}
+        return frozenset(name for name in names if name not in INTERNAL and name != "forward")
+
+    def restore(self) -> None:
+        """Put attributes, registries and containers back as they were."""
+        self.restore_attributes()
+        self.restore_containers()
+
+    def restore_attributes(self) -> None:
+        """Put back which objects the attributes are."""
+        if not _same(self._attributes, self._copy):
+            kept = {name: value for name, value in self._copy.items() if name not in _INSTALLED}
+            kept |= {name: self._attributes[name] for name in _INSTALLED if name in self._attributes}
+            # One by one: another thread may be running the module, and must never find it empty.
+            for name in self._attributes.keys() - kept.keys():
+                del self._attributes[name]
+            self._attributes.update(kept)
+
+    def restore_containers(self) -> None:
+        """Put back what is in the registries and containers."""
+        for name, container, copy in self._kept:
+            if not _same(container, copy):
+                regions = context_regions(container) if name == "_modules" else {}
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+                if isinstance(container, dict):
+                    container.update(regions)
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Compare members by identity: they may be tensors, whose `==` is no answer."""
+    if len(container) != len(copy):
+        return False
+    if not copy:
+        return True
+    kind = cast("type[object]", type(container))
+    if issubclass(kind, dict):
+        return all(map(operator.is_, container.values(), copy.values())) and all(map(operator.is_, container, copy))
+    if issubclass(kind, set):
+        return set(map(id, container)) == set(map(id, copy))
+    return all(map(operator.is_, container, copy))
+
+
+class _Contents:
+    """Hold what is in many containers, to see in one go that none of them has changed.
+
+    Args:
+        containers: of any kinds.
+        named: whether all are dictionaries with texts for keys, which `==` may compare.
+    """
+
+    def __init__(self, containers: list[Any], *, named: bool = False) -> None:
+        self._containers = containers
+        self._lengths = list(map(len, containers))
+        # Most are empty: once the lengths agree, there is nothing in them to compare.
+        self._filled = [held for held, length in zip(containers, self._lengths, strict=True) if length]
+        self._dictionaries = cast("list[dict[Any, Any]]", [held for held in self._filled if isinstance(held, dict)])
+        self._named = named
+        self._keys = self._keys_now()
+        self._values = list(self._values_now())
+
+    def _keys_now(self) -> list[Any]:
+        return list(chain.from_iterable(self._filled))
+
+    def _values_now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict[Any, Any].values, self._dictionaries))
+
+    def are_same(self) -> bool:
+        """Tell whether every container holds the same objects, in the same order."""
+        if list(map(len, self._containers)) != self._lengths:
+            return False
+        keys = self._keys_now()
+        same = keys == self._keys if self._named else all(map(operator.is_, keys, self._keys))
+        return same and all(map(operator.is_, self._values_now(), self._values))
+
+
+class ModelState:
+    """Hold what running a model may change, to put it back, any number of times.
+
+    These are: buffers (in place), attributes of every module with the plain containers and tensors in them, registries,
+    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
+    for those whose `data` is reached for while it is watched.
+
+    Attributes:
+        modules: of the model, each once.
+        tensors: all parameters and buffers, and the plain tensors in attributes.
+        data: what those parameters hold, and plain tensors whose `data` is reached for.
+        is_meta: whether all of the parameters are on the meta device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = modules = all_modules(model)
+        self._attributes = [AttributeState(module) for module in modules]
+        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
+        self._containers = _Contents([held for state in self._attributes for held in state.containers])
+        self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
+        held = [b for module in modules for b in own_buffers(module).values() if b is not None]
+        held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
+        self._counts = {key: change_count(p) for key, p in self._parameters.items()}
+        plain = list({id(tensor): tensor for module in modules for tensor in plain_tensors(module)}.values())
+        self.tensors = (*self._parameters.values(), *held, *plain)
+        plain = [tensor for tensor in plain if not tensor.is_inference()]
+        self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain]
+        self.data = ParameterData((*self._parameters.values(), *plain))
+        self.is_meta = bool(self._parameters) and all(p.is_meta for p in self._parameters.values())
+        self._gradients = [(p, p.grad) for p in self._parameters.values()]
+        self._generators = RandomState()
+
+    def accept_graphs(self) -> None:
+        """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
+        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
+
+    def _assigned(self) -> dict[nn.Module, frozenset[str]]:
+        pairs = zip(self.modules, self._attributes, strict=True)
+        return {module: names for module, state in pairs if (names := state.assigned())}
+
+    def restore(self, assigned: dict[nn.Module, frozenset[str]] | None = None) -> None:
+        """Put everything back; `assigned` is given what `assigning` would have returned."""
+        same_attributes, same_contents = self._namespaces.are_same(), self._containers.are_same()
+        if assigned is not None and not (same_attributes and same_contents):
+            assigned.update(self._assigned())
+        for state in () if same_attributes else self._attributes:
+            state.restore_attributes()
+        for state in () if same_contents else self._attributes:
+            state.restore_containers()
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                # Past the count of changes: a caller may still want gradients through what the buffer was.
+                tensor.data.copy_(copy)
+            for tensor, copy, count in self._plain:
+                if change_count(tensor) != count:
+                    tensor.data.copy_(copy)
+        self.data.restore()
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        self._generators.restore()
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Make sure that no parameter was changed in place.
+
+        Raises:
+            InputError: if one was, for that cannot be taken back.
+        """
+        kept = {id(tensor) for tensor, _ in self._copies}
+        for key, parameter in self._parameters.items():
+            if change_count(parameter) != self._counts[key] and key not in kept:
+                name = next((name for name, p in model.named_parameters() if p is parameter), "?")
+                raise InputError(
+                    f"the model changes its parameter {name!r} in place when it is called; running it on example "
+                    "inputs would change the weights, so make it a buffer, or move the change out of forward"
+                )
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Generator[None]:
+    """Put back, on leaving, what running `model` changes (see `ModelState`), also when it raises.
+
+    Raises:
+        InputError: if a parameter was changed in place, which cannot be undone.
+    """
+    state = ModelState(model)
+    with restoring(state):
+        yield
+        state.check_parameters(model)
+
+
+@contextmanager
+def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
+    """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile.
+
+    Args:
+        state: of the model that is run meanwhile.
+        assigned: is given, by module, the names of the attributes that were set.
+    """
+    try:
+        with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
+            yield
+    finally:
+        state.restore(assigned)
+
+
+@contextmanager
+def in_phase(model: nn.Module, training: bool) -> Generator[None]:
+    """Put the whole model in training or evaluation mode, and every flag back afterwards; none if it is in it."""
+    if model.training == training:
+        yield
+        return
+    flags = [(module, module.training) for module in all_modules(model)]
+    try:
+        for module, _ in flags:
+            module.training = training
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,8 @@
+"""Trace one forward into a graph: the tracer, and its parts for children, attributes and decisions."""
+
+from __future__ import annotations
+
+from .spans import with_regions
+from .tracer import ModuleTracer, TracingSession
+
+__all__ = ["ModuleTracer", "TracingSession", "with_regions"]

@@ -1,0 +1,136 @@
+"""Let the checks in the middle of a graph start over: what happened before them is taken back, or must be nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
+
+from torch import fx, nn
+
+from ..guards import require
+from ..recording import Change, draws, function_draws_from_host, module_draws, tree_draws_from_host
+from ..values import Path, Untraceable, keep
+from .cleanup import late_checks
+from .decisions import Decisions
+
+__all__ = ["order_checks"]
+
+_Lasting = Callable[[fx.Node], Change | None]
+
+
+def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting, *, marks: bool) -> None:
+    """Move checks to before what cannot be done twice, or let the graph note what is to be taken back.
+
+    Args:
+        graph: as it was traced.
+        module: its home.
+        decisions: that the checks are of.
+        lasting: tells what running a node changes that outlives the call.
+        marks: whether the graph is to announce changes to its callers; False where it makes none.
+
+    Raises:
+        Untraceable: if a check comes after a change that cannot be taken back.
+    """
+    _Order(graph, module, decisions, lasting).run(marks=marks)
+
+
+class _Order:
+    def __init__(self, graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting) -> None:
+        self._graph, self._module, self._decisions, self._lasting = graph, module, decisions, lasting
+
+    def run(self, *, marks: bool) -> None:
+        by_data = self._decisions.by_data
+        late = late_checks(
+            self._graph, lambda node: self._lasting(node) is not None, by_data, self._decisions.read_later
+        )
+        # Checks by data are careful with random numbers too: they miss although the model is used as it was.
+        drawn = self._by_data_after(self._draws)
+        checks = list(dict.fromkeys((*late, *drawn)))
+        kept = self._kept(checks, random=bool(drawn)) if checks else None
+        for check in checks:
+            if kept is None and check not in self._decisions.structural:
+                self._refuse(check)
+            check.args = (*check.args[:3], kept or False, *check.args[4:])
+        if marks:
+            self._mark_changes(set() if kept is None else set(_up_to_last(self._graph, checks)))
+        self._mark_draws()
+
+    def _mark_changes(self, noted: Collection[fx.Node]) -> None:
+        """Mark what changes objects and is not noted here before: the generated forward announces it to its callers."""
+        for node in self._graph.nodes:
+            change = self._lasting(node)
+            if change is not None and (change.objects or change.paths):
+                node.meta["changes"] = node.op == "call_module" or node not in noted
+
+    def _mark_draws(self) -> None:
+        """Mark what draws from generators outside torch, and what draws before a check that starts over by itself.
+
+        The generated forward takes the latter back; it announces the former, for a caller may have to take it back.
+        """
+        checks = self._graph.find_nodes(op="call_function", target=require)
+        before = set(_up_to_last(self._graph, checks) if checks else ())
+        from_host = tree_draws_from_host(self._module)
+        for node in self._graph.nodes:
+            if self._draws_from_host(node, modules=from_host) and self._draws(node):
+                node.meta["draws"] = "host"
+            elif node in before and self._draws(node):
+                node.meta["draws"] = "torch"
+
+    def _draws_from_host(self, node: fx.Node, *, modules: bool) -> bool:
+        if node.op == "call_module":
+            return modules and tree_draws_from_host(self._callee(node))
+        return node.op == "call_function" and function_draws_from_host(node.target)
+
+    def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
+        """Return the checks by data that come after a node for which `first` holds."""
+        found: list[fx.Node] = []
+        by_data, is_after = self._decisions.by_data, False
+        for node in self._graph.nodes if by_data else ():
+            is_after = is_after or first(node)
+            if is_after and node in by_data:
+                found.append(node)
+        return found
+
+    def _refuse(self, check: fx.Node) -> NoReturn:
+        what = "the data in a tensor" if check in self._decisions.by_data else "an intermediate value"
+        raise Untraceable(f"it decides by {what} after a change that cannot be taken back", check.meta["source"])
+
+    def _callee(self, node: fx.Node) -> nn.Module:
+        return self._module.get_submodule(str(node.target))
+
+    def _kept(self, checks: Collection[fx.Node], *, random: bool) -> fx.Node | None:
+        """Note what is changed up to the last of some checks before it is; None where that cannot be taken back."""
+        before = _up_to_last(self._graph, checks)
+        changes = {node: change for node in before if (change := self._lasting(node)) is not None}
+        if not all(change.revocable for change in changes.values()):
+            return None
+        first = next(node for node in before if node in changes or (random and self._draws(node)))
+        with self._graph.inserting_before(first):
+            options: dict[str, Any] = {"random": True} if random else {}
+            setters = dict.fromkeys(place for change in changes.values() for place in change.attributes)
+            if setters:
+                options["attributes"] = tuple((self._graph.get_attr(target), name) for target, name in setters)
+            if not options and all(node.op == "call_module" for node in changes):
+                options["asks"] = True
+            kept = self._graph.call_function(keep, _paths(changes.values()), options)
+        kept.meta["source"] = next(iter(checks)).meta["source"]
+        return kept
+
+    def _draws(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return any(map(module_draws, self._callee(node).modules()))
+        return draws(node)
+
+
+def _up_to_last(graph: fx.Graph, checks: Collection[fx.Node]) -> list[fx.Node]:
+    nodes, wanted = list(graph.nodes), set(checks)
+    return nodes[: max(number for number, node in enumerate(nodes) if node in wanted)]
+
+
+def _paths(changes: Iterable[Change]) -> tuple[Any, ...]:
+    """Return what `keep` is to be given: each object that is changed, and the paths in it."""
+    paths: dict[fx.Node, dict[Path, None]] = {}
+    for change in changes:
+        for root, found in change.paths.items():
+            paths.setdefault(root, {}).update(dict.fromkeys(found))
+    return tuple(argument for root, found in paths.items() for argument in (root, tuple(found)))

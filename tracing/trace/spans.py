@@ -1,0 +1,227 @@
+"""Cut the spans of a traced graph that stand under a context out into regions of their own.
+
+While a forward is traced, marks in the graph say where a context was opened and closed. What stands between two marks,
+in the order in which it was recorded, becomes the graph of a region; reads of tensors and modes stay at home, and are
+handed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from ..graphs import Capture, Context, ContextRegion, RegionPlan, Variant
+from ..guards import SELF, Constant, Equals, Guard, Is, Source, key_of, module_at, require
+from ..reads import OWN_CHILDREN
+from ..values import Signature
+
+__all__ = ["closed", "mark", "opened", "with_regions"]
+
+
+def opened() -> None:
+    """Mark where a context was opened; no graph that runs holds this."""
+
+
+def closed() -> None:
+    """Mark where a context was closed; no graph that runs holds this."""
+
+
+def mark(graph: fx.Graph, context: Context | None) -> None:
+    """Mark the end of `graph` as the place where a context was opened, or for None where the last one was closed."""
+    node = graph.call_function(closed if context is None else opened)
+    node.meta["context"] = context
+
+
+@dataclass
+class _Span:
+    """What was recorded under a context, itself holding spans."""
+
+    context: Context | None
+    items: list[fx.Node | _Span] = field(default_factory=list["fx.Node | _Span"])
+
+    def nodes(self) -> Iterator[fx.Node]:
+        for item in self.items:
+            if isinstance(item, _Span):
+                yield from item.nodes()
+            else:
+                yield item
+
+    def inputs(self) -> list[fx.Node]:
+        """Return what the nodes inside read from outside."""
+        inside = set(self.nodes())
+        return list(dict.fromkeys(s for node in self.nodes() for s in node.all_input_nodes if s not in inside))
+
+    def results(self) -> list[fx.Node]:
+        """Return the nodes inside that something outside reads."""
+        inside = set(self.nodes())
+        return [node for node in self.nodes() if any(user not in inside for user in node.users)]
+
+    def detaches(self) -> bool:
+        """Tell whether no gradient can pass the whole span."""
+        inner = [item for item in self.items if isinstance(item, _Span)]
+        if self.context is not None and self.context.gradients is False:
+            return not any(span.attaches() for span in inner)
+        return False
+
+    def attaches(self) -> bool:
+        """Tell whether gradients are switched on somewhere inside."""
+        inner = [item for item in self.items if isinstance(item, _Span)]
+        return (self.context is not None and self.context.gradients is True) or any(s.attaches() for s in inner)
+
+
+def with_regions(module: nn.Module, variants: Sequence[Variant]) -> tuple[list[Variant], dict[str, RegionPlan]]:
+    """Return graphs that call a region where they had marks, and the regions by the names of the module's new children.
+
+    Args:
+        module: the traced module; it is only looked at.
+        variants: its graphs as they were traced.
+    """
+    plans: dict[str, RegionPlan] = {}
+    cut = [
+        _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v for v in variants
+    ]
+    return [_counting(variant, len(plans)) for variant in cut] if plans else cut, plans
+
+
+def _counting(variant: Variant, more: int) -> Variant:
+    """Let a guard on the number of a module's children count its regions."""
+    return dataclasses.replace(variant, guards=tuple(_with_more(guard, more) for guard in variant.guards))
+
+
+def _with_more(guard: Guard, more: int) -> Guard:
+    match guard:
+        case Guard(source, Equals(Constant(value=count))) if source == OWN_CHILDREN:
+            return dataclasses.replace(guard, check=Equals(key_of(count + more)))
+        case _:
+            return guard
+
+
+@dataclass
+class _Body:
+    """A graph under way.
+
+    Attributes:
+        path: where the module is that the graph is of, as seen from the home.
+        plans: the regions that it calls.
+        children: name of a child as traced -> its name in that module; empty for the home, where they are the same.
+        values: node as traced -> node here.
+    """
+
+    path: Source
+    plans: dict[str, RegionPlan]
+    children: dict[str, str] = field(default_factory=dict[str, str])
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    graph: fx.Graph = field(default_factory=fx.Graph)
+
+
+class _Cutter:
+    """Write one graph anew.
+
+    Args:
+        module: its home.
+        plans: the regions of the home so far; those of this graph are added.
+    """
+
+    def __init__(self, module: nn.Module, plans: dict[str, RegionPlan]) -> None:
+        self._module = module
+        self._plans = plans
+        self._guards: list[Guard] = []
+
+    def cut(self, variant: Variant) -> Variant:
+        """Return the graph of the home, which calls the regions."""
+        home = _Body(SELF, self._plans)
+        self._write(_root(variant.graph), home)
+        return dataclasses.replace(variant, graph=home.graph, guards=(*variant.guards, *self._guards))
+
+    def _write(self, span: _Span, body: _Body) -> None:
+        """Write a span's own nodes into `body`, and calls of regions for the spans in it."""
+        for item in span.items:
+            if isinstance(item, _Span):
+                self._write_region(item, body)
+                continue
+            body.values[item] = node = body.graph.node_copy(item, body.values.__getitem__)
+            if node.op == "call_module":
+                node.target = body.children.get(str(node.target), node.target)
+
+    def _write_region(self, span: _Span, outer: _Body) -> None:
+        if span.context is None or next(span.nodes(), None) is None:
+            return
+        name = self._free_name(span.context.kind, outer)
+        local = _local_names([str(node.target) for node in span.nodes() if node.op == "call_module"])
+        region = _Body(module_at([name], outer.path), {}, local)
+        results = span.results()
+        for source in span.inputs():
+            region.values[source] = placeholder = region.graph.placeholder(source.name)
+            placeholder.meta = dict(source.meta)
+        names = [node.name for node in region.graph.nodes]
+        self._write(span, region)
+        outputs = tuple(region.values[node] for node in results)
+        region.graph.output(outputs[0] if len(outputs) == 1 else outputs)
+        origins = {mine: outer.children.get(target, target) for target, mine in local.items()}
+        self._guard(region.path, outer.path, origins)
+        capture = Capture(ContextRegion, [Variant((), region.graph)], Signature.of_names(names), regions=region.plans)
+        outer.plans[name] = RegionPlan(span.context, capture, origins)
+        _write_call(name, span, results, outer)
+
+    def _free_name(self, kind: str, body: _Body) -> str:
+        taken = {*body.plans, *body.children.values()}
+        number = 0
+        while f"{kind}_{number}" in taken or hasattr(self._module, f"{kind}_{number}"):
+            number += 1
+        return f"{kind}_{number}"
+
+    def _guard(self, region: Source, outer: Source, origins: Mapping[str, str]) -> None:
+        """Let the graph hold only as long as the children that a region borrowed are those that are there."""
+        for mine, target in origins.items():
+            now = Is(module_at(target.split("."), outer))
+            self._guards.append(Guard(module_at([mine], region), now, f"{target} was replaced after capture"))
+
+
+def _write_call(name: str, span: _Span, results: Sequence[fx.Node], body: _Body) -> None:
+    """Write the call of a region, and what picks its results apart."""
+    values = body.values
+    call = body.graph.call_module(name, tuple(values[source] for source in span.inputs()))
+    call.meta.update(
+        source=next(span.nodes()).meta.get("source", ""),
+        val=tuple(node.meta.get("val") for node in results),
+        context=span.context,
+        detached=span.detaches(),
+        checks=any(node.target is require for node in span.nodes()),
+        draws=min((node.meta["draws"] for node in span.nodes() if "draws" in node.meta), default=""),
+    )
+    if len(results) == 1:
+        values[results[0]] = call
+        call.meta["val"] = results[0].meta.get("val")
+        return
+    for position, node in enumerate(results):
+        values[node] = item = body.graph.call_function(operator.getitem, (call, position))
+        item.meta = {key: node.meta[key] for key in ("val", "source") if key in node.meta}
+
+
+def _root(graph: fx.Graph) -> _Span:
+    """Return the nodes of a graph without its marks, span by span; reads of attributes go before what needs them."""
+    stack = [_Span(None)]
+    for node in graph.nodes:
+        if node.target is opened:
+            span = _Span(node.meta["context"])
+            stack[-1].items.append(span)
+            stack.append(span)
+        elif node.target is closed:
+            stack.pop()
+        elif node.op == "get_attr" and len(stack) > 1:
+            stack[0].items.insert(-1, node)
+        else:
+            stack[-1].items.append(node)
+    return stack[0]
+
+
+def _local_names(targets: Sequence[str]) -> dict[str, str]:
+    """Return name of a child in the home -> a name without dots."""
+    local = {target: target.replace(".", "_") for target in dict.fromkeys(targets)}
+    if len(set(local.values())) == len(local):
+        return local
+    return {target: f"child_{number}" for number, target in enumerate(local)}

@@ -1,0 +1,90 @@
+"""What captures are made of: values with structure, names, signatures, kinds of modules, random states."""
+
+from __future__ import annotations
+
+from .autograd_functions import FunctionCall
+from .class_cache import cached_by_class
+from .dynamic import Quiet, class_recipe, same_kind, subclass, user_class
+from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
+from .inputs import Inputs, normalize_inputs
+from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
+from .leaves import CONTAINERS, is_container, is_leaf, is_library, runs_as_sequential
+from .meta import Meta, TensorMeta, meta_key, meta_of
+from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, tensors_by_name
+from .objects import copied_object, has_attributes, is_object, is_whole, objects_in, state_of, tensors_within
+from .plain_types import PLAIN_TYPES, is_plain_structure
+from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
+from .signature import Absent, Signature, given, signature_of
+from .structure import aliased, are_plain, copied, is_namedtuple, map_leaves, map_structure, map_tensors, tensors_in
+from .tree import Arguments, TensorFunction, flatten, plain, replaced_tensors, structure
+from .untraceable import Untraceable
+
+__all__ = [
+    "ANNOUNCES",
+    "CONTAINERS",
+    "INTERNAL",
+    "LEAF_LIBRARY",
+    "PLAIN_TYPES",
+    "Absent",
+    "Arguments",
+    "FunctionCall",
+    "Inputs",
+    "Kept",
+    "Meta",
+    "ModelNames",
+    "Path",
+    "Quiet",
+    "RandomState",
+    "Signature",
+    "TensorFunction",
+    "TensorMeta",
+    "Untraceable",
+    "aliased",
+    "all_inside",
+    "all_tensors",
+    "announce",
+    "announce_changes",
+    "are_plain",
+    "cached_by_class",
+    "changed_paths",
+    "class_recipe",
+    "contents",
+    "copied",
+    "copied_object",
+    "flatten",
+    "generators_now",
+    "given",
+    "graft",
+    "has_attributes",
+    "is_container",
+    "is_leaf",
+    "is_leaf_function",
+    "is_library",
+    "is_meta",
+    "is_namedtuple",
+    "is_object",
+    "is_plain_structure",
+    "is_whole",
+    "keep",
+    "leaf_function_places",
+    "map_leaves",
+    "map_structure",
+    "map_tensors",
+    "meta_key",
+    "meta_of",
+    "normalize_inputs",
+    "objects_in",
+    "plain",
+    "replaced_tensors",
+    "runs_as_sequential",
+    "same_kind",
+    "signature_of",
+    "state_of",
+    "structure",
+    "subclass",
+    "take_back",
+    "tensors_by_name",
+    "tensors_in",
+    "tensors_within",
+    "user_class",
+]
