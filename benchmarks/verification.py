@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
-from fxopt.passes.sites.sites import Goal, Phase, Site
-from fxopt.tracing.program.program import Program, capture_program
+from fxopt.passes.sites import Goal, Phase, Site
+from fxopt.tracing.program import Program, capture_program
 from fxopt.tracing.values import flatten
 
 

@@ -21,9 +21,9 @@ from fxopt.api import optimize
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites.sites import Goal, Numerics, Phase, Site
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import Timings
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Head(nn.Module):

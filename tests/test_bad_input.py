@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.sites.sites import Phase, Site
-from fxopt.tracing.program.program import Program
+from fxopt.passes.sites import Phase, Site
+from fxopt.tracing.program import Program
 
 
 def head() -> nn.Sequential:
@@ -281,7 +281,7 @@ import torch
 from torch import nn
 
 from fxopt.passes.contract.base import Pass
-from fxopt.passes.sites.sites import Site
+from fxopt.passes.sites import Site
 
 
 class Model(nn.Module):

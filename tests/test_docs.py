@@ -50,12 +50,12 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_is_marked_as_such(page: Path):
     text = page.read_text(encoding="utf-8")
-    known = {"python", "sh", "text", "toml", "json", "{toctree}", "diff"}
+    known = {"python", "sh", "mermaid", "text", "toml", "json", "{toctree}", "diff"}
     assert {line[3:].strip() for line in text.splitlines() if re.match(r"```.", line)} <= known
 
 
 def test_every_pass_has_a_page_and_a_row():
-    from fxopt.passes.pipeline.pipeline import pass_names
+    from fxopt.passes.pipeline import pass_names
 
     own = {name for name, origin in pass_names().items() if origin == "fxopt"}
     assert {p.stem for p in (ROOT / "docs" / "passes").glob("*.md")} - {"index"} == own

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.errors import InputError, UsageError, VerificationError
-from fxopt.passes.sites.sites import Numerics
+from fxopt.passes.sites import Numerics
 from fxopt.testing import NotEquivalentError, assert_equivalent
 from fxopt.tracing.values import Inputs
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.timing import time_candidates
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 from fxopt.tracing.values import is_container, is_leaf
 
 from .subjects import Built

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxopt.passes.rewriting import Edit
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 @dataclass(frozen=True)

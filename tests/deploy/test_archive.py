@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
 from fxopt.passes.driver import Record
-from fxopt.passes.pipeline.pipeline import Decision, Plan
+from fxopt.passes.pipeline import Decision, Plan
 from fxopt.passes.state import outline_of
 
 SOURCE = """

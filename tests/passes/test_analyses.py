@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.rewriting import Edit
-from fxopt.passes.sites.sites import Site
+from fxopt.passes.sites import Site
 from fxopt.passes.verification import CallSites, TensorOwners
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Shared(nn.Module):

@@ -30,17 +30,11 @@ class Times(nn.Module):
         return x * 3
 
 
-class Router:
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        return module(x) if type(module) is Plus else module(x) - 100
-
-
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.child = Plus()
         self.deep = nn.Sequential(nn.Sequential(Plus(), Times()))
-        self.router = Router()
         self.ask = lambda module: type(module) is Plus
 
     def is_plus(self, module: nn.Module) -> bool:
@@ -86,10 +80,6 @@ def by_held_function(self: Any, x: Tensor) -> Tensor:
     return self.child(x) if self.ask(self.child) else self.child(x) - 100
 
 
-def by_held_object(self: Any, x: Tensor) -> Tensor:
-    return self.router(self.child, x)
-
-
 def by_inner_function(self: Any, x: Tensor) -> Tensor:
     def kinds() -> list[type]:
         return [type(child) for child in (self.child,)]
@@ -109,7 +99,7 @@ def of_grandchildren(self: Any, x: Tensor) -> Tensor:
 
 FORWARDS = [
     by_comparison, by_membership, by_equal_classes, by_attribute, by_dispatch, by_helper, by_method, by_held_function,
-    by_held_object, by_inner_function, by_map, of_grandchildren,
+    by_inner_function, by_map, of_grandchildren,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites.sites import Goal, Site
+from fxopt.passes.sites import Goal, Site
 from fxopt.passes.verification import Data, reference
 from fxopt.tracing.values import Inputs
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import MatchFailure
 from fxopt.passes.rewriting import Edit, inline, outline
-from fxopt.passes.sites.sites import Site
+from fxopt.passes.sites import Site
 from fxopt.tracing.graphs import ContextRegion
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)

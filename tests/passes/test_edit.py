@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 import fxopt
 from fxopt.errors import CaptureError
 from fxopt.passes.rewriting import Edit
-from fxopt.passes.sites.sites import Site
+from fxopt.passes.sites import Site
 from fxopt.passes.state import Rename
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.rewriting import handed_out, has_effects, writes, written_values
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Counting(nn.Module):

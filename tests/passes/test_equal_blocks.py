@@ -16,9 +16,9 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager, comparison
 from fxopt.passes.rewriting import Edit, module, operation
-from fxopt.passes.sites.sites import Goal, Numerics, Phase, Site
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import Timings
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Block(nn.Module):
@@ -151,7 +151,7 @@ class Subtract(Pass):
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Note each full and each brief reference that is taken, and each set of candidates that is timed."""
     seen: dict[str, list[Any]] = {"full": [], "brief": [], "timed": []}
-    reference: Callable[..., Any] = comparison.verify.reference
+    reference: Callable[..., Any] = comparison.verification.reference
 
     def noted(home: nn.Module, *args: Any, brief: bool = False, **options: Any) -> Any:
         seen["brief" if brief else "full"].append(home)
@@ -162,7 +162,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         seconds = {"before": 3.0, "one": 2.0, "two": 1.0, "after": 1.0}
         return Timings([{name: seconds[name] for name in candidates}] * 9)
 
-    monkeypatch.setattr(comparison.verify, "reference", noted)
+    monkeypatch.setattr(comparison.verification, "reference", noted)
     monkeypatch.setattr(timing, "time_candidates", timed)
     return seen
 

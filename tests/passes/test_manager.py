@@ -18,10 +18,10 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, module, operation, outline
-from fxopt.passes.sites.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
 from fxopt.passes.timing import Timings
 from fxopt.settings import Settings
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Block(nn.Module):
@@ -585,7 +585,9 @@ def test_a_plan_repeats_the_same_graphs_without_looking(
     passes = (Lowerings(), SwapOperandsAtHome(), Refuse())
     first = fxopt.capture(Net(), (X,))
     plan = managed(first, *passes, time=True).plan(passes)
-    monkeypatch.setattr("fxopt.passes.driver.comparison.verify.reference", lambda *a, **k: pytest.fail("verified"))
+    monkeypatch.setattr(
+        "fxopt.passes.driver.comparison.verification.reference", lambda *a, **k: pytest.fail("verified")
+    )
     timed(lambda candidates: pytest.fail("timed"))
     second = fxopt.capture(Net())
     manager = Manager(second)

@@ -7,8 +7,8 @@ import pytest
 
 from fxopt.errors import OrderError
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline.pipeline import check_order
-from fxopt.passes.sites.sites import Phase
+from fxopt.passes.pipeline import check_order
+from fxopt.passes.sites import Phase
 
 
 def a_pass(name: str, **contract: Any) -> Pass:

@@ -14,8 +14,8 @@ import fxopt
 from fxopt.compat import native_functions
 from fxopt.operators import mutates, operator_of_module
 from fxopt.passes.rewriting import Match, anything, either, module, operation
-from fxopt.passes.sites.sites import Site
-from fxopt.tracing.program.program import Program
+from fxopt.passes.sites import Site
+from fxopt.tracing.program import Program
 
 
 def captured(forward: Callable[..., object], *tensors: Tensor, **children: nn.Module) -> Program:

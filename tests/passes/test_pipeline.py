@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fxopt.errors import PipelineError, UsageError
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline.pipeline import parse
-from fxopt.passes.sites.sites import did_you_mean
+from fxopt.passes.pipeline import parse
+from fxopt.passes.sites import did_you_mean
 
 
 class Lowering(enum.Enum):

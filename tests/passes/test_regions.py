@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import MatchFailure
 from fxopt.passes.rewriting import Edit, inline, outline
-from fxopt.passes.sites.sites import Site
+from fxopt.passes.sites import Site
 from fxopt.passes.verification import TensorOwners
 from fxopt.tracing.graphs import Region
-from fxopt.tracing.guards.guards import require
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.guards import require
+from fxopt.tracing.program import Program
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 
 from fxopt.errors import UsageError
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline.pipeline import parse, registry
-from fxopt.passes.sites.sites import Goal, Numerics, Phase
+from fxopt.passes.pipeline import parse, registry
+from fxopt.passes.sites import Goal, Numerics, Phase
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fxopt.errors import CaptureError, MatchFailure, PassError
-from fxopt.passes.pipeline.pipeline import supervised
+from fxopt.passes.pipeline import supervised
 from fxopt.passes.timing import collection_paused
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxopt.passes.verification import Tape, reference, verify
 from fxopt.tracing.graphs import capture_of, own, recompile
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 SHAPE = (4, 5)
 

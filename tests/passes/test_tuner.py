@@ -16,10 +16,10 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Group, Manager, comparison, grouped, with_lowering
 from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites.sites import Goal, Numerics, Refusal, Site
+from fxopt.passes.sites import Goal, Numerics, Refusal, Site
 from fxopt.passes.timing import Timings
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.program.program import Program
+from fxopt.tracing.program import Program
 
 
 class Net(nn.Module):
@@ -132,13 +132,13 @@ ALL = {"minus 1": "applied", "minus 2": "applied", "minus 3": "applied", "minus 
 
 def test_sites_of_one_graph_are_verified_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     references: list[nn.Module] = []
-    reference = comparison.verify.reference
+    reference = comparison.verification.reference
 
     def noted(module: nn.Module, *args: object, **options: object) -> object:
         references.append(module)
         return reference(module, *args, **options)
 
-    monkeypatch.setattr(comparison.verify, "reference", noted)
+    monkeypatch.setattr(comparison.verification, "reference", noted)
     manager = managed(Net(), Subtractions())
     assert statuses(manager) == ALL
     assert len(references) == 1

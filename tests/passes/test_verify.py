@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.errors import InputError
-from fxopt.passes.sites.sites import Numerics
+from fxopt.passes.sites import Numerics
 from fxopt.passes.state import Stack, StateMap
 from fxopt.passes.verification import Verdict, reference, verify
 

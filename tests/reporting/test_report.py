@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from fxopt.passes.driver import PassTrace, Record
-from fxopt.passes.pipeline.pipeline import Decision, Plan
+from fxopt.passes.pipeline import Decision, Plan
 from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
 

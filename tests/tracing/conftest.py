@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.tracing.program.program import Program, capture_program
+from fxopt.tracing.program import Program, capture_program
 from fxopt.tracing.values import Inputs, map_tensors, normalize_inputs, tensors_in
 
 

@@ -11,12 +11,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 X = torch.randn(3, 4)
 
 
-RECEIVERS: list[list[Tensor]] = []
+class Receivers:
+    """Objects are not looked into: what their methods change is seen by nobody."""
+
+    def __init__(self) -> None:
+        self._open: list[list[Tensor]] = []
+
+    def begin(self) -> None:
+        self._open.append([])
+
+    def end(self) -> list[Tensor]:
+        return self._open.pop()
+
+    def give(self, value: Tensor) -> None:
+        if self._open:
+            self._open[-1].append(value)
+
+
+RECEIVERS = Receivers()
 
 
 def collecting(forward: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -24,19 +41,18 @@ def collecting(forward: Callable[..., Tensor]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def wrapper(self: Any, x: Tensor) -> Any:
-        RECEIVERS.append([])
+        RECEIVERS.begin()
         try:
             x = forward(self, x)
         finally:
-            seen = RECEIVERS.pop()
+            seen = RECEIVERS.end()
         return (x, *seen)
 
     return wrapper
 
 
 def hand_over(module: nn.Module, args: Any, output: Tensor) -> None:
-    if RECEIVERS:
-        RECEIVERS[-1].append(output)
+    RECEIVERS.give(output)
 
 
 class Inner(nn.Module):

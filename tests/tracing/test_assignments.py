@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import misses_in, release
 from fxopt.tracing.values import ModelNames
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.values import copied_object, state_of, tensors_within
 
 

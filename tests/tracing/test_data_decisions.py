@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import misses_in, release
 from fxopt.tracing.values import ModelNames
 

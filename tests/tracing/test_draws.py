@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.values import generators
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.guards.guards import (
+from fxopt.tracing.guards import (
     NOT_HELD,
     SELF,
     Argument,

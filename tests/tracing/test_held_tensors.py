@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 X = torch.randn(3, 4)
 

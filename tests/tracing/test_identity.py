@@ -15,7 +15,7 @@ from torch import nn
 
 from fxopt.errors import CaptureError, ModeError
 from fxopt.tracing.graphs import EVAL_ONLY, Capture, capture_of, install, own, recompile, uninstall
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 REGISTRY: list[str] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import Alike, Likeness
 from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 from fxopt.transforms.fuse_ensembles.inlining import inlined_graph

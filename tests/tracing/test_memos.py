@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 
 def memoised(function):

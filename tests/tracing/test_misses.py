@@ -459,7 +459,7 @@ def test_the_generated_forward_checks_no_more_than_before():
             return x + 1
 
     text = inspect.getsource(type(captured(Plain(), X)).forward)
-    assert [line.strip() for line in text.splitlines()][:2] == ["def forward(self, x):", "if not ((x is not None)):"]
+    assert [line.strip() for line in text.splitlines()][:2] == ["def forward(self, x):", "if not (x is not None):"]
 
 
 def test_reports_name_module_guard_and_counts():

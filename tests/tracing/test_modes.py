@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxopt.errors import InputError
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)

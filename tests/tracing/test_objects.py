@@ -15,8 +15,8 @@ from torch import nn
 
 from fxopt.errors import GuardError
 from fxopt.tracing.graphs import capture_of, uninstall
-from fxopt.tracing.guards.guards import GuardMiss, require
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.guards import GuardMiss, require
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import record
 from fxopt.tracing.values import (
     Inputs,

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
 from fxopt.errors import CaptureError, InputError
-from fxopt.tracing.program.program import Opaque, capture_program
+from fxopt.tracing.program import Opaque, capture_program
 from fxopt.tracing.rules import trace_leaf
 
 X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.guards.guards import SELF, Attribute, cells_of, type_of
+from fxopt.tracing.guards import SELF, Attribute, cells_of, type_of
 from fxopt.tracing.reads import OutsideReads, guards_on
 from fxopt.tracing.recording import misses_in
 from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 
 
 class Memory:

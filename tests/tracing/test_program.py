@@ -11,7 +11,7 @@ from torch import nn
 
 from fxopt.errors import CaptureError, InputError, UsageError
 from fxopt.tracing.graphs import capture_of, install, own, recompile, select, uninstall
-from fxopt.tracing.program.program import Program, capture_program
+from fxopt.tracing.program import Program, capture_program
 from fxopt.tracing.values import Inputs, TensorMeta, meta_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from torch import nn
 import fxopt
 from fxopt.compat import all_modules
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.program.program import rest
+from fxopt.tracing.program import rest
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

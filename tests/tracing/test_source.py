@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxopt.errors import GuardError
 from fxopt.tracing.graphs import Capture, Variant, generate, install
-from fxopt.tracing.guards.guards import (
+from fxopt.tracing.guards import (
     Argument,
     Attribute,
     Equals,
@@ -24,7 +24,7 @@ from fxopt.tracing.guards.guards import (
     length_of,
     require,
 )
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.values import Signature, signature_of
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxopt
 from fxopt.tracing.graphs import ContextRegion, uninstall
-from fxopt.tracing.program.program import capture_program
+from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import ModelState, misses_in
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)

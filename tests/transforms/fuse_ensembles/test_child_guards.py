@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.guards.guards import (
+from fxopt.tracing.guards import (
     SELF,
     Argument,
     Attribute,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.pipeline.pipeline import parse
+from fxopt.passes.pipeline import parse
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
