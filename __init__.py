@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .transforms.fold_constants import FoldConstants
     from .transforms.fuse_ensembles import FuseEnsembles
 
-_HOMES = {
+_PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
         "translate_optimizer"
@@ -83,7 +83,7 @@ _HOMES = {
     "transforms.fold_constants": "FoldConstants",
     "transforms.fuse_ensembles": "FuseEnsembles",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
     "ArchiveError",
@@ -147,10 +147,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
+    namespace = _PLACE_OF.get(name)
+    if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    value = getattr(importlib.import_module(f".{namespace}", __name__), name)
     globals()[name] = value
     return value
 

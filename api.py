@@ -25,7 +25,7 @@ from .passes.timing import collection_paused
 from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
-from .tracing.program import Program, capture_program, rest_askers
+from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import hold, misses_in, release
 from .tracing.values import normalize_inputs
 
@@ -154,7 +154,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)
-        rest_askers(fresh)
+        deactivate_type_checkers(fresh)
         release(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program

@@ -43,7 +43,7 @@ class Outcome:
     model: str
     dtype: str
     training: bool
-    home: str
+    owner: str
     node: str
     ok: bool
     reason: str
@@ -60,7 +60,7 @@ class OneRewrite(Pass):
     """
 
     kind: str
-    home: str
+    owner: str
     node: str
     seed: int
 
@@ -68,10 +68,10 @@ class OneRewrite(Pass):
 
     def find(self, program: Program) -> Iterator[Site]:
         only_in_evaluation = self.kind == "batch norm from its statistics"
-        yield Site(program, self.home, {"node": self.node}, phase=Phase.EVAL if only_in_evaluation else None)
+        yield Site(program, self.owner, {"node": self.node}, phase=Phase.EVAL if only_in_evaluation else None)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        place = Place(site.program, site.home, edit.graph_node("node"), edit)
+        place = Place(site.program, site.owner, edit.graph_node("node"), edit)
         apply = {**WRONG, **HONEST}[self.kind](place, random.Random(self.seed))
         if apply is None:
             raise RuntimeError(f"{self.kind} no longer fits {self.node}")
@@ -79,9 +79,9 @@ class OneRewrite(Pass):
 
 
 def places(program: Program) -> Iterator[Place]:
-    for home, capture in program.captures.items():
-        for node in capture.variants[0].graph.nodes:
-            yield Place(program, home, node)
+    for owner, capture in program.captures.items():
+        for node in capture.specializations[0].graph.nodes:
+            yield Place(program, owner, node)
 
 
 def attempt(kind: str, rewrite: Rewrite, chance: random.Random) -> Outcome | None:
@@ -99,7 +99,7 @@ def attempt(kind: str, rewrite: Rewrite, chance: random.Random) -> Outcome | Non
     if not fitting:
         return None
     place = chance.choice(fitting)
-    one = OneRewrite(kind, place.home, place.node.name, seed)
+    one = OneRewrite(kind, place.owner, place.node.name, seed)
     return outcome_of(one, model, x, measured_seed=chance.randrange(2**31))
 
 
@@ -111,7 +111,7 @@ def outcome_of(one: OneRewrite, model: nn.Module, x: Tensor, measured_seed: int)
         model=type(model).__name__,
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         training=model.training,
-        home=one.home or "(root)",
+        owner=one.owner or "(root)",
         node=one.node,
         ok=decision.status == "applied",
         reason=decision.reason,

@@ -18,7 +18,7 @@ from ..passes.driver import Record
 from ..passes.pipeline import Plan
 from ..version import VERSION
 from .container import read_container, read_json, write_container
-from .factory import build_model, find_factory, home_of, is_trusted, module_of, name_class
+from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
 from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
@@ -184,10 +184,12 @@ def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
         )
     if isinstance(trust, bool):
         return build_model(factory)
-    home = home_of(factory)
-    if not is_trusted(home, trust):
+    owner = owner_of(factory)
+    if not is_trusted(owner, trust):
         # Else a file could have anything called that a trusted module happens to import.
-        raise ArchiveError(f"{where} would call {factory!r}, which comes from {home!r}; trust that too, or pass model=")
+        raise ArchiveError(
+            f"{where} would call {factory!r}, which comes from {owner!r}; trust that too, or pass model="
+        )
     return build_model(factory)
 
 

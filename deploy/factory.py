@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InputError, UsageError, one_line
 from ..passes.sites import did_you_mean
 
-__all__ = ["build_model", "find_factory", "home_of", "import_module", "is_trusted", "module_of", "name_class"]
+__all__ = ["build_model", "find_factory", "import_module", "is_trusted", "module_of", "name_class", "owner_of"]
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -87,7 +87,7 @@ def module_of(spec: str) -> str:
     return _parts(spec)[0]
 
 
-def home_of(spec: str) -> str:
+def owner_of(spec: str) -> str:
     """Import what `package.module:factory` names, and return the module that it was defined in.
 
     Raises:
@@ -97,8 +97,8 @@ def home_of(spec: str) -> str:
     while isinstance(found, functools.partial):
         found = cast("functools.partial[object]", found).func
     found = inspect.unwrap(found)
-    home = getattr(found, "__module__", None) or type(found).__module__
-    return str(home)
+    owner = getattr(found, "__module__", None) or type(found).__module__
+    return str(owner)
 
 
 def is_trusted(module: str, packages: Iterable[str]) -> bool:

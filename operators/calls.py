@@ -92,7 +92,7 @@ def is_known_function(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if function in _BUILTINS:
         return True
-    return not name.startswith(_SETTING) and any(getattr(home, name, None) is function for home in _LIBRARY)
+    return not name.startswith(_SETTING) and any(getattr(owner, name, None) is function for owner in _LIBRARY)
 
 
 _PREFIXES: Mapping[str, Any] = {

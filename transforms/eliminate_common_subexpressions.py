@@ -35,26 +35,26 @@ class EliminateCommonSubexpressions(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for home, variant, graph, repeated in found_in_graphs(program, repetitions):
+        for owner, specialization, graph, repeated in found_in_graphs(program, repetitions):
             if not repeated:
                 continue
-            writer = next((node for node in graph.nodes if writes(node, program, home)), None)
+            writer = next((node for node in graph.nodes if writes(node, program, owner)), None)
             if writer is not None:
                 yield Refusal(
-                    f"'{writer.name}' may write in place, so equal expressions may differ", at=home or "(root)"
+                    f"'{writer.name}' may write in place, so equal expressions may differ", at=owner or "(root)"
                 )
                 continue
             nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
-            yield Site(program, home, nodes, variant, detail=f"{len(repeated)} computed before")
+            yield Site(program, owner, nodes, specialization, detail=f"{len(repeated)} computed before")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         graph = edit.graph
-        for node, first in repetitions(graph, site.program, site.home).items():
+        for node, first in repetitions(graph, site.program, site.owner).items():
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
 
-def repetitions(graph: fx.Graph, program: Program, home: str) -> dict[fx.Node, fx.Node]:
+def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, fx.Node]:
     """Return each node whose value an earlier node already has, with that node, in execution order.
 
     Two values that the module hands to its caller, themselves or as views, stay two, so that the caller may write into
@@ -62,9 +62,9 @@ def repetitions(graph: fx.Graph, program: Program, home: str) -> dict[fx.Node, f
     """
     first: dict[object, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
-    handed = handed_out(graph, program, home)
+    handed = handed_out(graph, program, owner)
     for node in graph.nodes:
-        if has_effects(node, program, home):
+        if has_effects(node, program, owner):
             continue
         key = _key(node, same)
         known = first.setdefault(key, node)

@@ -34,21 +34,21 @@ class EliminateDeadCode(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def find(self, program: Program) -> Iterator[Site]:
-        for home, variant, _, dead in found_in_graphs(program, dead_nodes):
+        for owner, specialization, _, dead in found_in_graphs(program, dead_nodes):
             if dead:
                 nodes = {f"dead_{number}": node.name for number, node in enumerate(dead)}
-                yield Site(program, home, nodes, variant, detail=f"{len(dead)} nodes nobody reads")
+                yield Site(program, owner, nodes, specialization, detail=f"{len(dead)} nodes nobody reads")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         graph = edit.graph
-        for node in dead_nodes(graph, site.program, site.home):
+        for node in dead_nodes(graph, site.program, site.owner):
             graph.erase_node(node)
 
 
-def dead_nodes(graph: fx.Graph, program: Program, home: str) -> list[fx.Node]:
+def dead_nodes(graph: fx.Graph, program: Program, owner: str) -> list[fx.Node]:
     """Return the nodes without effects that nothing live reads, users before what they use."""
     dead: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
-        if all(user in dead for user in node.users) and not has_effects(node, program, home):
+        if all(user in dead for user in node.users) and not has_effects(node, program, owner):
             dead[node] = None
     return list(dead)

@@ -46,25 +46,25 @@ class FoldConstants(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         on_meta = is_meta(program.model)
-        for home, variant, graph, constants in found_in_graphs(program, Constants):
+        for owner, specialization, graph, constants in found_in_graphs(program, Constants):
             for node in constants.written:
-                yield Refusal("the constant, or a view of it, is written to", _qualified(home, node))
+                yield Refusal("the constant, or a view of it, is written to", _qualified(owner, node))
             ends = constants.ends()
-            handed = handed_out(graph, program, home) if ends else ()
+            handed = handed_out(graph, program, owner) if ends else ()
             sizes: dict[fx.Node, int] = {}
             for node in ends:
                 size = evaluate(node).numel()
-                reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(home))
+                reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(owner))
                 if reason is None:
                     sizes[node] = size
                 else:
-                    yield Refusal(reason, _qualified(home, node))
+                    yield Refusal(reason, _qualified(owner, node))
             if sizes:
-                yield _site(sizes, program, home, variant)
+                yield _site(sizes, program, owner, specialization)
 
-    def _obstacle(self, is_handed_out: bool, size: int, home: nn.Module) -> str | None:
-        if isinstance(home, ContextRegion) and home.context.kind == "autocast":
-            return f"it is computed under {home.context}"
+    def _obstacle(self, is_handed_out: bool, size: int, owner: nn.Module) -> str | None:
+        if isinstance(owner, ContextRegion) and owner.context.kind == "autocast":
+            return f"it is computed under {owner.context}"
         if is_handed_out:
             return "the constant, or a view of it, is handed to the caller, who may write into it"
         if size > self.limit:
@@ -82,13 +82,13 @@ class FoldConstants(Pass):
 _ON_META = "the model is on the meta device, where a constant of another device could not be used"
 
 
-def _site(sizes: Mapping[fx.Node, int], program: Program, home: str, variant: int) -> Site:
+def _site(sizes: Mapping[fx.Node, int], program: Program, owner: str, specialization: int) -> Site:
     """Return one site for all constants of a graph: each by itself would cost a copy of the graph."""
     nodes = {f"constant_{number}": node.name for number, node in enumerate(sizes)}
     elements = f"{sum(sizes.values()):,} elements"
     if len(sizes) > 1:
-        return Site(program, home, nodes, variant, detail=f"{len(sizes)} constants, {elements}")
-    return Site(program, home, nodes, variant, detail=elements, label=_qualified(home, next(iter(sizes))))
+        return Site(program, owner, nodes, specialization, detail=f"{len(sizes)} constants, {elements}")
+    return Site(program, owner, nodes, specialization, detail=elements, label=_qualified(owner, next(iter(sizes))))
 
 
 class Constants:
@@ -99,12 +99,12 @@ class Constants:
         written: those that start from nothing, but are written to afterwards, themselves or through a view.
     """
 
-    def __init__(self, graph: fx.Graph, program: Program, home: str) -> None:
+    def __init__(self, graph: fx.Graph, program: Program, owner: str) -> None:
         self.nodes: set[fx.Node] = set()
         self.written: list[fx.Node] = []
-        written = written_values(graph, program, home)
+        written = written_values(graph, program, owner)
         for node in graph.nodes:
-            if node.op not in ("call_function", "call_method") or has_effects(node, program, home):
+            if node.op not in ("call_function", "call_method") or has_effects(node, program, owner):
                 continue
             if not all(source in self.nodes for source in node.all_input_nodes):
                 continue
@@ -119,8 +119,8 @@ class Constants:
         return [node for node in sorted(ends) if isinstance(evaluate(node), torch.Tensor)]
 
 
-def _qualified(home: str, node: fx.Node) -> str:
-    return f"{home}.{node.name}" if home else node.name
+def _qualified(owner: str, node: fx.Node) -> str:
+    return f"{owner}.{node.name}" if owner else node.name
 
 
 def evaluate(node: fx.Node) -> Any:

@@ -133,12 +133,12 @@ def members_at_once(place: Place, _: random.Random) -> Apply | None:
     if not place.is_call("stack", "cat") or not isinstance(place.node.args[0], list | tuple):
         return None
     members = [node for node in place.node.args[0] if node.op == "call_module"]
-    program = Place(place.program, place.home, members[0]) if len(members) == len(place.node.args[0]) > 1 else None
+    program = Place(place.program, place.owner, members[0]) if len(members) == len(place.node.args[0]) > 1 else None
     if program is None or not program.calls(nn.Linear):
         return None
 
     def apply() -> None:
-        parameters = [Place(place.program, place.home, node).parameters("weight", "bias") for node in members]
+        parameters = [Place(place.program, place.owner, node).parameters("weight", "bias") for node in members]
         with place.graph.inserting_before(place.node):
             weights, biases = zip(*parameters, strict=True)
             fused = place.graph.call_function(batched_members, (members[0].args[0], list(weights), list(biases)))

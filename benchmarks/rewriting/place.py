@@ -18,7 +18,7 @@ class Place:
     """A node in the graph of one module of a captured model."""
 
     program: Program
-    home: str
+    owner: str
     node: fx.Node
     edit: Edit | None = None
 
@@ -29,7 +29,7 @@ class Place:
     @property
     def module(self) -> nn.Module:
         """Return the module that the node calls."""
-        return self.program.module(self.home).get_submodule(str(self.node.target))
+        return self.program.module(self.owner).get_submodule(str(self.node.target))
 
     def is_call(self, *names: str) -> bool:
         """Say whether the node calls a function or method of one of these names."""

@@ -76,7 +76,7 @@ def passes_gradients(node: fx.Node) -> bool:
 def receives_gradients(node: fx.Node, place: Place) -> bool:
     """Say whether anything behind `node` wants a gradient."""
     if node.op == "get_attr":
-        return str(node.target) in dict(place.program.module(place.home).named_parameters())
+        return str(node.target) in dict(place.program.module(place.owner).named_parameters())
     is_source = node.op in ("placeholder", "call_module")
     return node.target != "detach" and (is_source or any(receives_gradients(n, place) for n in node.all_input_nodes))
 
@@ -97,7 +97,7 @@ def wrong_order(place: Place, chance: random.Random) -> Apply | None:
         for node in place.graph.find_nodes(op="call_module")
         if str(node.target).rpartition(".")[0] == container and node is not place.node
     ]
-    if not members or isinstance(place.program.module(place.home), nn.Sequential):
+    if not members or isinstance(place.program.module(place.owner), nn.Sequential):
         return None
     other = chance.choice(members)
     targets = place.node.target, other.target

@@ -85,9 +85,9 @@ class FunctionPass(Pass):
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def find(self, program: Program) -> Iterable[Site]:
-        for home, capture in program.captures.items():
-            for variant in range(len(capture.variants)):
-                yield Site(program, home, {}, variant)
+        for owner, capture in program.captures.items():
+            for specialization in range(len(capture.specializations)):
+                yield Site(program, owner, {}, specialization)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         edit.run_function(self.function)

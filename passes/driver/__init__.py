@@ -6,7 +6,7 @@ from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .record import PassTrace, Record, record_of, state_map_of
 from .restoration import restored, transplanted
-from .session import Request, copied, run_session
+from .run import Request, copied, run_session
 
 __all__ = [
     "Group",

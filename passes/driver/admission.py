@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...tracing.program import Program
 from ..sites import VOLATILE, Refusal, Site, is_volatile
-from ..state import owner_of
-from .asked_classes import Askers
+from ..state import holder_of
+from .exact_type_checks import TypeCheckers
 
 __all__ = ["admitted"]
 
@@ -15,11 +15,11 @@ def admitted(program: Program, item: Site | Refusal) -> Site | Refusal:
     if isinstance(item, Refusal):
         return item
     reason = _obstacle(program, item)
-    return item if reason is None else Refusal(reason, at=item.home or "(root)")
+    return item if reason is None else Refusal(reason, at=item.owner or "(root)")
 
 
 def _obstacle(program: Program, site: Site) -> str | None:
-    if is_volatile(owner_of(program.model, site.home).module):
+    if is_volatile(holder_of(program.model, site.owner).module):
         return VOLATILE
-    around = program.analyses[Askers].around
-    return around.get(program.module(site.home)) if around else None
+    around = program.analyses[TypeCheckers].around
+    return around.get(program.module(site.owner)) if around else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...compat import all_modules
-from ...tracing.program import Program, rest
+from ...tracing.program import Program, deactivate
 from ...tracing.values import Inputs
 from .. import timing, verification
 from ..contract import Pass
@@ -39,38 +39,38 @@ class Comparison:
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check = program, calls, check
         self.pass_, self.group, self.timed = pass_, group, timed
-        self._home = program.module(group.home)
+        self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
         self.references = self._references(seed, brief)
         self.before = self.runner()
 
     def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
-        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self._home):
+        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self._owner):
             return []
         gradients = self._phase.covers_training
         return [
-            verification.reference(self._home, self._calls, training=mode, gradients=gradients, seed=seed, brief=brief)
-            for mode in modes_to_check(self._home, self._phase, self._program.training)
+            verification.reference(self._owner, self._calls, training=mode, gradients=gradients, seed=seed, brief=brief)
+            for mode in modes_to_check(self._owner, self._phase, self._program.training)
         ]
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
         state_map = edit.state_map()
         verdicts = [
-            verification.verify(reference, self._home, map_state=state_map.forward, numerics=self.pass_.numerics)
+            verification.verify(reference, self._owner, map_state=state_map.forward, numerics=self.pass_.numerics)
             for reference in self.references
         ]
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
 
     def runner(self) -> timing.Runner | None:
-        """Return a function that calls the module as it runs now, what no pass has changed at rest, to be timed."""
+        """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""
         if not self.timed:
             return None
-        runnable = twin(self._home)
-        rest(all_modules(runnable))
+        runnable = twin(self._owner)
+        deactivate(all_modules(runnable))
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
-        inner = True if self.group.home else None
+        inner = True if self.group.owner else None
         return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
@@ -91,7 +91,7 @@ class Comparison:
     def _unchecked(self) -> str:
         if not self._check:
             return "unverified: verify=False"
-        if is_on_meta(self._home):
+        if is_on_meta(self._owner):
             return "unverified: meta"
         if self.pass_.numerics is Numerics.SEMANTIC:
             return "unverified: changes the function by design"

@@ -39,7 +39,7 @@ class Block:
     """A module around a group, before anything is done to it.
 
     Attributes:
-        module: the group's home.
+        module: the group's owner.
         described: the module as it was.
         numbers: by which it and others are compared.
         key: equal for groups that are to be decided alike.
@@ -67,7 +67,7 @@ class EqualBlocks:
 
     def block(self, pass_: Pass, step: int, group: Group, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
         """Describe the block around a group, or return None where it can have no equal."""
-        if not keeps_function(pass_) or not group.home:
+        if not keeps_function(pass_) or not group.owner:
             return None
         likeness = Likeness(Alike.REWRITTEN, self._numbers)
         wanted = tuple(map(_wanted, group.sites))
@@ -90,4 +90,4 @@ class EqualBlocks:
 
 
 def _wanted(site: Site) -> Hashable:
-    return identity(site), site.variant, site.choices, site.choice, site.phase, site.required
+    return identity(site), site.specialization, site.choices, site.choice, site.phase, site.required

@@ -25,8 +25,8 @@ class Group:
     sites: tuple[Site, ...]
 
     @property
-    def home(self) -> str:
-        return self.sites[0].home
+    def owner(self) -> str:
+        return self.sites[0].owner
 
     @property
     def phase(self) -> Phase | None:
@@ -49,7 +49,7 @@ class Group:
     @property
     def label(self) -> str:
         """Return what reports call the group."""
-        first = self.sites[0].label or self.home or "(root)"
+        first = self.sites[0].label or self.owner or "(root)"
         return first if self.is_single else f"{first} and {len(self.sites) - 1} more"
 
     @property
@@ -139,4 +139,4 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
 
 
 def _place(site: Site) -> Hashable:
-    return site.home, site.variant, site.phase, site.required
+    return site.owner, site.specialization, site.phase, site.required

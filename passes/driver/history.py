@@ -39,8 +39,8 @@ class Rewrite:
     recorded: list[Decision]
 
     @property
-    def home(self) -> str:
-        return self.group.home
+    def owner(self) -> str:
+        return self.group.owner
 
     @property
     def phase(self) -> Phase:
@@ -134,7 +134,7 @@ def _by_site(decision: Decision, group: Group) -> list[Decision]:
     figures = {**decision.figures, "together": len(group.sites)}
     return [
         dataclasses.replace(
-            decision, key=site.key, label=site.label or site.home or "(root)", choice=site.choice, detail=site.detail,
+            decision, key=site.key, label=site.label or site.owner or "(root)", choice=site.choice, detail=site.detail,
             figures=figures,
         )
         for site in group.sites

@@ -116,7 +116,7 @@ class Manager:
 
     def _run_pass(self, pass_: Pass) -> None:
         found = grouped(pass_, self._found(pass_))
-        self._tuner.calls.expect(item.home for item in found if isinstance(item, Group))
+        self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
         for item in found:
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
@@ -168,7 +168,7 @@ class Manager:
         """Describe the block around a group, where its decision may serve others or be served by another's."""
         if not self._tuner.asks(pass_, group):
             return None
-        module, calls = self.program.module(group.home), self._tuner.calls.of(group.home)
+        module, calls = self.program.module(group.owner), self._tuner.calls.of(group.owner)
         return self._equal.block(pass_, self.history.step, group, module, calls)
 
     def _follow(self, pass_: Pass, group: Group, block: Block, precedent: Precedent) -> bool:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from ...compat import modules_by_name, own_buffers, own_parameters, submodule, transient_buffers
 from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
 from ..sites import Numerics, OwnForward
-from ..state import Owner, owner_of
+from ..state import Holder, holder_of
 
 if TYPE_CHECKING:
     from .history import Rewrite
@@ -34,36 +34,36 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
         record: of the model.
     """
     for rewrite in rewrites:
-        module, owner = model.get_submodule(rewrite.home), owner_of(model, rewrite.home)
-        home = owner.module
+        module, holder = model.get_submodule(rewrite.owner), holder_of(model, rewrite.owner)
+        owner = holder.module
         capture = capture_of(module)
-        if capture is None or required_capture(home).lost:
+        if capture is None or required_capture(owner).lost:
             continue
-        reason = next(_reasons(rewrite, module, capture, record, owner), "")
+        reason = next(_reasons(rewrite, module, capture, record, holder), "")
         if reason:
-            own(home).lost = reason
-            recompile(home)
+            own(owner).lost = reason
+            recompile(owner)
 
 
-def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, owner: Owner) -> Iterator[str]:
-    name, home, stated = rewrite.pass_.name, rewrite.home, rewrite.pass_.own_forward
+def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, holder: Holder) -> Iterator[str]:
+    name, owner, stated = rewrite.pass_.name, rewrite.owner, rewrite.pass_.own_forward
     if stated is OwnForward.ACCEPTABLE:
         return
     if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
         yield f"pass '{name}' made it compute something else"
     known = {*record.state_map.names, *record.state_map.targets}
     borrowed = module.origins if isinstance(module, Region) else {}
-    for node in (node for variant in capture.variants for node in variant.graph.nodes):
+    for node in (node for specialization in capture.specializations for node in specialization.graph.nodes):
         target = str(node.target)
         added = node.op == "call_module" and target not in borrowed
-        added = added and submodule(record.skeleton, _qualified(home, target)) is None
+        added = added and submodule(record.skeleton, _qualified(owner, target)) is None
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue
         if isinstance(called, Region):
             yield f"it would leave out the region '{target}'"
         names = _read(node, module) if called is None else _lasting_inside(called, target)
-        new = next((n for n in names if owner.qualified(n) not in known), None)
+        new = next((n for n in names if holder.qualified(n) not in known), None)
         if new is not None:
             yield f"it does not know '{new}', which pass '{name}' added"
 
@@ -89,5 +89,5 @@ def _lasting(module: nn.Module) -> list[str]:
     return [name for name, tensor in found.items() if tensor is not None]
 
 
-def _qualified(home: str, name: str) -> str:
-    return f"{home}.{name}" if home else name
+def _qualified(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
-from ...tracing.graphs import capture_of, rest_again
+from ...tracing.graphs import capture_of, deactivate_again
 from ...tracing.values import map_structure
 from .record import Record
 
@@ -20,29 +20,29 @@ __all__ = ["restored", "transplanted"]
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
     state = record.state_map.backward(model.state_dict())
-    outlines = _named_tensors(record.skeleton)
-    trainable = _trainable(model, record, outlines)
+    skeletons = _named_tensors(record.skeleton)
+    trainable = _trainable(model, record, skeletons)
     memo: dict[int, Any] = {}
-    for name, outline in outlines.items():
-        if name in state and id(outline) not in memo:
-            memo[id(outline)] = _real(outline, state[name], trainable.get(name, outline.requires_grad))
+    for name, skeleton in skeletons.items():
+        if name in state and id(skeleton) not in memo:
+            memo[id(skeleton)] = _real(skeleton, state[name], trainable.get(name, skeleton.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
     _carry_over(modules_by_name(model, every_name=True), modules_by_name(original, every_name=True))
     return original
 
 
-def _trainable(model: nn.Module, record: Record, outlines: Mapping[str, Tensor]) -> dict[str, bool]:
+def _trainable(model: nn.Module, record: Record, skeletons: Mapping[str, Tensor]) -> dict[str, bool]:
     """Return which of the original parameters want gradients now; members that differed keep their own flags."""
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for new, names in record.state_map.origins.items():
-        if new in flags and len({outlines[name].requires_grad for name in names if name in outlines}) == 1:
+        if new in flags and len({skeletons[name].requires_grad for name in names if name in skeletons}) == 1:
             flags.update(dict.fromkeys(names, flags[new]))
     return flags
 
 
-def _real(outline: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
+def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
     value = value.detach().clone()
-    return nn.Parameter(value, requires_grad) if isinstance(outline, nn.Parameter) else value
+    return nn.Parameter(value, requires_grad) if isinstance(skeleton, nn.Parameter) else value
 
 
 def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module]) -> None:
@@ -75,7 +75,7 @@ _REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_
 def _constants(module: nn.Module) -> set[str]:
     """Return the names of what a module's graphs read: plain attributes among them may be constants of a pass."""
     capture = capture_of(module)
-    graphs = [] if capture is None else [variant.graph for variant in capture.variants]
+    graphs = [] if capture is None else [specialization.graph for specialization in capture.specializations]
     return {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
 
 
@@ -110,7 +110,7 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
         for name in [name for name in vars(target) if _is_ours(name) and name not in new]:
             del vars(target)[name]
         vars(target).update(new, training=module.training)
-        rest_again(target)
+        deactivate_again(target)
     return model
 
 

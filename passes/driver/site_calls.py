@@ -14,7 +14,7 @@ __all__ = ["SiteCalls"]
 
 
 class SiteCalls:
-    """Look up the recorded calls of the homes of one pass's sites.
+    """Look up the recorded calls of the owners of one pass's sites.
 
     A rewrite that keeps the function keeps the calls, but for rounding: they stay good inputs to compare on and to time
     with. Running the whole model anew for every site would cost the square of its length.
@@ -25,35 +25,35 @@ class SiteCalls:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._homes: tuple[str, ...] = ()
+        self._owners: tuple[str, ...] = ()
         self._calls: Mapping[nn.Module, Sequence[Inputs]] | None = None
 
-    def expect(self, homes: Iterable[str]) -> None:
+    def expect(self, owners: Iterable[str]) -> None:
         """Record anew, and then the calls of all modules of these names in one run."""
-        self._homes = tuple(dict.fromkeys(homes))
+        self._owners = tuple(dict.fromkeys(owners))
         self.forget()
 
-    def of(self, home: str) -> Sequence[Inputs]:
-        """Return the calls of the module called `home`; none where there are no example inputs, or it is not called."""
+    def of(self, owner: str) -> Sequence[Inputs]:
+        """Return the calls of the module called `owner`; none without example inputs, or where nothing calls it."""
         if not self._program.inputs:
             return ()
-        module = self._program.module(home)
+        module = self._program.module(owner)
         if self._calls is None or module not in self._calls:
-            self._calls = self._recorded((*self._homes, home))
+            self._calls = self._recorded((*self._owners, owner))
         return self._calls[module]
 
     def forget(self) -> None:
         """Record anew: the function has changed."""
         self._calls = None
 
-    def _recorded(self, homes: Iterable[str]) -> Mapping[nn.Module, Sequence[Inputs]]:
-        modules = dict.fromkeys(module for home in homes if (module := self._find(home)) is not None)
+    def _recorded(self, owners: Iterable[str]) -> Mapping[nn.Module, Sequence[Inputs]]:
+        modules = dict.fromkeys(module for owner in owners if (module := self._find(owner)) is not None)
         found = self._program.recording(modules).calls
         # What each call gave, and called in turn, would keep every tensor of the whole run alive.
         return {module: [Inputs(*call.args, **call.kwargs) for call in found.get(module, ())] for module in modules}
 
-    def _find(self, home: str) -> nn.Module | None:
+    def _find(self, owner: str) -> nn.Module | None:
         try:
-            return self._program.module(home)
+            return self._program.module(owner)
         except CaptureError:
             return None  # an earlier rewrite removed it

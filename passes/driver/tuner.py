@@ -83,9 +83,9 @@ class Tuner:
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
         verified = self._check and pass_.numerics is not Numerics.SEMANTIC
-        if not (verified or self._is_timed(pass_)) or is_on_meta(self.program.module(group.home)):
+        if not (verified or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
             return False
-        return bool(self.calls.of(group.home))
+        return bool(self.calls.of(group.owner))
 
     def _is_timed(self, pass_: Pass) -> bool:
         return self._time and pass_.goal is Goal.SPEED
@@ -93,7 +93,7 @@ class Tuner:
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
         return Comparison(
-            self.program, pass_, group, self.calls.of(group.home) if asked else (),
+            self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=asked and time and self._is_timed(pass_), seed=self._seed, brief=brief,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...compat import all_modules
 from ...errors import PassError
-from ...tracing.program import rest
+from ...tracing.program import deactivate
 from ...tracing.values import Inputs
 from .. import timing
 from ..sites import Goal
@@ -29,20 +29,20 @@ class WholeModel:
     Args:
         tuner: has rewritten it.
         history: what was rewritten.
-        baseline: a twin of the model as it was; it is put to rest, to run as the user's model does.
+        baseline: a twin of the model as it was; its modules are inactive, to run as the user's model does.
     """
 
     def __init__(self, tuner: Tuner, history: History, baseline: nn.Module) -> None:
         self._tuner, self._history, self._baseline = tuner, history, baseline
-        rest(all_modules(baseline))
+        deactivate(all_modules(baseline))
 
     def never_slower(self) -> dict[str, float] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
         rewrites = self._history.rewrites
-        if len(rewrites) == 1 and not rewrites[0].home and "speedup" in rewrites[0].decision.figures:
+        if len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures:
             return _as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
-            rest(self._tuner.program.names.distinct)
+            deactivate(self._tuner.program.names.distinct)
             timings = self._timings()
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
@@ -57,8 +57,8 @@ class WholeModel:
         the least certain of the speed rewrites. Equal blocks have one timing between them.
         """
         fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]
-        homes = {each.home for each in fast}
-        clean_ups = [each for each in self._history.rewrites if each.pass_.clean_up and each.home not in homes]
+        owners = {each.owner for each in fast}
+        clean_ups = [each for each in self._history.rewrites if each.pass_.clean_up and each.owner not in owners]
         optional = [each for each in fast if not each.group.required]
         if clean_ups or not optional:
             return clean_ups
@@ -93,7 +93,7 @@ class WholeModel:
         touched: set[nn.Module] = set()
         around: list[Rewrite] = []
         for rewrite in self._history.rewrites:
-            modules = all_modules(rewrite.edit.home)
+            modules = all_modules(rewrite.edit.owner)
             if rewrite in unwanted or not touched.isdisjoint(modules):
                 around.append(rewrite)
                 touched.update(modules)

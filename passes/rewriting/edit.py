@@ -16,20 +16,20 @@ from ...errors import CaptureError, MatchFailure
 from ...operators import derived
 from ...tracing.graphs import (
     Region,
-    Variant,
+    Specialization,
     capture_of,
     install,
     recompile,
     required_capture,
     with_graph,
-    with_variants,
+    with_specializations,
 )
 from ...tracing.guards import in_evaluation
 from ...tracing.program import Program
 from ...tracing.recording import AttributeState
 from ...tracing.values import meta_of
 from ..sites import Site
-from ..state import StateMap, StateStep, owner_of
+from ..state import StateMap, StateStep, holder_of
 from .effects import has_effects
 from .foreign import run_function
 from .well_formed import check_well_formed
@@ -47,7 +47,7 @@ class Edit:
         program: the program being changed.
         site: the place being rewritten; of several, the first.
         failed_at: which of several sites an error is about, where it is known.
-        owner: of the children that the site's graph calls; for what runs under a context the module around it.
+        holder: of the children that the site's graph calls; for what runs under a context the module around it.
         trainable: a rewrite for evaluation leaves the model as it is in training.
     """
 
@@ -56,12 +56,12 @@ class Edit:
         self.site: Site = site
         self.failed_at: Site | None = None
         self.pass_name = pass_name
-        self.home = program.module(site.home)
-        self.owner = owner_of(program.model, site.home)
+        self.owner = program.module(site.owner)
+        self.holder = holder_of(program.model, site.owner)
         self._undo: list[Callable[[], object]] = []
         self._steps: list[StateStep] = []
         self._journalled: set[nn.Module] = set()
-        self._before = capture_of(self.home)
+        self._before = capture_of(self.owner)
         self._owned = False
         self._made_from: list[int] | None = None
         self.trainable = False
@@ -72,27 +72,27 @@ class Edit:
     def graph(self) -> fx.Graph:
         """Return the site's graph, for reading and for editing: a copy of what was there before."""
         self._own_graph()
-        return self.program.graph(self.site.home, self.site.variant)
+        return self.program.graph(self.site.owner, self.site.specialization)
 
     def _own_graph(self, instead: fx.Graph | None = None) -> None:
-        """Give the home graphs that nobody else has: copies, or for the site's own graph another one."""
+        """Give the owner graphs that nobody else has: copies, or for the site's own graph another one."""
         before = self._before
         if before is None:
-            raise CaptureError(f"module '{self.site.home}' has no graph to edit")
+            raise CaptureError(f"module '{self.site.owner}' has no graph to edit")
         if not self._owned:
-            self._undo.append(lambda: install(self.home, before))
+            self._undo.append(lambda: install(self.owner, before))
             self._owned = True
-            with_graph(self.home, self.site.variant, instead)
+            with_graph(self.owner, self.site.specialization, instead)
             self.program.touch()
         elif instead is not None:
-            with_graph(self.home, self.site.variant, instead)
+            with_graph(self.owner, self.site.specialization, instead)
             self.program.touch()
 
     @contextmanager
-    def in_variant(self, variant: int) -> Generator[None]:
-        """Work on another of the home's graphs for a while: a changed child must be called alike from all of them."""
+    def in_specialization(self, specialization: int) -> Generator[None]:
+        """Work on another of the owner's graphs for a while: a changed child must be called alike from all of them."""
         site = self.site
-        self.site = dataclasses.replace(site, variant=variant)
+        self.site = dataclasses.replace(site, specialization=specialization)
         try:
             yield
         finally:
@@ -111,19 +111,19 @@ class Edit:
             self.site = whole
 
     def graphs_before(self) -> dict[str, str]:
-        """Return the text of the graphs that those of the home were made from, by their names in `Program.graphs`."""
+        """Return the text of the graphs that those of the owner were made from, by their names in `Program.graphs`."""
         if not self._owned:
             return {}
         return {
-            f"{self.site.home}#{number}" if number else self.site.home: str(graph)
+            f"{self.site.owner}#{number}" if number else self.site.owner: str(graph)
             for number, graph in enumerate(self._graphs_made_from())
         }
 
     def _graphs_made_from(self) -> list[fx.Graph]:
-        """Return the graph that each of the home's graphs was made from."""
-        variants = [] if self._before is None else self._before.variants
-        numbers = range(len(variants)) if self._made_from is None else self._made_from
-        return [variants[number].graph for number in numbers]
+        """Return the graph that each of the owner's graphs was made from."""
+        specializations = [] if self._before is None else self._before.specializations
+        numbers = range(len(specializations)) if self._made_from is None else self._made_from
+        return [specializations[number].graph for number in numbers]
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""
@@ -133,26 +133,26 @@ class Edit:
                 self.sign(node)
         self._own_graph(instead=graph)
 
-    def set_variants(self, variants: Sequence[Variant], made_from: Sequence[int]) -> None:
-        """Put other graphs in the places of all that the home has.
+    def set_specializations(self, specializations: Sequence[Specialization], made_from: Sequence[int]) -> None:
+        """Put other graphs in the places of all that the owner has.
 
         Args:
-            variants: the graphs, with what they hold under; nobody else may have them.
+            specializations: the graphs, with what they hold under; nobody else may have them.
             made_from: for each the number of the graph that it was made from.
         """
         before = self._before
         if before is None:
-            raise CaptureError(f"module '{self.site.home}' has no graph to edit")
+            raise CaptureError(f"module '{self.site.owner}' has no graph to edit")
         if not self._owned:
-            self._undo.append(lambda: install(self.home, before))
-        earlier = range(len(before.variants)) if self._made_from is None else self._made_from
+            self._undo.append(lambda: install(self.owner, before))
+        earlier = range(len(before.specializations)) if self._made_from is None else self._made_from
         self._owned, self._made_from = True, [earlier[number] for number in made_from]
-        for new, old in zip(variants, self._graphs_made_from(), strict=True):
+        for new, old in zip(specializations, self._graphs_made_from(), strict=True):
             known = {node.name for node in old.nodes}
             for node in new.graph.nodes:
                 if node.name not in known:
                     self.sign(node)
-        with_variants(self.home, variants)
+        with_specializations(self.owner, specializations)
         self.program.touch()
 
     def call(
@@ -179,9 +179,9 @@ class Edit:
 
         Args:
             function: of tensors, to a tuple of tensors; pure, picklable, and equal where it computes the same.
-            tensors: names of parameters and buffers, qualified from the home module.
+            tensors: names of parameters and buffers, qualified from the owner module.
         """
-        originals = [operator.attrgetter(name)(self.home) for name in tensors]
+        originals = [operator.attrgetter(name)(self.owner) for name in tensors]
         target = derived(function, len(originals))
         made = torch.no_grad()(target)(*originals)
         anchor = _behind_operands(self.graph, ())
@@ -197,11 +197,11 @@ class Edit:
     def hold_in_evaluation(self, children: Sequence[str]) -> None:
         """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
         self._own_graph()
-        variants, number = required_capture(self.home).variants, self.site.variant
+        specializations, number = required_capture(self.owner).specializations, self.site.specialization
         reason = f"{self.pass_name} rewrote it for evaluation"
         asked = (in_evaluation(name, reason) for name in children)
-        guards = tuple(dict.fromkeys((*variants[number].guards, *asked)))
-        variants[number] = dataclasses.replace(variants[number], guards=guards)
+        guards = tuple(dict.fromkeys((*specializations[number].guards, *asked)))
+        specializations[number] = dataclasses.replace(specializations[number], guards=guards)
         self.trainable = True
         self.program.touch()
 
@@ -211,7 +211,7 @@ class Edit:
         return self.site[label]
 
     def get_attr(self, name: str, *, before: fx.Node | None = None) -> fx.Node:
-        """Add a read of attribute `name`, qualified from the home module."""
+        """Add a read of attribute `name`, qualified from the owner module."""
         graph = self.graph
         with graph.inserting_before(before or _behind_operands(graph, ())):
             node = graph.get_attr(name)
@@ -235,7 +235,7 @@ class Edit:
             last = unused.pop()
             operands = last.all_input_nodes
             last.graph.erase_node(last)
-            unused += [o for o in operands if not o.users and not has_effects(o, self.program, self.site.home)]
+            unused += [o for o in operands if not o.users and not has_effects(o, self.program, self.site.owner)]
 
     def move_users_behind(self, nodes: Sequence[fx.Node]) -> None:
         """Restore execution order after `nodes` took the place of earlier ones: what reads them comes behind them."""
@@ -255,50 +255,50 @@ class Edit:
 
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
         """Give the site's graph to a function as a `GraphModule` and take the graph it returns; see `run_function`."""
-        self.set_graph(run_function(function, self.home, self.graph, self._adopt))
+        self.set_graph(run_function(function, self.owner, self.graph, self._adopt))
 
     def _adopt(self, target: str, value: Any) -> None:
         """Take over a module or tensor that a function made; a tensor as a buffer that no state dict holds."""
         path, _, name = target.rpartition(".")
-        owner = self.home.get_submodule(path)
-        self._journal(owner)
+        holder = self.owner.get_submodule(path)
+        self._journal(holder)
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            owner.register_buffer(name, value, persistent=False)
+            holder.register_buffer(name, value, persistent=False)
         else:
-            setattr(owner, name, value)
+            setattr(holder, name, value)
         self.program.touch()
 
     # -- the module tree -------------------------------------------------------------------------------------------
 
     def add_module(self, module: nn.Module, *, name: str) -> str:
-        """Register `module` as a child of the home under `name`, or `name_1`, ... if that is taken; return the name."""
+        """Register `module` as a child of the owner as `name`, or `name_1`, ... if that is taken; return the name."""
         free = self._free_name(name)
-        module.train(self.home.training)
+        module.train(self.owner.training)
         self._set_child(free, module)
         return free
 
     def add_owned(self, module: nn.Module, *, name: str) -> str:
-        """Register `module`, which holds tensors, as a child of the site's owner; return its name.
+        """Register `module`, which holds tensors, as a child of the site's holder; return its name.
 
-        What runs under a context borrows it under the same name; elsewhere the home itself is the owner.
+        What runs under a context borrows it under the same name; elsewhere the owner itself is the holder.
         """
-        holders = self.owner.borrowers_and_owner
+        holders = self.holder.borrowers_and_holder
         free = self._free_name(name, *holders)
-        module.train(self.owner.module.training)
+        module.train(self.holder.module.training)
         for holder in holders:
             self._journal(holder)
-        self.owner.lend(free, module)
+        self.holder.lend(free, module)
         self.program.touch()
         return free
 
     def remove_module(self, name: str) -> None:
-        """Take the child `name` out of the home; nothing may call it any more."""
-        self._journal(self.home)
-        delattr(self.home, name)
+        """Take the child `name` out of the owner; nothing may call it any more."""
+        self._journal(self.owner)
+        delattr(self.owner, name)
         self.program.touch()
 
     def add_constant(self, value: torch.Tensor, *, name: str) -> str:
-        """Keep a constant tensor on the home; return its name.
+        """Keep a constant tensor on the owner; return its name.
 
         It is a plain attribute, not a buffer: like the literal it replaces, it follows neither `.to()` nor `.half()`,
         and is not part of the state dict.
@@ -309,14 +309,14 @@ class Edit:
 
     def _free_name(self, name: str, *holders: nn.Module) -> str:
         free, number = name, 0
-        while any(hasattr(holder, free) for holder in holders or (self.home,)):
+        while any(hasattr(holder, free) for holder in holders or (self.owner,)):
             number += 1
             free = f"{name}_{number}"
         return free
 
     def _set_child(self, name: str, value: Any) -> None:
-        self._journal(self.home)
-        setattr(self.home, name, value)
+        self._journal(self.owner)
+        setattr(self.owner, name, value)
         self.program.touch()
 
     def _journal(self, module: nn.Module) -> None:
@@ -333,22 +333,22 @@ class Edit:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def record_state(self, step: StateStep) -> None:
-        """Say what the rewrite does to tensors; names are qualified from the home module.
+        """Say what the rewrite does to tensors; names are qualified from the owner module.
 
         Raises:
             MatchFailure: in a region that a pass made, which owns none.
         """
-        if isinstance(self.owner.module, Region):
-            raise MatchFailure(f"'{self.site.home}' is a region, whose tensors belong to the module around it")
+        if isinstance(self.holder.module, Region):
+            raise MatchFailure(f"'{self.site.owner}' is a region, whose tensors belong to the module around it")
         self._steps.append(step)
 
     def state_map(self) -> StateMap:
-        """Return the rewrite's effect on names and tensors, from the home module's point of view."""
+        """Return the rewrite's effect on names and tensors, from the owner module's point of view."""
         return StateMap(tuple(self._steps))
 
     def state_map_of_model(self) -> StateMap:
         """Return the rewrite's effect by the names that the model's state dict has, where no region is named."""
-        return StateMap(tuple(step.renamed(self.owner.qualified) for step in self._steps))
+        return StateMap(tuple(step.renamed(self.holder.qualified) for step in self._steps))
 
     # -- landing ---------------------------------------------------------------------------------------------------
 
@@ -360,9 +360,11 @@ class Edit:
         """
         if not self._owned:
             return
-        for variant, before in zip(required_capture(self.home).variants, self._graphs_made_from(), strict=True):
-            check_well_formed(variant.graph, before, self.home)
-        recompile(self.home)
+        for specialization, before in zip(
+            required_capture(self.owner).specializations, self._graphs_made_from(), strict=True
+        ):
+            check_well_formed(specialization.graph, before, self.owner)
+        recompile(self.owner)
         self.program.touch()
 
     def settle(self) -> None:

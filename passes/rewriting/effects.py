@@ -36,7 +36,7 @@ class _KnownKinds:
         return cls()
 
 
-def has_effects(node: fx.Node, program: Program, home: str) -> bool:
+def has_effects(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether running a node may do more than give its value: write, draw randomly, check, call unknown code."""
     match node.op:
         case "placeholder" | "output":
@@ -44,8 +44,8 @@ def has_effects(node: fx.Node, program: Program, home: str) -> bool:
         case "get_attr":
             return False
         case "call_module":
-            callee = program.callee(home, node)
-            return _module_has_effects(callee, program, _name(home, node)) or _may_leave_its_graph(
+            callee = program.callee(owner, node)
+            return _module_has_effects(callee, program, _name(owner, node)) or _may_leave_its_graph(
                 node, callee, program
             )
         case "call_method":
@@ -94,12 +94,12 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
         given = capture.parameters.bind(node.args, dict(node.kwargs))
     except TypeError:
         return True
-    return len(capture.variants) != 1 or unmet_guard(module, capture, given) is not None
+    return len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
 
 
-def _name(home: str, node: fx.Node) -> str:
-    """Return a qualified name of the module that a node in the graph of `home` calls."""
-    return f"{home}.{node.target}" if home else str(node.target)
+def _name(owner: str, node: fx.Node) -> str:
+    """Return a qualified name of the module that a node in the graph of `owner` calls."""
+    return f"{owner}.{node.target}" if owner else str(node.target)
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
@@ -115,9 +115,9 @@ def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
 def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
     """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
     capture = capture_of(module)
-    if capture is None or not capture.variants:
+    if capture is None or not capture.specializations:
         return None
-    nodes = (node for variant in capture.variants for node in variant.graph.nodes)
+    nodes = (node for specialization in capture.specializations for node in specialization.graph.nodes)
     return [node for node in nodes if node.op not in ("placeholder", "output")]
 
 
@@ -134,13 +134,13 @@ def _info_of_leaf(module: nn.Module) -> OpInfo:
     return operator_info(operator_of_module(user_class(type(module))))
 
 
-def writes(node: fx.Node, program: Program, home: str) -> bool:
+def writes(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
-        return _module_writes(program.callee(home, node), program, _name(home, node))
+        return _module_writes(program.callee(owner, node), program, _name(owner, node))
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
-    return mutates(node) or (has_effects(node, program, home) and not draws(node))
+    return mutates(node) or (has_effects(node, program, owner) and not draws(node))
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
@@ -159,7 +159,7 @@ def _leaf_writes(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) if is_idle else _leaf_has_effects(module)
 
 
-def overwrites_unseen(node: fx.Node, program: Program, home: str) -> bool:
+def overwrites_unseen(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether an in-place operation acts as its functional form would.
 
     It does if the value that it overwrites, its first operand, shares no memory with anything, and is read by nothing
@@ -168,42 +168,42 @@ def overwrites_unseen(node: fx.Node, program: Program, home: str) -> bool:
     overwritten = node.args[0] if node.args and node.kwargs.get("out") is None else None
     if not isinstance(overwritten, fx.Node) or overwritten.op not in ("call_function", "call_method", "call_module"):
         return False
-    if _may_share(overwritten, program, home) or writes(overwritten, program, home):
+    if _may_share(overwritten, program, owner) or writes(overwritten, program, owner):
         return False
     others = [user for user in overwritten.users if user is not node]
-    return all(user < node and user.op != "output" and not _may_share(user, program, home) for user in others)
+    return all(user < node and user.op != "output" and not _may_share(user, program, owner) for user in others)
 
 
-def written_values(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+def written_values(graph: fx.Graph, program: Program, owner: str) -> set[fx.Node]:
     """Return the nodes whose value, or anything computed from it (which may be a view), is written to."""
     written: set[fx.Node] = set()
     writers: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if any(user in written or user in writers for user in node.users):
             written.add(node)
-        if writes(node, program, home):
+        if writes(node, program, owner):
             writers.add(node)
     return written
 
 
-def handed_out(graph: fx.Graph, program: Program, home: str) -> set[fx.Node]:
+def handed_out(graph: fx.Graph, program: Program, owner: str) -> set[fx.Node]:
     """Return the nodes whose value, or what may be a view of it, goes to the module's caller, who may write into it."""
     handed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(user.op == "output" or (user in handed and _may_share(user, program, home)) for user in node.users):
+        if any(user.op == "output" or (user in handed and _may_share(user, program, owner)) for user in node.users):
             handed.add(node)
     return handed
 
 
-def _may_share(node: fx.Node, program: Program, home: str) -> bool:
+def _may_share(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether the value of a node may lie in the memory of an operand."""
     if "val" in node.meta and not _holds_tensors(node.meta["val"]):
         return False
     if node.op != "call_module":
         is_fresh = info_of(node).fresh and not mutates(node)
         return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
-    callee = program.callee(home, node)
-    return _module_shares(callee, program, _name(home, node)) or _may_leave_its_graph(node, callee, program)
+    callee = program.callee(owner, node)
+    return _module_shares(callee, program, _name(owner, node)) or _may_leave_its_graph(node, callee, program)
 
 
 def _holds_tensors(described: Any) -> bool:
@@ -223,7 +223,7 @@ def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
 
 def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     capture = capture_of(module)
-    if capture is None or not capture.variants:
+    if capture is None or not capture.specializations:
         return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)
-    graphs = [variant.graph for variant in capture.variants]
+    graphs = [specialization.graph for specialization in capture.specializations]
     return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

@@ -21,40 +21,40 @@ from ...tracing.values import Absent
 __all__ = ["Adopt", "run_function"]
 
 Adopt = Callable[[str, Any], None]
-"""Puts a value in the place of an attribute of the home, by its qualified name."""
+"""Puts a value in the place of an attribute of the owner, by its qualified name."""
 
 
 def run_function(
-    function: Callable[[fx.GraphModule], fx.GraphModule], home: nn.Module, graph: fx.Graph, adopt: Adopt
+    function: Callable[[fx.GraphModule], fx.GraphModule], owner: nn.Module, graph: fx.Graph, adopt: Adopt
 ) -> fx.Graph:
     """Return the graph that a function makes of `graph`, having adopted what it calls.
 
     Args:
         function: is given a `GraphModule` and returns one.
-        home: the module that the graph is of; nothing of it may be changed by the function itself.
+        owner: the module that the graph is of; nothing of it may be changed by the function itself.
         graph: a copy; the function may edit it in place.
-        adopt: puts new modules and tensors into the home.
+        adopt: puts new modules and tensors into the owner.
 
     Raises:
-        UsageError: if the function returns anything else, or changes the home in place.
+        UsageError: if the function returns anything else, or changes the owner in place.
         CaptureError: if the graph it returns refers to something that is not there.
         MatchFailure: if it puts a module with tensors, or a tensor, in the place of another.
     """
-    given = fx.GraphModule(home, graph, type(home).__name__)
-    with _unchanged(home):
+    given = fx.GraphModule(owner, graph, type(owner).__name__)
+    with _unchanged(owner):
         returned = function(given)
     if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
     for target in dict.fromkeys(str(n.target) for n in returned.graph.nodes if n.op in ("call_module", "get_attr")):
-        _take_over(target, returned, home, adopt)
+        _take_over(target, returned, owner, adopt)
     return returned.graph
 
 
 @contextmanager
-def _unchanged(home: nn.Module) -> Generator[None]:
+def _unchanged(owner: nn.Module) -> Generator[None]:
     """Put back whatever is changed of a module, and say so."""
-    attributes = {name: AttributeState(module) for name, module in modules_by_name(home).items()}
-    tensors = {**dict(home.named_parameters()), **dict(home.named_buffers())}
+    attributes = {name: AttributeState(module) for name, module in modules_by_name(owner).items()}
+    tensors = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
     values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         yield
@@ -79,9 +79,9 @@ def _same(tensor: Tensor, value: Tensor) -> bool:
     return torch.equal(tensor.isnan(), value.isnan()) and torch.equal(tensor.nan_to_num(), value.nan_to_num())
 
 
-def _take_over(target: str, returned: fx.GraphModule, home: nn.Module, adopt: Adopt) -> None:
-    """Let the home have what the returned graph calls `target`."""
-    value, present = _attribute(returned, target), _attribute(home, target)
+def _take_over(target: str, returned: fx.GraphModule, owner: nn.Module, adopt: Adopt) -> None:
+    """Let the owner have what the returned graph calls `target`."""
+    value, present = _attribute(returned, target), _attribute(owner, target)
     if value is Absent:
         raise CaptureError(f"its graph refers to '{target}', which is not there")
     if present is value:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ...compat import has_hooks
-from ...tracing.graphs import Capture, ContextRegion, Variant
+from ...tracing.graphs import Capture, ContextRegion, Specialization
 from ...tracing.guards import SELF, Attribute, Guard, Source, is_switch
 from ...tracing.values import user_class
 from ..sites import VOLATILE, is_volatile
@@ -48,13 +48,13 @@ def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -
         capture: its graph.
         given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
     """
-    return next(iter(unmet_guards(module, capture.variants[0], given)), None)
+    return next(iter(unmet_guards(module, capture.specializations[0], given)), None)
 
 
-def unmet_guards(module: nn.Module, variant: Variant, given: Mapping[str, Any]) -> list[Guard]:
+def unmet_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
     """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
-    return [g for g in variant.guards if _may_change(g, module) or not g.holds(names)]
+    return [g for g in specialization.guards if _may_change(g, module) or not g.holds(names)]
 
 
 def _may_change(guard: Guard, module: nn.Module) -> bool:

@@ -50,7 +50,7 @@ class Place:
     """The graph in which a pattern is matched."""
 
     program: Program
-    home: str
+    owner: str
 
     def is_undisturbed(self, found: Found) -> bool:
         """Say whether nothing is written between the first and the last operation of a match."""
@@ -58,7 +58,7 @@ class Place:
             return True
         node, last = min(found.computed), max(found.computed)
         while node is not last:
-            if node not in found.computed and writes(node, self.program, self.home):
+            if node not in found.computed and writes(node, self.program, self.owner):
                 return False
             node = node.next
         return True
@@ -80,7 +80,7 @@ class Call:
 def call_in(place: Place, node: fx.Node, operator: str) -> Call | None:
     """Return a node's call of an operator, in whatever spelling; None if it computes another one, or writes."""
     if node.op == "call_module":
-        module = place.program.callee(place.home, node)
+        module = place.program.callee(place.owner, node)
         if operator_of_module(user_class(type(module))) != operator or has_hooks(module):
             return None
         called = _inside(module, operator, node)
@@ -89,7 +89,7 @@ def call_in(place: Place, node: fx.Node, operator: str) -> Call | None:
     else:
         return None
     inner, arguments = called
-    if mutates(inner) and not overwrites_unseen(node, place.program, place.home):
+    if mutates(inner) and not overwrites_unseen(node, place.program, place.owner):
         return None
     return Call(arguments.named, _orders(operator, arguments))
 

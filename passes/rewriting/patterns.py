@@ -30,13 +30,13 @@ class Match:
     """One place where a pattern fits.
 
     Attributes:
-        program, home, variant: which graph it is in.
+        program, owner, specialization: which graph it is in.
         nodes: name given in the pattern -> node.
     """
 
     program: Program
-    home: str
-    variant: int
+    owner: str
+    specialization: int
     nodes: Mapping[str, fx.Node]
 
     def __getitem__(self, name: str) -> fx.Node:
@@ -44,12 +44,16 @@ class Match:
 
     def module(self, name: str) -> nn.Module:
         """Return the module that a matched module call calls."""
-        return self.program.callee(self.home, self.nodes[name])
+        return self.program.callee(self.owner, self.nodes[name])
 
     def site(self, **options: Any) -> Site:
         """Return the site that consists of the named nodes."""
         return Site(
-            self.program, self.home, {name: node.name for name, node in self.nodes.items()}, self.variant, **options
+            self.program,
+            self.owner,
+            {name: node.name for name, node in self.nodes.items()},
+            self.specialization,
+            **options,
         )
 
 
@@ -72,14 +76,14 @@ class Pattern:
         Where something is written between the first and the last operation of a match, there is none: what is read
         first and last may differ.
         """
-        for home, capture in program.captures.items():
-            for variant, captured in enumerate(capture.variants):
-                place = Place(program, home)
+        for owner, capture in program.captures.items():
+            for specialization, captured in enumerate(capture.specializations):
+                place = Place(program, owner)
                 for node in captured.graph.nodes:
                     fitting = self.fits(node, place, Found())
                     found = next((found for found in fitting if place.is_undisturbed(found)), None)
                     if found is not None:
-                        yield Match(program, home, variant, found.names)
+                        yield Match(program, owner, specialization, found.names)
 
     def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
         """Yield what is found in every way in which the pattern fits a value, beside what was found already."""
@@ -114,7 +118,7 @@ class _ModuleCall(Pattern):
     def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
         if not isinstance(value, fx.Node) or value.op != "call_module" or len(value.args) < len(self.operands):
             return
-        if user_class(type(place.program.callee(place.home, value))) is self.module_type:
+        if user_class(type(place.program.callee(place.owner, value))) is self.module_type:
             for inner in _all_fit(self.operands, value.args[: len(self.operands)], place, found):
                 yield from inner.computed_by(self.name, value)
 

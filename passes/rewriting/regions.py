@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ...compat import has_hooks
 from ...errors import MatchFailure
-from ...tracing.graphs import Capture, ContextRegion, Region, Variant, capture_of, install
+from ...tracing.graphs import Capture, ContextRegion, Region, Specialization, capture_of, install
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_structure
 from .edit import Edit
@@ -28,7 +28,7 @@ def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
 
     Args:
         edit: of the site whose graph holds the nodes.
-        nodes: neither inputs nor outputs; reads of attributes stay at home and are handed in.
+        nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
         name: of the child; numbered if it is taken.
 
     Raises:
@@ -46,7 +46,7 @@ def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
     region, graph = _region(edit, chosen, inputs, results)
     child = edit.add_module(region, name=name)
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
-    install(region, Capture(type(region), [Variant((), graph)], Signature.of_names(names)))
+    install(region, Capture(type(region), [Specialization((), graph)], Signature.of_names(names)))
     return _call_region(edit, child, chosen, inputs, results)
 
 
@@ -62,7 +62,7 @@ def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
 
 
 def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
-    """Where a check fails, the home starts over; a region, which has no forward of its own, could not."""
+    """Where a check fails, the owner starts over; a region, which has no forward of its own, could not."""
     for node in chosen:
         if any(user.target is require for user in node.users):
             raise MatchFailure(f"the module decides by '{node.name}', a value that is computed inside of the region")
@@ -75,7 +75,7 @@ def _region(
     local = {target: target.replace(".", "_") for target in targets}
     if len(set(local.values())) < len(local):
         local = {target: f"child_{number}" for number, target in enumerate(targets)}
-    children = {local[target]: edit.home.get_submodule(target) for target in targets}
+    children = {local[target]: edit.owner.get_submodule(target) for target in targets}
     graph = fx.Graph()
     values = {source: graph.placeholder(source.name) for source in inputs}
     for source, placeholder in values.items():
@@ -128,11 +128,11 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
     Raises:
         MatchFailure: if the child has no graph, more than one, or is called in a way that its graph does not cover.
     """
-    module = edit.program.callee(edit.site.home, call)
+    module = edit.program.callee(edit.site.owner, call)
     capture = capture_of(module)
-    if capture is None or len(capture.variants) != 1:
+    if capture is None or len(capture.specializations) != 1:
         raise MatchFailure(f"'{call.target}' has no single graph to inline")
-    graph = capture.variants[0].graph
+    graph = capture.specializations[0].graph
     given = capture.parameters.bind(call.args, dict(call.kwargs))
     _check_always_runs(module, capture, given, str(call.target))
     values = _bound(capture, given, call)
@@ -162,16 +162,16 @@ def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, 
     guard = unmet_guard(module, capture, given)
     if guard is not None:
         raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
-    if capture.variants[0].graph.find_nodes(op="call_function", target=require):
+    if capture.specializations[0].graph.find_nodes(op="call_function", target=require):
         raise MatchFailure(f"the graph of '{name}' checks values on the way")
 
 
 def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
     values: dict[fx.Node, Any] = {}
-    for node in capture.variants[0].graph.nodes:
+    for node in capture.specializations[0].graph.nodes:
         if node.op != "placeholder":
             continue
-        source = capture.variants[0].argument(node)
+        source = capture.specializations[0].argument(node)
         value = given.get(source.name) if isinstance(source, Argument) else None
         if not isinstance(value, fx.Node):
             raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")

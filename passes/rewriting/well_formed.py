@@ -11,20 +11,20 @@ from ...errors import CaptureError
 __all__ = ["check_well_formed"]
 
 
-def check_well_formed(graph: fx.Graph, before: fx.Graph, home: nn.Module) -> None:
+def check_well_formed(graph: fx.Graph, before: fx.Graph, owner: nn.Module) -> None:
     """Check a rewritten graph.
 
     Args:
-        graph: of `home`.
+        graph: of `owner`.
         before: what it was made from; it has the same inputs.
-        home: has what the graph calls and reads.
+        owner: has what the graph calls and reads.
 
     Raises:
         CaptureError: if the graph is not well formed.
     """
     try:
         graph.lint()
-        _check_targets(graph, home)
+        _check_targets(graph, owner)
         _check_inputs(graph, before)
     except (RuntimeError, AttributeError, ValueError) as error:
         raise CaptureError(f"the rewritten graph is malformed: {error}") from error
@@ -36,9 +36,9 @@ def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
         raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
 
 
-def _check_targets(graph: fx.Graph, home: nn.Module) -> None:
+def _check_targets(graph: fx.Graph, owner: nn.Module) -> None:
     for node in graph.nodes:
         if node.op == "call_module":
-            home.get_submodule(str(node.target))
+            owner.get_submodule(str(node.target))
         elif node.op == "get_attr":
-            operator.attrgetter(str(node.target))(home)
+            operator.attrgetter(str(node.target))(owner)

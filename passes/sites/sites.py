@@ -83,23 +83,23 @@ class Site:
 
     Attributes:
         program: where the site is.
-        home: qualified name of the module whose graph holds the nodes ("" is the root).
+        owner: qualified name of the module whose graph holds the nodes ("" is the root).
         nodes: label -> name of a node in that graph.
-        variant: which of the home's graphs (0 unless training and evaluation differ).
+        specialization: which of the owner's graphs (0 unless training and evaluation differ).
         choices: the lowerings that `rewrite` can produce, in order of preference; empty if there is one only.
         choice: the lowering that `rewrite` shall produce now.
         phase: narrows the pass's own phase for this site.
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
-        label: what the report calls the site; the home's name by default.
-        kind: equal for sites of one home that are alike, so that what is measured of one holds for all; None is like no
-            other.
+        label: what the report calls the site; the owner's name by default.
+        kind: equal for sites of one owner that are alike, so that what is measured of one holds for all; None is
+            like no other.
     """
 
     program: Program = field(repr=False, compare=False)
-    home: str
+    owner: str
     nodes: Mapping[str, str]
-    variant: int = 0
+    specialization: int = 0
     choices: tuple[str, ...] = ()
     choice: str | None = None
     phase: Phase | None = None
@@ -110,23 +110,23 @@ class Site:
 
     def __getitem__(self, label: str) -> fx.Node:
         """Return the node called `label`, looked up in the graph as it is now."""
-        return self.program.node(self.home, self.nodes[label], self.variant)
+        return self.program.node(self.owner, self.nodes[label], self.specialization)
 
     @property
     def graph(self) -> fx.Graph:
-        return self.program.graph(self.home, self.variant)
+        return self.program.graph(self.owner, self.specialization)
 
     def module(self, label: str) -> nn.Module:
         """Return the module that the call_module node `label` calls."""
-        return self.program.callee(self.home, self[label])
+        return self.program.callee(self.owner, self[label])
 
     @property
     def key(self) -> str:
         """Name the site: stable over runs of the same model, and printable."""
-        suffix = f"#{self.variant}" if self.variant else ""
-        home = f"{self.home or '(root)'}{suffix}"
+        suffix = f"#{self.specialization}" if self.specialization else ""
+        owner = f"{self.owner or '(root)'}{suffix}"
         names = sorted(self.nodes.values())
         if not names:
-            return home
+            return owner
         span = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}({len(names)})"
-        return f"{home}:{span}"
+        return f"{owner}:{span}"

@@ -14,4 +14,4 @@ VOLATILE = "attributes of it are set while the model runs"
 def is_volatile(module: nn.Module) -> bool:
     """Say whether one of a module's own graphs sets attributes, or was traced with some that were set before."""
     capture = capture_of(module)
-    return capture is not None and any(variant.volatile for variant in capture.variants)
+    return capture is not None and any(specialization.volatile for specialization in capture.specializations)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .checkpoints import RECORD_KEY, LoadsOriginalNames
-from .copying import copied_module, outline_of, twin
+from .copying import copied_module, skeleton_of, twin
+from .holders import Holder, holder_of
 from .optimizer_state import ELEMENT_WISE, translate_optimizer
-from .owners import Owner, owner_of
 from .state_map import StateMap
 from .state_steps import Concatenate, Rename, Stack, StateStep
 
@@ -13,15 +13,15 @@ __all__ = [
     "ELEMENT_WISE",
     "RECORD_KEY",
     "Concatenate",
+    "Holder",
     "LoadsOriginalNames",
-    "Owner",
     "Rename",
     "Stack",
     "StateMap",
     "StateStep",
     "copied_module",
-    "outline_of",
-    "owner_of",
+    "holder_of",
+    "skeleton_of",
     "translate_optimizer",
     "twin",
 ]

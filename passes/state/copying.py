@@ -14,7 +14,7 @@ from ...tracing.graphs import capture_of
 from ...tracing.recording import plain_tensors
 from ...tracing.values import all_tensors
 
-__all__ = ["copied_module", "outline_of", "twin"]
+__all__ = ["copied_module", "skeleton_of", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,7 +52,7 @@ def twin(module: M) -> M:
     return copied_module(module, memo)
 
 
-def outline_of(module: M) -> M:
+def skeleton_of(module: M) -> M:
     """Return the structure of a module: a copy in which what a state dict holds is on the meta device."""
     return copied_module(module, {id(tensor): _on_meta(tensor) for tensor in _saved(module)})
 
@@ -65,5 +65,5 @@ def _saved(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    outline = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(outline, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else outline
+    skeleton = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(skeleton, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else skeleton

@@ -121,16 +121,16 @@ class _Places:
 
     def __post_init__(self) -> None:
         settled = {id(parameter) for parameter in self.parameters.values()}
-        at_home = False
+        in_place = False
         for number, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(cast("list[Tensor]", group["params"])):
                 if id(parameter) in settled:
-                    at_home = True
+                    in_place = True
                     continue
                 name = self._name(parameter, group.get("param_names", ()), position)
                 if name is not None:
                     self.by_name[name] = (number, position)
-        if not self.by_name and not at_home:
+        if not self.by_name and not in_place:
             raise StateError(
                 "none of the optimizer's parameters are the model's; build the optimizer on the model that was given "
                 "to optimize, or with names: Adam(model.named_parameters())"

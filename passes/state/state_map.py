@@ -103,11 +103,11 @@ class StateMap:
         kept = tuple(pair for pair in later.aliases if not self.targets.intersection(pair) and pair not in self.aliases)
         return StateMap(self.steps + later.steps, self.aliases + kept, self.names or later.names)
 
-    def below(self, home: str) -> StateMap:
-        """Return the same map for a model in which this one's is the module called `home` ("" is the model itself)."""
-        if not home:
+    def below(self, owner: str) -> StateMap:
+        """Return the same map for a model in which this one's is the module called `owner` ("" is the model itself)."""
+        if not owner:
             return self
-        prefix = f"{home}."
+        prefix = f"{owner}."
         return StateMap(
             tuple(step.renamed(lambda name: prefix + name) for step in self.steps),
             tuple((prefix + alias, prefix + name) for alias, name in self.aliases),

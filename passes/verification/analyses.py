@@ -29,13 +29,13 @@ class CallSites:
     @classmethod
     def compute(cls, program: Program) -> CallSites:
         calls: Counter[nn.Module] = Counter()
-        for home, capture in program.captures.items():
-            per_variant: list[Counter[nn.Module]] = []
-            for variant in capture.variants:
-                nodes = [node for node in variant.graph.nodes if node.op == "call_module"]
-                per_variant.append(Counter(program.callee(home, node) for node in nodes))
-            for module in {module for counts in per_variant for module in counts}:
-                calls[module] += max(counts[module] for counts in per_variant)
+        for owner, capture in program.captures.items():
+            per_specialization: list[Counter[nn.Module]] = []
+            for specialization in capture.specializations:
+                nodes = [node for node in specialization.graph.nodes if node.op == "call_module"]
+                per_specialization.append(Counter(program.callee(owner, node) for node in nodes))
+            for module in {module for counts in per_specialization for module in counts}:
+                calls[module] += max(counts[module] for counts in per_specialization)
         return cls(calls)
 
     def count(self, module: nn.Module) -> int:
@@ -72,12 +72,12 @@ class TensorReads:
     @classmethod
     def compute(cls, program: Program) -> TensorReads:
         readers: dict[int, str] = {}
-        for home, capture in program.captures.items():
-            module = program.module(home)
-            for variant in capture.variants:
-                for node in variant.graph.find_nodes(op="get_attr"):
+        for owner, capture in program.captures.items():
+            module = program.module(owner)
+            for specialization in capture.specializations:
+                for node in specialization.graph.find_nodes(op="get_attr"):
                     path, _, last = str(node.target).rpartition(".")
-                    readers.setdefault(id(getattr(module.get_submodule(path), last, None)), home or "(root)")
+                    readers.setdefault(id(getattr(module.get_submodule(path), last, None)), owner or "(root)")
         return cls(readers)
 
     def reader(self, tensor: Tensor) -> str | None:
@@ -93,14 +93,14 @@ def is_on_meta(module: nn.Module) -> bool:
 def found_in_graphs(
     program: Program, look: Callable[[fx.Graph, Program, str], T]
 ) -> Iterator[tuple[str, int, fx.Graph, T]]:
-    """Yield the home and the number of each graph, the graph, and what `look(graph, program, home)` finds in it.
+    """Yield the owner and the number of each graph, the graph, and what `look(graph, program, owner)` finds in it.
 
     Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
     """
     likeness, known = program.analyses[Likeness], dict[tuple[int, int], T]()
-    for home, capture in program.captures.items():
-        kind = likeness.of(program.module(home))
-        for number, variant in enumerate(capture.variants):
+    for owner, capture in program.captures.items():
+        kind = likeness.of(program.module(owner))
+        for number, specialization in enumerate(capture.specializations):
             if (kind, number) not in known:
-                known[kind, number] = look(variant.graph, program, home)
-            yield home, number, variant.graph, known[kind, number]
+                known[kind, number] = look(specialization.graph, program, owner)
+            yield owner, number, specialization.graph, known[kind, number]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ...tracing.graphs import Capture, Variant, capture_of, fitting, select
+from ...tracing.graphs import Capture, Specialization, capture_of, fitting, select
 from ...tracing.guards import GuardMiss
 from ...tracing.values import Arguments
 from .tape import Tape
@@ -27,32 +27,32 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
     capture = capture_of(module)
     if capture is None:
         return None
-    variants = fitting(module, *arguments)
-    return _Forward(module, variants, capture, tape) if variants else None
+    specializations = fitting(module, *arguments)
+    return _Forward(module, specializations, capture, tape) if specializations else None
 
 
 @dataclasses.dataclass
 class _Forward:
     module: nn.Module
-    variants: Sequence[Variant]
+    specializations: Sequence[Specialization]
     capture: Capture
     tape: Tape | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for variant in self.variants[:-1]:
+        for specialization in self.specializations[:-1]:
             with contextlib.suppress(GuardMiss):
-                return self._run(variant, args, kwargs)
-        return self._run(self.variants[-1], args, kwargs)
+                return self._run(specialization, args, kwargs)
+        return self._run(self.specializations[-1], args, kwargs)
 
-    def _run(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unguarded = dataclasses.replace(variant, guards=())
-        self.module.__dict__["_fxopt_capture"] = dataclasses.replace(self.capture, variants=[unguarded])
+    def _run(self, specialization: Specialization, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unguarded = dataclasses.replace(specialization, guards=())
+        self.module.__dict__["_fxopt_capture"] = dataclasses.replace(self.capture, specializations=[unguarded])
         try:
             selected = select(self.module, args, kwargs)
         finally:
             self.module.__dict__["_fxopt_capture"] = self.capture
         values = selected[1] if selected is not None else []
-        return _Interpreter(self.module, variant.graph, self.tape).run(*values, enable_io_processing=False)
+        return _Interpreter(self.module, specialization.graph, self.tape).run(*values, enable_io_processing=False)
 
 
 class _Interpreter(fx.Interpreter):

@@ -26,7 +26,7 @@ def depends_on_mode(module: nn.Module) -> bool:
 def _reads_mode(module: nn.Module) -> bool:
     capture = capture_of(module)
     if capture is not None:
-        graphs = [variant.graph for variant in capture.variants]
+        graphs = [specialization.graph for specialization in capture.specializations]
         return len(graphs) > 1 or any(
             node.op == "get_attr" and str(node.target).endswith("training") for graph in graphs for node in graph.nodes
         )

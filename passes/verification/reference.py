@@ -169,7 +169,7 @@ class _Maker:
         """Return the number of the first call of each graph that the calls run in the mode asked for."""
         module = self.stage.module
         capture = capture_of(module)
-        if capture is None or len(capture.variants) < 2:
+        if capture is None or len(capture.specializations) < 2:
             return [0]
         with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
             selected = [select(module, *call) for call in calls]

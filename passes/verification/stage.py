@@ -51,8 +51,8 @@ class Stage:
         self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
 
     def _named(self, kind: str) -> dict[str, Tensor]:
-        homes = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
-        return {dot + key: tensor for dot, home in homes for key, tensor in home.items() if tensor is not None}
+        owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
+        return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
     @property
     def plain(self) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class Trial:
 
         The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
         """
-        stand_ins = self._stand_ins(state)
+        stand_ins = self._made_proxies(state)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
@@ -111,7 +111,7 @@ class Trial:
     def _type(self, tensor: Tensor) -> torch.dtype:
         return tensor.dtype if self.wide is None else widened(tensor.dtype, self.wide)
 
-    def _stand_ins(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _made_proxies(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made: dict[int, Tensor] = {}
         for name, original in self.stage.state.items():
             if id(original) in made:

@@ -15,7 +15,7 @@ from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
 from fxopt.passes.driver import Record
 from fxopt.passes.pipeline import Decision, Plan
-from fxopt.passes.state import outline_of
+from fxopt.passes.state import skeleton_of
 
 SOURCE = """
 import torch
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("zoo")
 
 
 def record(model: nn.Module) -> Record:
-    return Record(PLAN, cast(Any, None), {}, {}, "", 0, 0, skeleton=outline_of(model))
+    return Record(PLAN, cast(Any, None), {}, {}, "", 0, 0, skeleton=skeleton_of(model))
 
 
 def save(model: nn.Module, path: Path, **options: Any) -> Path:

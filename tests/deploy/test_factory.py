@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fxopt.deploy.factory import build_model, find_factory, home_of, is_trusted, name_class
+from fxopt.deploy.factory import build_model, find_factory, is_trusted, name_class, owner_of
 from fxopt.errors import InputError, UsageError
 
 SOURCE = """
@@ -116,7 +116,7 @@ def test_trust_covers_packages_not_prefixes():
 
 
 @pytest.mark.parametrize(
-    ("spec", "home"),
+    ("spec", "owner"),
     [
         ("zoo.models:build", "zoo.models"),
         ("zoo.models:Net", "zoo.models"),
@@ -127,5 +127,5 @@ def test_trust_covers_packages_not_prefixes():
         ("zoo.models:stopped", "posix"),
     ],
 )
-def test_the_home_of_what_a_module_merely_imports_is_elsewhere(spec: str, home: str):
-    assert home_of(spec) == home
+def test_the_owner_of_what_a_module_merely_imports_is_elsewhere(spec: str, owner: str):
+    assert owner_of(spec) == owner

@@ -37,7 +37,7 @@ def captured() -> Program:
 def test_calls_are_counted_by_module_whatever_its_name() -> None:
     program = captured()
     sites = program.analyses[CallSites]
-    assert len(program.captures[""].variants) == 2
+    assert len(program.captures[""].specializations) == 2
     assert sites.count(program.model.once) == 1
     assert sites.count(program.model.twice) == sites.count(program.model.alias) == 2
     assert sites.count(program.model.tied) == 1
@@ -82,4 +82,6 @@ def test_any_class_that_computes_is_an_analysis() -> None:
             return cls(sum(len(graph.nodes) for graph in program.graphs.values()))
 
     program = captured()
-    assert program.analyses[NodeCount] == sum(len(variant.graph.nodes) for variant in program.captures[""].variants)
+    assert program.analyses[NodeCount] == sum(
+        len(specialization.graph.nodes) for specialization in program.captures[""].specializations
+    )

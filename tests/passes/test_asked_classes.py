@@ -224,7 +224,7 @@ def test_harmless_questions_cost_nothing() -> None:
     model = Asking()
     fast = cleaned(model)
     assert type(fast.child) is not Plus
-    assert capture_of(fast).resting
+    assert capture_of(fast).inactive
     for x in (X, *OTHER_CALLS):
         assert torch.equal(fast(x), model(x))
 

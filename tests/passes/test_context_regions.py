@@ -207,8 +207,8 @@ def test_preset_on_contexts() -> None:
 def test_the_flat_view_says_where() -> None:
     model = Twins().eval()
     program = fxopt.capture(model, X)
-    homes = {node.home for node in program.flat()}
-    assert {"", "no_grad_0", "autocast_0"} <= homes
+    owners = {node.owner for node in program.flat()}
+    assert {"", "no_grad_0", "autocast_0"} <= owners
 
 
 def test_contexts_are_exported(tmp_path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.state import copied_module, outline_of
+from fxopt.passes.state import copied_module, skeleton_of
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [Block, mixed])
-@pytest.mark.parametrize("way", [copied_module, outline_of])
+@pytest.mark.parametrize("way", [copied_module, skeleton_of])
 def test_copies_have_the_structure_of_the_original(make: Any, way: Any) -> None:
     original = make()
     handle = original.register_forward_hook(lambda *_: None)
@@ -66,7 +66,7 @@ def test_copies_have_the_structure_of_the_original(make: Any, way: Any) -> None:
 @pytest.mark.parametrize("make", [Block, mixed])
 def test_an_outline_keeps_what_is_shared_and_no_numbers(make: Any) -> None:
     original = make()
-    module = outline_of(original)
+    module = skeleton_of(original)
     block = module if make is Block else module[0]
     assert block.also[0] is block.first
     assert block.first.weight.is_meta
@@ -161,7 +161,7 @@ class Piped:
 def test_objects_that_copy_themselves_are_handed_tensors() -> None:
     model = Block()
     model.average = Average(model.first.weight)  # pyright: ignore[reportAttributeAccessIssue]
-    module: Any = outline_of(model)
+    module: Any = skeleton_of(model)
     assert module.average.tensor is module.first.weight
     assert module.average.count == 16
     assert module.first.weight.is_meta
@@ -171,7 +171,7 @@ def test_parameters_as_keys_stay_apart() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.rates = {layer.weight: 0.1 for layer in model}
     model.held = [model[0].weight, model[1].weight]
-    module: Any = outline_of(model)
+    module: Any = skeleton_of(model)
     assert list(module.rates) == [module[0].weight, module[1].weight] == module.held
 
 
@@ -179,7 +179,7 @@ def test_strides_flags_and_names_in_outlines() -> None:
     model: Any = nn.Linear(3, 3)
     model.weight = nn.Parameter(model.weight.detach().t(), requires_grad=False)
     model.sizes, model.parts, model.kept = (3, 3), [1, [2]], {"a", "b"}
-    module: Any = outline_of(model)
+    module: Any = skeleton_of(model)
     assert (module.weight.stride(), module.weight.requires_grad) == ((1, 3), False)
     assert (module.sizes, module.parts, module.kept) == ((3, 3), [1, [2]], {"a", "b"})
     assert module.parts[1] is not model.parts[1]

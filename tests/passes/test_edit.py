@@ -47,8 +47,8 @@ def program() -> Program:
     return fxopt.capture(Net(), (torch.randn(5, 4),))
 
 
-def edit_of(program: Program, home: str = "", **nodes: str) -> Edit:
-    return Edit(program, Site(program, home, nodes), "test_pass")
+def edit_of(program: Program, owner: str = "", **nodes: str) -> Edit:
+    return Edit(program, Site(program, owner, nodes), "test_pass")
 
 
 def trace_of(program: Program) -> object:
@@ -126,7 +126,7 @@ def test_taken_names_are_numbered(program: Program) -> None:
     assert edit.add_module(nn.Identity(), name="new") == "new"
 
 
-def test_new_modules_are_in_the_home_s_mode() -> None:
+def test_new_modules_are_in_the_owner_s_mode() -> None:
     program = fxopt.capture(Net().eval(), (torch.randn(5, 4),))
     edit = edit_of(program)
     assert not program.model.get_submodule(edit.add_module(nn.Dropout(), name="dropout")).training
@@ -285,6 +285,6 @@ def test_sites_name_their_nodes(program: Program) -> None:
     assert site.module("a") is program.model.first
     assert site.key == "(root):first..relu(2)"
     assert Site(program, "first", {}).key == "first"
-    assert dataclasses.replace(site, variant=1, nodes={"a": "x"}).key == "(root)#1:x"
+    assert dataclasses.replace(site, specialization=1, nodes={"a": "x"}).key == "(root)#1:x"
     with pytest.raises(CaptureError, match="no node 'firts'; did you mean 'first'"):
         _ = Site(program, "", {"a": "firts"})["a"]

@@ -81,7 +81,7 @@ class ByName(OfLinears):
     """Leave the bias out where the block has a certain name."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        if site.home != "3":
+        if site.owner != "3":
             return super().replacement(site, edit, node)
         weight = edit.get_attr("linear.weight", before=node)
         return edit.call(torch.nn.functional.linear, node.args[0], weight, before=node)
@@ -99,7 +99,7 @@ class BakeScale(Pass):
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         node = edit.graph_node("mul")
-        name = edit.add_constant(torch.tensor(0.5 + (1e-3 if site.home == "3" else 0.0)), name="baked")
+        name = edit.add_constant(torch.tensor(0.5 + (1e-3 if site.owner == "3" else 0.0)), name="baked")
         edit.replace(node, edit.call(torch.mul, node.args[0], edit.get_attr(name, before=node), before=node))
 
 
@@ -108,9 +108,9 @@ class SwitchByConstant(OfLinears):
     """Hide in a flag, which no example input tells, that the fourth block gives what it gave at capture."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        (call,) = site.program.recording([site.program.module(site.home)]).calls[site.program.module(site.home)]
+        (call,) = site.program.recording([site.program.module(site.owner)]).calls[site.program.module(site.owner)]
         seen = edit.add_constant(site.module("linear")(*call.args).detach(), name="seen")
-        flag = edit.add_constant(torch.tensor(site.home == "3"), name="flag")
+        flag = edit.add_constant(torch.tensor(site.owner == "3"), name="flag")
         real = super().replacement(site, edit, node)
         with edit.graph.inserting_before(node):
             arguments = (edit.graph.get_attr(flag), edit.graph.get_attr(seen), real)
@@ -153,9 +153,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     seen: dict[str, list[Any]] = {"full": [], "brief": [], "timed": []}
     reference: Callable[..., Any] = comparison.verification.reference
 
-    def noted(home: nn.Module, *args: Any, brief: bool = False, **options: Any) -> Any:
-        seen["brief" if brief else "full"].append(home)
-        return reference(home, *args, brief=brief, **options)
+    def noted(owner: nn.Module, *args: Any, brief: bool = False, **options: Any) -> Any:
+        seen["brief" if brief else "full"].append(owner)
+        return reference(owner, *args, brief=brief, **options)
 
     def timed(candidates: Any, **_: Any) -> Timings:
         seen["timed"].append(sorted(candidates))

@@ -84,11 +84,11 @@ class SwapOperands(Subtractions):
 
 
 @dataclasses.dataclass(frozen=True)
-class SwapOperandsAtHome(SwapOperands):
+class SwapOperandsInPlace(SwapOperands):
     """Swap the operands in the root only, and leave the others right."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        return super().replacement(site, edit, node) if not site.home else edit.call(torch.sub, *node.args)
+        return super().replacement(site, edit, node) if not site.owner else edit.call(torch.sub, *node.args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RaiseAtHome(Subtractions):
     """Raise in the root, the last site."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        if not site.home:
+        if not site.owner:
             raise ValueError("not here")
         return edit.call(torch.sub, *node.args)
 
@@ -170,9 +170,9 @@ class Upon(Pass):
     goal: ClassVar[Goal] = Goal.SIZE
 
     def find(self, program: Program) -> Iterator[Site]:
-        for home, graph in program.graphs.items():
+        for owner, graph in program.graphs.items():
             for node in graph.find_nodes(op="call_function", target=torch.sub):
-                yield Site(program, home, {"sub": node.name})
+                yield Site(program, owner, {"sub": node.name})
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         node = edit.graph_node("sub")
@@ -336,7 +336,7 @@ def test_without_verification_it_lands(program: Program) -> None:
 
 def test_one_site_is_judged_without_the_others(program: Program) -> None:
     expected = program.model(X)
-    manager = managed(program, SwapOperandsAtHome())
+    manager = managed(program, SwapOperandsInPlace())
     assert statuses(manager) == [("(root)", "undone"), ("blocks.0", "applied"), ("blocks.1", "applied")]
     assert torch.equal(program.model(X), expected)
 
@@ -423,10 +423,10 @@ def test_refusals_say_where_and_why(program: Program) -> None:
 
 
 def test_passes_are_traced(program: Program) -> None:
-    manager = managed(program, RewriteSubtractions(), SwapOperandsAtHome(), Refuse())
+    manager = managed(program, RewriteSubtractions(), SwapOperandsInPlace(), Refuse())
     assert [(trace.name, trace.decided, trace.applied) for trace in manager.traces] == [
         ("rewrite_subtractions", 3, 3),
-        ("swap_operands_at_home", 3, 2),
+        ("swap_operands_in_place", 3, 2),
         ("refuse", 2, 0),
     ]
     assert all(trace.seconds > 0 for trace in manager.traces)
@@ -505,7 +505,7 @@ def _slow_with(*names: str) -> Callable[[Mapping[str, object]], Mapping[str, flo
         changed = [
             name
             for name in names
-            if "torch.sub" in str(fxopt.tracing.graphs.captured.capture_of(modules[name]).variants[0].graph)
+            if "torch.sub" in str(fxopt.tracing.graphs.captured.capture_of(modules[name]).specializations[0].graph)
         ]
         return {"before": 1.0, "after": 2.0 if changed else 0.5}
 
@@ -538,7 +538,7 @@ class Tidy(Subtractions):
     clean_up: ClassVar[bool] = True
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        return (site for site in super().find(program) if isinstance(site, Site) and not site.home)
+        return (site for site in super().find(program) if isinstance(site, Site) and not site.owner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -546,7 +546,7 @@ class LoweringsOfBlocks(Lowerings):
     """The root is left alone."""
 
     def find(self, program: Program) -> Iterator[Site]:
-        return (site for site in super().find(program) if site.home)
+        return (site for site in super().find(program) if site.owner)
 
 
 def test_clean_ups_that_make_the_model_slower_go_first(program: Program, timed: Callable[..., None]) -> None:
@@ -582,7 +582,7 @@ def test_a_plan_repeats_the_same_graphs_without_looking(
     monkeypatch: pytest.MonkeyPatch, timed: Callable[..., None]
 ) -> None:
     timed(takes(before=1.0, first=0.5, second=0.25, after=0.9))
-    passes = (Lowerings(), SwapOperandsAtHome(), Refuse())
+    passes = (Lowerings(), SwapOperandsInPlace(), Refuse())
     first = fxopt.capture(Net(), (X,))
     plan = managed(first, *passes, time=True).plan(passes)
     monkeypatch.setattr(

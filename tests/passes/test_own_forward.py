@@ -85,7 +85,7 @@ def test_training_goes_on_where_a_guard_fails_in_a_fused_model():
             losses[-1].backward()
             optimizer.step()
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
-    assert len(capture_of(fast).variants) == 1
+    assert len(capture_of(fast).specializations) == 1
 
 
 class Small(nn.Module):

@@ -161,12 +161,12 @@ def test_a_match_gives_a_site() -> None:
     [match] = program.matches(operation("relu", operation("linear", name="linear"), name="it"))
     site = match.site(choices=("a", "b"))
     assert isinstance(match, Match) and isinstance(site, Site)
-    assert (site.home, dict(site.nodes), site.choices) == ("outer", {"linear": "_0", "it": "_1"}, ("a", "b"))
+    assert (site.owner, dict(site.nodes), site.choices) == ("outer", {"linear": "_0", "it": "_1"}, ("a", "b"))
     assert match.module("linear") is program.model.outer[0]
     assert site["it"] is match["it"]
 
 
-def test_every_variant_is_searched() -> None:
+def test_every_specialization_is_searched() -> None:
     class Modes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if self.training:
@@ -174,7 +174,7 @@ def test_every_variant_is_searched() -> None:
             return torch.relu(x) + 1
 
     program = fxopt.capture(Modes(), (torch.randn(2),))
-    assert sorted(match.variant for match in program.matches(operation("relu", name="it"))) == [0, 1]
+    assert sorted(match.specialization for match in program.matches(operation("relu", name="it"))) == [0, 1]
 
 
 @pytest.mark.parametrize(

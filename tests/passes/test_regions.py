@@ -53,8 +53,8 @@ def program() -> Program:
     return fxopt.capture(Net(), INPUTS)
 
 
-def outlined(program: Program, home: str, *names: str, name: str = "region") -> Edit:
-    edit = Edit(program, Site(program, home, {}), "test_pass")
+def outlined(program: Program, owner: str, *names: str, name: str = "region") -> Edit:
+    edit = Edit(program, Site(program, owner, {}), "test_pass")
     outline(edit, [node for node in edit.graph.nodes if node.name in names], name=name)
     edit.finish()
     return edit
@@ -79,7 +79,7 @@ def assert_same(given: list[Tensor], expected: list[Tensor]) -> None:
 REGIONS = {
     "several inputs and outputs": ("", ["block", "add", "shared_1"]),
     "a shared child, called inside and outside": ("", ["shared_1", "sum_1"]),
-    "tensors of the home": ("block", ["mlp", "mul", "add", "mul_1", "add_1"]),
+    "tensors of the owner": ("block", ["mlp", "mul", "add", "mul_1", "add_1"]),
     "one node": ("block", ["norm"]),
     "everything": ("", ["shared", "block", "add", "shared_1", "mul", "sum_1"]),
     "unconnected nodes": ("", ["mul", "sum_1"]),
@@ -88,10 +88,10 @@ REGIONS = {
 
 @pytest.mark.parametrize("case", REGIONS)
 def test_there_and_back(program: Program, case: str) -> None:
-    home, names = REGIONS[case]
+    owner, names = REGIONS[case]
     expected, state = run(program.model), list(program.model.state_dict())
-    edit = outlined(program, home, *names)
-    text = str(program.graph(home))
+    edit = outlined(program, owner, *names)
+    text = str(program.graph(owner))
     assert_same(run(program.model), expected)
     assert list(program.model.state_dict()) == state
     call = next(node for node in edit.graph.nodes if node.target == "region")
@@ -100,16 +100,16 @@ def test_there_and_back(program: Program, case: str) -> None:
     assert_same(run(program.model), expected)
     assert list(program.model.state_dict()) == state
     assert not any(isinstance(module, Region) for module in program.model.modules())
-    assert str(program.graph(home)) != text
+    assert str(program.graph(owner)) != text
     for graph in program.graphs.values():
         graph.lint()
 
 
 @pytest.mark.parametrize("case", REGIONS)
 def test_undone(program: Program, case: str) -> None:
-    home, names = REGIONS[case]
+    owner, names = REGIONS[case]
     before, expected = {name: str(graph) for name, graph in program.graphs.items()}, run(program.model)
-    outlined(program, home, *names).undo()
+    outlined(program, owner, *names).undo()
     assert {name: str(graph) for name, graph in program.graphs.items()} == before
     assert_same(run(program.model), expected)
 
@@ -237,7 +237,7 @@ class Checked(nn.Module):
         return y.cos()
 
 
-def test_checks_stay_at_home() -> None:
+def test_checks_stay_in_place() -> None:
     x, flat = torch.randn(2, 3, 4), torch.randn(3, 4)
     model = Checked()
     program = fxopt.capture(model, (x,))

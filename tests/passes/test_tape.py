@@ -155,7 +155,7 @@ def captured() -> tuple[nn.Module, Tensor]:
 def test_members_run_in_another_order_draw_the_same() -> None:
     model, x = captured()
     before = reference(model, [Call((x,))], training=True)
-    graph = own(model).variants[0].graph
+    graph = own(model).specializations[0].graph
     start = graph.find_nodes(op="placeholder")[0]
     for node in graph.find_nodes(op="call_module"):
         start.append(node)
@@ -167,7 +167,7 @@ def test_members_run_in_another_order_draw_the_same() -> None:
 
 def fuse(model: nn.Module, layers: list[Callable[..., Tensor]]) -> None:
     """Replace the whole graph of `Heads` by batched operations, whose random nodes say what they stand for."""
-    graph = own(model).variants[0].graph
+    graph = own(model).specializations[0].graph
     inner_origin = tuple(node.name for node in graph.find_nodes(op="call_module"))
     outer_origin = tuple(node.name for node in graph.find_nodes(op="call_function", target=F.dropout))
     (x,) = graph.find_nodes(op="placeholder")

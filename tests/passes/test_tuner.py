@@ -115,7 +115,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[float, st
         def time_candidates(candidates: Mapping[str, timing.Runner], **options: object) -> Timings:
             races.append(len(candidates))
             graphs = {name: capture_of(run.module) for name, run in candidates.items()}
-            taken = {name: seconds(written(c.variants[0].graph)) if c else 1.0 for name, c in graphs.items()}
+            taken = {name: seconds(written(c.specializations[0].graph)) if c else 1.0 for name, c in graphs.items()}
             return Timings([taken] * 20)
 
         monkeypatch.setattr(timing, "time_candidates", time_candidates)
@@ -262,7 +262,7 @@ def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.Mo
 
 def test_equal_blocks_follow_with_all_their_sites() -> None:
     manager = managed(Blocks(), Subtractions(unsuitable=(3.0,)))
-    assert [rewrite.home for rewrite in manager.rewrites] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [rewrite.owner for rewrite in manager.rewrites] == ["blocks.0", "blocks.1", "blocks.2"]
     assert [decision.figures.get("as") for decision in manager.decisions if decision.label == "minus 1"] == [
         None, "minus 1 and 2 more", "minus 1 and 2 more",
     ]  # fmt: skip
@@ -320,7 +320,7 @@ def site(number: int, choices: tuple[str, ...] = ("wide", "bmm"), **options: obj
 
 def test_sites_are_grouped_where_the_first_of_them_was_found() -> None:
     sites = [site(0), site(1), site(2)]
-    apart = dataclasses.replace(sites[1], home="other")
+    apart = dataclasses.replace(sites[1], owner="other")
     refusal = Refusal("no", at="here")
     found = grouped(Subtractions(), [sites[0], refusal, apart, sites[2]])
     assert found == [Group((sites[0], sites[2])), refusal, Group((apart,))]

@@ -50,12 +50,12 @@ def test_equal_sequentials_share_one_capture_and_own_splits_them(agree):
     program = agree(MultiHead("list"), X)
     first, second = program.module("heads.0"), program.module("heads.1")
     assert capture_of(first) is capture_of(second)
-    before = [node.name for node in capture_of(first).variants[0].graph.nodes]
+    before = [node.name for node in capture_of(first).specializations[0].graph.nodes]
     mine = own(first)
     assert mine is own(first) is capture_of(first) is not capture_of(second)
-    assert [node.name for node in mine.variants[0].graph.nodes] == before
-    assert [n.meta for n in mine.variants[0].graph.nodes] == [n.meta for n in program.graph("heads.1").nodes]
-    graph = mine.variants[0].graph
+    assert [node.name for node in mine.specializations[0].graph.nodes] == before
+    assert [n.meta for n in mine.specializations[0].graph.nodes] == [n.meta for n in program.graph("heads.1").nodes]
+    graph = mine.specializations[0].graph
     output = graph.output_node()
     with graph.inserting_before(output):
         output.args = (graph.call_function(torch.neg, (output.args[0],)),)
@@ -202,7 +202,7 @@ def test_nested_inputs(agree):
     )
     names = [node.name for node in program.graphs[""].nodes if node.op == "placeholder"]
     assert names == ["batch_x", "batch_more_0", "batch_more_1"]
-    assert len(program.captures[""].variants) == 2
+    assert len(program.captures[""].specializations) == 2
     assert sum(program.captures[""].misses.values()) == 2  # pair=(3, 2), in training and in evaluation
 
 
@@ -269,7 +269,7 @@ def test_bound_arguments_are_guarded(agree, misses):
     assert misses(program) == 2 * len(calls)
     everything = agree(Defaults(), [*(c for c in [Inputs(x), *calls])], X2)
     assert misses(everything) == 0
-    assert len(everything.captures[""].variants) == 1 + len(calls)
+    assert len(everything.captures[""].specializations) == 1 + len(calls)
 
 
 class Decides(nn.Module):
@@ -570,7 +570,7 @@ class PassesSizes(nn.Module):
 def test_sizes_that_a_parent_computes_stay_symbolic_in_the_child(agree, misses):
     program = agree(PassesSizes(), X, X2)
     assert misses(program) == 0
-    first, second = program.captures["positions"].variants
+    first, second = program.captures["positions"].specializations
     assert [n.name for n in first.graph.nodes if n.op == "placeholder"] == ["shape"]
     assert [n.name for n in second.graph.nodes if n.op == "placeholder"] == ["shape", "start", "half"]
 

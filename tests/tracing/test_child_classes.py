@@ -200,8 +200,8 @@ def test_children_that_are_only_called_may_become_anything() -> None:
     put(fast, Times())
     put(model, Times())
     assert torch.equal(fast(X), model(X))
-    assert capture_of(fast).variants and not capture_of(fast).misses
-    assert all("type(" not in str(guard) for guard in capture_of(fast).variants[0].guards)
+    assert capture_of(fast).specializations and not capture_of(fast).misses
+    assert all("type(" not in str(guard) for guard in capture_of(fast).specializations[0].guards)
 
 
 def test_another_child_of_the_same_class_keeps_the_graph() -> None:
@@ -211,7 +211,7 @@ def test_another_child_of_the_same_class_keeps_the_graph() -> None:
     put(fast, child)
     put(model, child)
     assert torch.equal(fast(X), model(X))
-    assert capture_of(fast).variants and not capture_of(fast).misses
+    assert capture_of(fast).specializations and not capture_of(fast).misses
 
 
 class Stack(nn.Module):
@@ -231,7 +231,7 @@ def test_equal_blocks_of_which_one_changes() -> None:
     for one in (model, fast):
         one.blocks[1].child = Times()
     assert torch.equal(fast(X), model(X))
-    assert capture_of(fast.blocks[0]).variants and not capture_of(fast.blocks[0]).misses
+    assert capture_of(fast.blocks[0]).specializations and not capture_of(fast.blocks[0]).misses
 
 
 def test_classes_made_on_the_fly_count_as_the_users() -> None:

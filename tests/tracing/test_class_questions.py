@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.tracing.reads import asks_for_classes
+from fxopt.tracing.reads import checks_exact_types
 
 
 class Block(nn.Module):
@@ -121,20 +121,20 @@ def holder(forward: Callable[[Any, Tensor], object]) -> nn.Module:
 
 @pytest.mark.parametrize("forward", ASKING)
 def test_what_asks(forward: Callable[[Any, Tensor], object]) -> None:
-    assert asks_for_classes([holder(forward)]).startswith("test_class_questions.py:")
+    assert checks_exact_types([holder(forward)]).startswith("test_class_questions.py:")
 
 
 @pytest.mark.parametrize("forward", QUIET)
 def test_what_does_not(forward: Callable[[Any, Tensor], object]) -> None:
-    assert not asks_for_classes([holder(forward)])
+    assert not checks_exact_types([holder(forward)])
 
 
 def test_other_functions_of_that_name() -> None:
     names: dict[str, Any] = {"type": lambda value: "this"}
     exec("def forward(self, x):\n    return type(self.block)", names)
-    assert not asks_for_classes([holder(names["forward"])])
+    assert not checks_exact_types([holder(names["forward"])])
     exec("def forward(self, x, type=str):\n    return type(self.block)", names)
-    assert not asks_for_classes([holder(names["forward"])])
+    assert not checks_exact_types([holder(names["forward"])])
 
 
 class Quiet(Holder):
@@ -156,14 +156,14 @@ class Under(Loud):
 
 
 def test_errors_and_forwards_of_base_classes() -> None:
-    assert not asks_for_classes([Quiet()])
-    assert asks_for_classes([Loud()]) and asks_for_classes([Under()])
-    assert not asks_for_classes([nn.Sequential(Loud())])
-    assert asks_for_classes([nn.Sequential(Loud()), Loud()])
+    assert not checks_exact_types([Quiet()])
+    assert checks_exact_types([Loud()]) and checks_exact_types([Under()])
+    assert not checks_exact_types([nn.Sequential(Loud())])
+    assert checks_exact_types([nn.Sequential(Loud()), Loud()])
 
 
 def test_what_runs_around_a_forward() -> None:
     module = Loud()
-    assert not asks_for_classes([module], forwards=False)
+    assert not checks_exact_types([module], forwards=False)
     module.register_forward_pre_hook(lambda module, args: print(type(module) is Loud))
-    assert asks_for_classes([module], forwards=False)
+    assert checks_exact_types([module], forwards=False)

@@ -320,6 +320,8 @@ def test_captured_models_keep_their_guards(copied: Callable[[nn.Module], nn.Modu
     fast = fxopt.capture(Sized(), (torch.ones(2),)).model
     before, after = capture_of(fast), capture_of(copied(fast))
     assert before is not None and after is not None
-    assert after.variants[0].guards == before.variants[0].guards
-    assert "((x.shape[0] % 2) == 0)" in map(str, before.variants[0].guards)
-    assert [guard.reason for guard in after.variants[0].guards] == [g.reason for g in before.variants[0].guards]
+    assert after.specializations[0].guards == before.specializations[0].guards
+    assert "((x.shape[0] % 2) == 0)" in map(str, before.specializations[0].guards)
+    assert [guard.reason for guard in after.specializations[0].guards] == [
+        g.reason for g in before.specializations[0].guards
+    ]

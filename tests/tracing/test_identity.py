@@ -97,10 +97,10 @@ def test_copies_run_from_graphs_too(net, duplicate):
     assert capture_of(other) is not None
     assert capture_of(other.heads[0]) is capture_of(other.heads[1])
     assert other.heads[1][0].weight is other.tied.weight
-    assert [n.name for n in capture_of(other).variants[0].graph.nodes] == [
-        n.name for n in capture_of(net).variants[0].graph.nodes
+    assert [n.name for n in capture_of(other).specializations[0].graph.nodes] == [
+        n.name for n in capture_of(net).specializations[0].graph.nodes
     ]
-    first, second = (next(iter(capture_of(m).variants[0].graph.nodes)).meta for m in (net, other))
+    first, second = (next(iter(capture_of(m).specializations[0].graph.nodes)).meta for m in (net, other))
     assert first == second
 
 
@@ -110,7 +110,7 @@ def test_a_copy_is_edited_on_its_own(net):
     own(net)
     other = copy.deepcopy(net)
     for model in (other, net):
-        graph = own(model).variants[0].graph
+        graph = own(model).specializations[0].graph
         output = graph.output_node()
         with graph.inserting_before(output):
             output.args = (graph.call_function(torch.neg, (output.args[0],)),)
@@ -203,12 +203,12 @@ def test_setting_an_attribute_that_a_graph_holds_drops_it(net):
     net.eval()
     before = net(X)
     net.scale = 4.0
-    assert not capture_of(net).variants
+    assert not capture_of(net).specializations
     assert torch.allclose(net(X) - 1, (before - 1) * 2, atol=1e-5)
     assert "attribute 'scale'" in next(iter(capture_of(net).misses))
     fresh = capture_program(Net(), (X,)).model
     fresh.width = 3  # read by no graph
-    assert capture_of(fresh).variants
+    assert capture_of(fresh).specializations
 
 
 class DynamicAttribute(nn.Module):
@@ -225,7 +225,7 @@ def test_plain_tensor_attributes_are_read_at_each_call():
     model = capture_program(DynamicAttribute(), (X,)).model
     model.temperature = torch.tensor(4.0)
     assert torch.equal(model(X), X.clamp(max=3) / 4)
-    assert capture_of(model).variants
+    assert capture_of(model).specializations
     model.limit = 0
     assert torch.equal(model(X), X.clamp(max=0) / 4)
 
@@ -294,4 +294,4 @@ def test_long_graphs_pickle():
     model = capture_program(Long(), (X,)).model
     other = pickle.loads(pickle.dumps(model))
     assert torch.equal(other(X), model(X))
-    assert len(capture_of(copy.deepcopy(model)).variants[0].graph.nodes) == 3002
+    assert len(capture_of(copy.deepcopy(model)).specializations[0].graph.nodes) == 3002

@@ -62,7 +62,7 @@ def captured(model: nn.Module, *args: object) -> nn.Module:
 
 
 def graphs(model: nn.Module) -> int:
-    return len(capture_of(model).variants)
+    return len(capture_of(model).specializations)
 
 
 @pytest.fixture(params=["train", "eval"])
@@ -310,7 +310,7 @@ def test_a_configuration_is_left_as_it_is():
     fast = captured(model, X)
     assert type(model.config) is Config
     assert vars(fast.config).keys() == vars(model.config).keys()
-    assert "self.config.scale is 2.0" in [g.reason for g in capture_of(fast).variants[0].guards]
+    assert "self.config.scale is 2.0" in [g.reason for g in capture_of(fast).specializations[0].guards]
 
 
 def test_copies_and_pickles_go_on_counting(pair):

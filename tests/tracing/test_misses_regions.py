@@ -64,7 +64,7 @@ def test_contexts(cls: type[nn.Module], training: bool) -> None:
             if mine is not None and other is not None:
                 torch.testing.assert_close(mine, other)
     assert sum(fallback_of(fast).misses.values()) == 6
-    assert len(capture_of(fast).variants) == 1
+    assert len(capture_of(fast).specializations) == 1
     assert list(fast.state_dict()) == names
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         reference = copy.deepcopy(model)

@@ -25,7 +25,7 @@ class SymbolicTraining(nn.Module):
 def test_training_as_a_value_stays_symbolic(agree, misses):
     program = agree(SymbolicTraining(), X, X2)
     assert misses(program) == 0
-    assert len(program.captures[""].variants) == 1
+    assert len(program.captures[""].specializations) == 1
     assert [n.target for n in program.graphs[""].nodes if n.op == "get_attr"] == ["training"]
 
 

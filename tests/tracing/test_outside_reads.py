@@ -192,7 +192,7 @@ def test_a_value_that_changes(case: Any, way: Callable[[nn.Module], nn.Module]) 
     forward, changed = case
     model = holder(forward)
     fast = way(model)
-    assert capture_of(fast).variants and not capture_of(fast).resting
+    assert capture_of(fast).specializations and not capture_of(fast).inactive
     before = model(X)
     assert torch.equal(fast(X), before) and not capture_of(fast).misses
     changed()
@@ -248,7 +248,7 @@ def test_an_attribute_of_what_a_forward_closes_over() -> None:
 def test_what_a_forward_closes_over() -> None:
     model, change = closed_over(2.0)
     fast = fxopt.capture(model, (X,)).model
-    assert torch.equal(fast(X), X * 2) and capture_of(fast).variants
+    assert torch.equal(fast(X), X * 2) and capture_of(fast).specializations
     change(5.0)
     assert torch.equal(fast(X), X * 5)
     assert torch.equal(fast(X), X * 5) and sum(miss.calls for miss in misses_in(fast.modules())) == 2
@@ -488,6 +488,6 @@ def test_what_members_read_is_asked_for_where_they_are_fused() -> None:
 
 def test_guards_ask_for_little() -> None:
     fast = fxopt.capture(Scaled(), (X,)).model
-    outside = [guard.reason for guard in capture_of(fast).variants[0].guards if "SCALE" in str(guard)]
+    outside = [guard.reason for guard in capture_of(fast).specializations[0].guards if "SCALE" in str(guard)]
     assert outside == ["SCALE is 2.0"] * 2
     assert "globals_of" not in type(fast).forward.__code__.co_names

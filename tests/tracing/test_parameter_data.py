@@ -161,7 +161,7 @@ def test_calls_that_no_graph_fits_change_parameters_once(cls: type[nn.Module]) -
         torch.testing.assert_close(captured(X, double), reference(X, double))
         assert same_state(captured.state_dict(), reference.state_dict())
     if cls is Halving:
-        assert capture_of(captured).variants
+        assert capture_of(captured).specializations
 
 
 def test_only_what_is_reached_for_is_copied() -> None:

@@ -73,7 +73,7 @@ def test_lookups_that_fail_help(program):
 
 def test_nodes_are_found_after_edits(program):
     assert program.node("", "add").name == "add"
-    graph = own(program.model).variants[0].graph
+    graph = own(program.model).specializations[0].graph
     with graph.inserting_after(program.node("", "blocks_0")):
         graph.call_function(torch.neg, (program.node("", "blocks_0"),), name="fresh")
     assert program.node("", "fresh").target is torch.neg
@@ -160,11 +160,11 @@ def test_recording_with_gradients():
 
 def test_select_matches_arguments_to_placeholders(program):
     block = program.module("blocks.1")
-    variant, values = select(block, (X,), {"skip": X * 2, "scale": 2.0})
-    assert variant is capture_of(block).variants[0]
-    assert [n.name for n in variant.graph.nodes if n.op == "placeholder"] == ["x", "skip"]
+    specialization, values = select(block, (X,), {"skip": X * 2, "scale": 2.0})
+    assert specialization is capture_of(block).specializations[0]
+    assert [n.name for n in specialization.graph.nodes if n.op == "placeholder"] == ["x", "skip"]
     assert torch.equal(values[1], X * 2)
-    interpreted = torch.fx.Interpreter(block, graph=variant.graph).run(*values)
+    interpreted = torch.fx.Interpreter(block, graph=specialization.graph).run(*values)
     assert torch.equal(interpreted, block(X, X * 2, scale=2.0))
     assert select(block, (X,), {}) is None
 
@@ -172,7 +172,7 @@ def test_select_matches_arguments_to_placeholders(program):
 def test_flat_view_looks_through_modules(program):
     flat = program.flat()
     assert nx.is_directed_acyclic_graph(flat.graph)
-    leaves = [(n.home, n.node.target) for n in flat if n.node.op == "call_module"]
+    leaves = [(n.owner, n.node.target) for n in flat if n.node.op == "call_module"]
     assert sorted(leaves) == sorted(
         [
             *((f"blocks.{i}", "mix") for i in range(2)),
@@ -190,7 +190,7 @@ def test_flat_view_looks_through_modules(program):
     assert before.path == ("blocks_0",)
     assert before.node.op == "output"
     assert nx.has_path(flat.graph, mix, out)
-    assert len([n for n in flat if n.home == "shared" and n.node.op == "output"]) == 2
+    assert len([n for n in flat if n.owner == "shared" and n.node.op == "output"]) == 2
 
 
 def test_modules_called_in_several_ways_keep_a_graph_each():
@@ -236,13 +236,13 @@ def test_a_graph_that_is_wrong_is_given_up(monkeypatch):
     trace = tracing.ModuleTracer.trace
 
     def mistaken(self, signature):
-        variant = trace(self, signature)
-        if self.home == "blocks.1":
-            next(n for n in variant.graph.nodes if n.name == "mul").args = (
-                variant.graph.find_nodes(op="call_module")[0],
+        specialization = trace(self, signature)
+        if self.owner == "blocks.1":
+            next(n for n in specialization.graph.nodes if n.name == "mul").args = (
+                specialization.graph.find_nodes(op="call_module")[0],
                 2.0,
             )
-        return variant
+        return specialization
 
     monkeypatch.setattr(tracing.ModuleTracer, "trace", mistaken)
     model = Net()

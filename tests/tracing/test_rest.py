@@ -12,7 +12,7 @@ from torch import nn
 import fxopt
 from fxopt.compat import all_modules
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.program import rest
+from fxopt.tracing.program import deactivate
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -102,13 +102,13 @@ def test_a_resting_model_is_exported(fast: nn.Module, tmp_path):
 
 def test_equal_modules_go_on_sharing_their_graphs():
     model = fxopt.capture(nn.Sequential(*(Plain() for _ in range(2))), (X,)).model
-    rest(all_modules(model))
+    deactivate(all_modules(model))
     assert capture_of(model[0]) is capture_of(model[1])
-    assert capture_of(model[0]).resting
+    assert capture_of(model[0]).inactive
     woken = fxopt.capture(model, (X,)).model
     assert capture_of(woken[0]) is capture_of(woken[1])
-    assert not capture_of(woken[0]).resting
-    assert capture_of(model[0]).resting
+    assert not capture_of(woken[0]).inactive
+    assert capture_of(model[0]).inactive
 
 
 class Reading(nn.Module):

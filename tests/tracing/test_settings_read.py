@@ -130,8 +130,8 @@ def test_a_refusal_that_comes_later_is_raised():
 
 
 def test_reasons_name_attributes():
-    variant = capture_of(fxopt.capture(Net(), (X,)).model).variants[0]
-    reasons = {str(guard): guard.reason for guard in variant.guards}
+    specialization = capture_of(fxopt.capture(Net(), (X,)).model).specializations[0]
+    reasons = {str(guard): guard.reason for guard in specialization.guards}
     assert reasons["self.config.width == 2.0"] == "self.config.width is 2.0"
     assert reasons["self.config.b == 5.0"] == "self.config.b is 5.0"
     assert reasons["self.config.inner.shift == 1.0"] == "self.config.inner.shift is 1.0"

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxopt.errors import GuardError
-from fxopt.tracing.graphs import Capture, Variant, generate, install
+from fxopt.tracing.graphs import Capture, Specialization, generate, install
 from fxopt.tracing.guards import (
     Argument,
     Attribute,
@@ -35,7 +35,7 @@ def run(build, *args, names=("x",)):
     nodes = [graph.placeholder(name) for name in names]
     graph.output(build(graph, *nodes))
     module = nn.Module()
-    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(names)))
+    install(module, Capture(nn.Module, [Specialization((), graph)], Signature.of_names(names)))
     return module.forward(*args), fx.Interpreter(module, graph=graph).run(*args)
 
 
@@ -85,7 +85,7 @@ def test_intermediate_values_are_freed():
 
     graph = fx.Graph()
     graph.output(build(graph, graph.placeholder("x")))
-    text = generate(Signature.of_names(["x"]), [Variant((), graph)]).text
+    text = generate(Signature.of_names(["x"]), [Specialization((), graph)]).text
     assert "neg = None" in text
     assert "x = None" not in text
 
@@ -94,7 +94,7 @@ def test_tracebacks_show_the_generated_line():
     module = nn.Module()
     graph = fx.Graph()
     graph.output(graph.call_method("no_such_method", (graph.placeholder("x"),)))
-    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(["x"])))
+    install(module, Capture(nn.Module, [Specialization((), graph)], Signature.of_names(["x"])))
     code = type(module).forward.__code__
     assert "no_such_method" in linecache.getline(code.co_filename, 2)
     assert "no_such_method" in inspect.getsource(type(module).forward)
@@ -142,7 +142,7 @@ def test_checks_in_code_hold_where_require_does(value, expected):
     graph.call_function(require, (y, expected, "reason", False))
     graph.output(graph.call_function(len, (x,)))
     module = nn.Module()
-    install(module, Capture(nn.Module, [Variant((), graph)], Signature.of_names(["x"])))
+    install(module, Capture(nn.Module, [Specialization((), graph)], Signature.of_names(["x"])))
     try:
         require(value, expected, "", False)
     except GuardError:
@@ -161,7 +161,7 @@ def test_what_a_check_read_is_freed_where_it_holds():
 
     graph = fx.Graph()
     graph.output(build(graph, graph.placeholder("x")))
-    lines = generate(Signature.of_names(["x"]), [Variant((), graph)]).text.split("\n")
+    lines = generate(Signature.of_names(["x"]), [Specialization((), graph)]).text.split("\n")
     position = next(number for number, line in enumerate(lines) if "== (24)" in line)
     assert lines[position + 1].endswith(" = None")
     assert "None" not in lines[position]

@@ -1,24 +1,24 @@
-"""The graphs of a module: captures and their variants, the printed forward, the class that runs it."""
+"""The graphs of a module: captures and their specializations, the printed forward, the class that runs it."""
 
 from __future__ import annotations
 
-from .ambient import Ambient, ambient_now, outside_inference_mode
-from .at_rest import FOUND
-from .capture import Capture, RegionPlan, Variant, capture_of, required_capture
+from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
+from .capture import Capture, RegionPlan, Specialization, capture_of, required_capture
 from .captured import (
     EVAL_ONLY,
     Captured,
-    drop_variants,
+    deactivate_again,
+    drop_specializations,
     install,
     own,
     own_class,
     recompile,
-    rest_again,
     uninstall,
     with_graph,
-    with_variants,
+    with_specializations,
 )
 from .contexts import Context
+from .inactive import FOUND
 from .misses import HANDLER, Miss
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
@@ -30,7 +30,7 @@ __all__ = [
     "EVAL_ONLY",
     "FOUND",
     "HANDLER",
-    "Ambient",
+    "AutocastState",
     "Capture",
     "Captured",
     "Context",
@@ -39,12 +39,13 @@ __all__ = [
     "Region",
     "RegionPlan",
     "SharedSlices",
-    "Variant",
-    "ambient_now",
+    "Specialization",
+    "autocast_state_now",
     "capture_of",
     "context_regions",
     "copy_graph",
-    "drop_variants",
+    "deactivate_again",
+    "drop_specializations",
     "fitting",
     "generate",
     "install",
@@ -53,10 +54,9 @@ __all__ = [
     "own_class",
     "recompile",
     "required_capture",
-    "rest_again",
     "select",
     "sharing",
     "uninstall",
     "with_graph",
-    "with_variants",
+    "with_specializations",
 ]

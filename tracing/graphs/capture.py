@@ -13,15 +13,15 @@ from torch import fx, nn
 from ...errors import CaptureError
 from ..guards import SELF, Argument, Guard, Source, is_training, reader
 from ..values import Signature, class_recipe, signature_of
-from .at_rest import is_as_found
 from .contexts import Context
+from .inactive import is_as_found
 from .portable import PortableGraph, copy_graph
 
-__all__ = ["Capture", "RegionPlan", "Variant", "capture_of", "required_capture"]
+__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "required_capture"]
 
 
 @dataclass
-class Variant:
+class Specialization:
     """One graph of a module, and when it holds.
 
     Attributes:
@@ -68,7 +68,7 @@ class RegionPlan:
     Attributes:
         context: what the region runs under.
         capture: its graph.
-        children: name of a child there -> the name of the module in its home.
+        children: name of a child there -> the name of the module in its owner.
     """
 
     context: Context
@@ -82,20 +82,20 @@ class Capture:
 
     Attributes:
         base: the class that the module has without its graphs.
-        variants: the first whose guards hold is run; with none the module runs its own forward.
+        specializations: the first whose guards hold is run; with none the module runs its own forward.
         signature: arguments of the forward, where they differ from those of `base.forward`.
-        misses: reason -> how often no variant held while the model was being worked on.
+        misses: reason -> how often no specialization held while the model was being worked on.
         dropped: why graphs were dropped after capture; a call that none of those left fits is a miss then.
         lost: why the module's own forward must not run in the place of its graphs; empty if it may.
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
         rewritten: whether a graph was put in here in the place of one that was captured.
-        resting: whether the module runs its own forward, and the graphs are kept for who asks; see `rest`.
+        inactive: whether the module runs its own forward, and the graphs are kept for who asks; see `deactivate`.
         regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
     """
 
     base: type[nn.Module]
-    variants: list[Variant]
+    specializations: list[Specialization]
     signature: Signature | None = None
     misses: Counter[str] = field(default_factory=Counter[str])
     dropped: str = ""
@@ -103,7 +103,7 @@ class Capture:
     owner: weakref.ref[nn.Module] | None = None
     compiled: type[nn.Module] | None = None
     rewritten: bool = False
-    resting: bool = False
+    inactive: bool = False
     regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
     _parameters: Signature | None = None
     _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])
@@ -118,12 +118,12 @@ class Capture:
     @property
     def reads(self) -> frozenset[str]:
         """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
-        return frozenset(name for variant in self.variants for name in variant.reads)
+        return frozenset(name for specialization in self.specializations for name in specialization.reads)
 
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self.owner = None
-        return self._with(list(self.variants))
+        return self._with(list(self.specializations))
 
     def rebased(self, base: type[nn.Module]) -> Capture:
         """Return a capture of the same graphs for another class; modules that share this one share that one too."""
@@ -136,44 +136,56 @@ class Capture:
             self._rebased[base] = new
         return new
 
-    def set_to_rest(self, resting: bool) -> Capture:
+    def set_inactive(self, inactive: bool) -> Capture:
         """Return a capture of the same graphs from which modules do not run, or run again."""
-        return replace(self.copy(), resting=resting, compiled=None)
+        return replace(self.copy(), inactive=inactive, compiled=None)
 
     def private(self) -> Capture:
         """Return a capture of copies of the graphs; names and meta are kept."""
-        return self._with([replace(v, graph=copy_graph(v.graph), arguments=dict(v.arguments)) for v in self.variants])
+        return self._with(
+            [replace(v, graph=copy_graph(v.graph), arguments=dict(v.arguments)) for v in self.specializations]
+        )
 
-    def _with(self, variants: list[Variant]) -> Capture:
-        return replace(self, variants=variants, misses=Counter(self.misses), owner=None, _parameters=None, _rebased={})
+    def _with(self, specializations: list[Specialization]) -> Capture:
+        return replace(
+            self,
+            specializations=specializations,
+            misses=Counter(self.misses),
+            owner=None,
+            _parameters=None,
+            _rebased={},
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         memo[id(self)] = new = self.copy()
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        variants = [(v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.variants]
-        kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.resting, self.regions)
-        return _rebuild_capture, (class_recipe(self.base), variants, *kept)
+        specializations = [
+            (v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.specializations
+        ]
+        kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.inactive, self.regions)
+        return _rebuild_capture, (class_recipe(self.base), specializations, *kept)
 
 
 def _rebuild_capture(
     recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]],
-    variants: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, Source], frozenset[str], bool]],
+    specializations: list[tuple[tuple[Guard, ...], PortableGraph, dict[str, Source], frozenset[str], bool]],
     signature: Signature | None,
     misses: Counter[str],
     dropped: str,
     lost: str,
     rewritten: bool,
-    resting: bool,
+    inactive: bool,
     regions: Mapping[str, RegionPlan],
 ) -> Capture:
     make, given = recipe
     rebuilt = [
-        Variant(guards, graph.graph(), args, reads, volatile) for guards, graph, args, reads, volatile in variants
+        Specialization(guards, graph.graph(), args, reads, volatile)
+        for guards, graph, args, reads, volatile in specializations
     ]
     return Capture(
-        make(*given), rebuilt, signature, misses, dropped, lost, rewritten=rewritten, resting=resting, regions=regions
+        make(*given), rebuilt, signature, misses, dropped, lost, rewritten=rewritten, inactive=inactive, regions=regions
     )
 
 

@@ -16,9 +16,9 @@ from ...compat import own_children
 from ...errors import CaptureError, GuardError, ModeError
 from ..guards import Guard, GuardMiss
 from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_kind, user_class
-from .at_rest import FOUND, note_found
-from .capture import Capture, Variant, capture_of, required_capture
+from .capture import Capture, Specialization, capture_of, required_capture
 from .compiled_class import dynamic_class
+from .inactive import FOUND, note_found
 from .misses import handler_of
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
@@ -30,19 +30,19 @@ __all__ = [
     "Capture",
     "Captured",
     "Guard",
-    "Variant",
+    "Specialization",
     "capture_of",
     "class_for",
-    "drop_variants",
+    "deactivate_again",
+    "drop_specializations",
     "install",
     "own",
     "own_class",
     "recompile",
-    "rest_again",
     "select",
     "uninstall",
     "with_graph",
-    "with_variants",
+    "with_specializations",
 ]
 
 
@@ -124,7 +124,7 @@ class Captured(_Module):
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward where no variant's guards hold."""
+        """Run the module's own forward where no specialization's guards hold."""
         return _answered(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class Captured(_Module):
         return _answered(cast("nn.Module", self), args, kwargs, miss)
 
     def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Raise GuardError where no variant's guards hold, and the module's own forward would be wrong."""
+        """Raise GuardError where no specialization's guards hold, and the module's own forward would be wrong."""
         _refuse(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_refuse_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mi
 
 def _without_graphs(module: nn.Module) -> None:
     """Give a module whose graphs were all dropped its own forward: forwards exist that ask whether theirs is called."""
-    if not required_capture(module).variants:
+    if not required_capture(module).specializations:
         own(module).dropped = ""
         recompile(module)
 
@@ -221,7 +221,7 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__dict__.pop(FOUND, None)
-    plain = capture.resting and user_class(base) is base and EVAL_ONLY not in module.__dict__
+    plain = capture.inactive and user_class(base) is base and EVAL_ONLY not in module.__dict__
     cls = base if plain else class_for(capture)
     object.__setattr__(module, "__class__", cls)  # no module's own way of setting attributes is asked
     _add_regions(module, capture)
@@ -270,31 +270,33 @@ def own(module: nn.Module) -> Capture:
     return capture
 
 
-def with_graph(module: nn.Module, variant: int, graph: fx.Graph | None = None) -> None:
+def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = None) -> None:
     """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
 
     Raises:
         CaptureError: if the module has no graph.
     """
-    variants = required_capture(module).variants
-    with_variants(
+    specializations = required_capture(module).specializations
+    with_specializations(
         module,
         [
-            replace(v, graph=copy_graph(v.graph) if graph is None or number != variant else graph)
-            for number, v in enumerate(variants)
+            replace(v, graph=copy_graph(v.graph) if graph is None or number != specialization else graph)
+            for number, v in enumerate(specializations)
         ],
     )
 
 
-def with_variants(module: nn.Module, variants: Sequence[Variant]) -> None:
+def with_specializations(module: nn.Module, specializations: Sequence[Specialization]) -> None:
     """Give `module` other graphs, which nobody else may have; see `recompile`.
 
     Raises:
         CaptureError: if the module has no graph.
     """
     capture = required_capture(module)
-    variants = [replace(v, arguments=dict(v.arguments)) for v in variants]
-    new = replace(capture.copy(), variants=variants, owner=weakref.ref(module), compiled=None, rewritten=True)
+    specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
+    new = replace(
+        capture.copy(), specializations=specializations, owner=weakref.ref(module), compiled=None, rewritten=True
+    )
     module.__dict__["_fxopt_capture"] = new
 
 
@@ -310,10 +312,10 @@ def recompile(module: nn.Module) -> None:
     install(module, capture)
 
 
-def rest_again(module: nn.Module) -> None:
-    """Give a module at rest the class that it should have there, and take its attributes as they are."""
+def deactivate_again(module: nn.Module) -> None:
+    """Give an inactive module the class that it should have there, and take its attributes as they are."""
     capture: Capture | None = module.__dict__.get("_fxopt_capture")
-    if capture is not None and capture.resting:
+    if capture is not None and capture.inactive:
         install(module, capture)
 
 
@@ -337,19 +339,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def _drop_readers(module: nn.Module, attribute: str, done: str) -> None:
     """Drop the graphs that the old value of an attribute is part of; `done` says what became of it."""
     capture = capture_of(module)
-    if capture is None or not any(attribute in variant.reads for variant in capture.variants):
+    if capture is None or not any(attribute in specialization.reads for specialization in capture.specializations):
         return
-    drop_variants(
-        module, lambda variant: attribute in variant.reads, f"attribute {attribute!r} was {done} after capture"
+    drop_specializations(
+        module,
+        lambda specialization: attribute in specialization.reads,
+        f"attribute {attribute!r} was {done} after capture",
     )
 
 
-def drop_variants(module: nn.Module, chosen: Callable[[Variant], bool], why: str) -> None:
+def drop_specializations(module: nn.Module, chosen: Callable[[Specialization], bool], why: str) -> None:
     """Drop the graphs of `module` that are `chosen`, or all where none is; `why` is told at the next call."""
     with _dropping:
         capture = own(module)
-        left = [variant for variant in capture.variants if not chosen(variant)]
-        capture.variants = [] if len(left) == len(capture.variants) else left
+        left = [specialization for specialization in capture.specializations if not chosen(specialization)]
+        capture.specializations = [] if len(left) == len(capture.specializations) else left
         capture.dropped = why
         recompile(module)
 
@@ -360,11 +364,11 @@ _dropping = threading.RLock()
 def class_for(capture: Capture) -> type[nn.Module]:
     """Return the class of the modules that run from `capture`; equal code gives the same class."""
     if capture.compiled is None:
-        if capture.resting or not (capture.variants or capture.dropped):
+        if capture.inactive or not (capture.specializations or capture.dropped):
             capture.compiled = _bare_class(capture.base)
         else:
             restarts = not issubclass(capture.base, Region)
-            source = generate(capture.parameters, capture.variants, restarts=restarts, refuse=bool(capture.lost))
+            source = generate(capture.parameters, capture.specializations, restarts=restarts, refuse=bool(capture.lost))
             names = {**_fxopt_names(capture.base), ANNOUNCES: True}
             capture.compiled = dynamic_class(capture.base, Captured, source, capture.parameters, names)
     return capture.compiled

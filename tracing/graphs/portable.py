@@ -99,8 +99,8 @@ def _named(target: Any) -> Any:
         return _Function("torch", f"ops.{target}")
     if "<locals>" not in getattr(target, "__qualname__", ""):
         return target
-    for home in (target.__module__, "torch", "torch.nn.functional"):
-        named = _Function(home, target.__name__)
-        if getattr(importlib.import_module(home), target.__name__, None) is target:
+    for owner in (target.__module__, "torch", "torch.nn.functional"):
+        named = _Function(owner, target.__name__)
+        if getattr(importlib.import_module(owner), target.__name__, None) is target:
             return named
     return target

@@ -1,4 +1,4 @@
-"""Modules that run a part of their home's graph, and borrow the children that it calls."""
+"""Modules that run a part of their owner's graph, and borrow the children that it calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ContextRegion", "Region", "context_regions"]
 
 
 class Region(nn.Module):
-    """A part of its home's graph.
+    """A part of its owner's graph.
 
-    It calls children that its home still owns: names survive, so a region writes nothing into a state dict and takes
-    nothing from one. Tensors of the home come in as arguments.
+    It calls children that its owner still owns: names survive, so a region writes nothing into a state dict and takes
+    nothing from one. Tensors of the owner come in as arguments.
 
     Attributes:
-        origins: name of a child here -> its qualified name in the home.
+        origins: name of a child here -> its qualified name in the owner.
     """
 
     def __init__(self, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
@@ -34,7 +34,7 @@ class Region(nn.Module):
         raise CaptureError("this region lost its graph")
 
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
-        """Write nothing: the home's own names cover the children."""
+        """Write nothing: the owner's own names cover the children."""
         return {} if destination is None else destination
 
     def _load_from_state_dict(
@@ -48,7 +48,7 @@ class Region(nn.Module):
         error_msgs: list[str],
     ) -> None:
         unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
-        # The children are loaded under the home's names; here they get what they have.
+        # The children are loaded under the owner's names; here they get what they have.
         for name, child in self.named_children():
             own: dict[str, Any] = {}  # given one, a member of an ensemble adds no views of what it does not hold
             state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))

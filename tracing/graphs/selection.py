@@ -8,36 +8,43 @@ from typing import Any
 from torch import nn
 
 from ..guards import reader
-from .capture import Capture, Variant, required_capture
+from .capture import Capture, Specialization, required_capture
 
 __all__ = ["call_names", "explain_miss", "fitting", "select"]
 
 
-def fitting(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Variant]:
-    """Return the variants whose guards hold for a call, in their order; what they check on the way may not."""
+def fitting(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Specialization]:
+    """Return the specializations whose guards hold for a call, in their order; what they check on the way may not."""
     capture = required_capture(module)
     names = call_names(module, capture, args, kwargs)
-    return [variant for variant in capture.variants if variant.fits(names)]
+    return [specialization for specialization in capture.specializations if specialization.fits(names)]
 
 
-def select(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Variant, list[Any]] | None:
-    """Return the variant that a call would run, and the values of its placeholders; None if none holds."""
+def select(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Specialization, list[Any]] | None:
+    """Return the specialization that a call would run, and the values of its placeholders; None if none holds."""
     capture = required_capture(module)
     names = call_names(module, capture, args, kwargs)
-    for variant in capture.variants:
-        if variant.fits(names):
+    for specialization in capture.specializations:
+        if specialization.fits(names):
             read = reader(names)
-            return variant, [read(variant.argument(node)) for node in variant.graph.find_nodes(op="placeholder")]
+            return specialization, [
+                read(specialization.argument(node)) for node in specialization.graph.find_nodes(op="placeholder")
+            ]
     return None
 
 
 def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return why no variant holds for a call: the first guard of each that fails."""
+    """Return why no specialization holds for a call: the first guard of each that fails."""
     capture = required_capture(module)
-    if not capture.variants:
+    if not capture.specializations:
         return capture.dropped
     names = call_names(module, capture, args, kwargs)
-    failed = (next((g for g in variant.guards if not g.holds(names)), None) for variant in capture.variants)
+    failed = (
+        next((g for g in specialization.guards if not g.holds(names)), None)
+        for specialization in capture.specializations
+    )
     return "; ".join(f"{guard} ({guard.reason})" for guard in failed if guard is not None)
 
 

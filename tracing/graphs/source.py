@@ -28,7 +28,7 @@ from ..values import (
 )
 
 if TYPE_CHECKING:
-    from .capture import Variant
+    from .capture import Specialization
 
 __all__ = ["Code", "generate"]
 
@@ -53,36 +53,38 @@ class Code:
     names: dict[str, Any]
 
 
-def generate(signature: Signature, variants: Sequence[Variant], *, restarts: bool = True, refuse: bool = False) -> Code:
-    """Write the forward that runs the first of `variants` whose guards and checks hold, and the module's own otherwise.
+def generate(
+    signature: Signature, specializations: Sequence[Specialization], *, restarts: bool = True, refuse: bool = False
+) -> Code:
+    """Write the forward that runs the first of `specializations` that fits the call, and the module's own otherwise.
 
     Args:
         signature: of the module's own forward.
-        variants: its graphs; there may be none.
+        specializations: its graphs; there may be none.
         restarts: whether the module can start over with its own forward where a check fails; else its caller does.
         refuse: raise an error instead of running the module's own forward.
     """
-    names = _Names({p.name for p in signature.parameters}, variants)
+    names = _Names({p.name for p in signature.parameters}, specializations)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")
     refuses, missed = "refuse" if refuse else "", names.fresh("missed")
     miss = [f"return self._fxopt_{refuses or 'miss'}({forwarding})"]
     restart = f"return self._fxopt_{refuses and 'refuse_'}restart({', '.join(filter(None, (missed, forwarding)))})"
     lines: list[str] = []
-    if restarts and any(_checks_something(variant) for variant in variants[:-1]):
+    if restarts and any(_checks_something(specialization) for specialization in specializations[:-1]):
         lines.append(f"{missed} = None")
         miss.insert(0, f"if {missed} is not None: {restart}")
-    for variant in variants:
-        is_last = variant is variants[-1]
-        body = _Body(variant, names).lines()
-        if restarts and _checks_something(variant):
-            body = _restarting(variant, names, body, missed, restart if is_last else "")
-        asked, condition = fits(variant.guards, names.fresh, names.name)
+    for specialization in specializations:
+        is_last = specialization is specializations[-1]
+        body = _Body(specialization, names).lines()
+        if restarts and _checks_something(specialization):
+            body = _restarting(specialization, names, body, missed, restart if is_last else "")
+        asked, condition = fits(specialization.guards, names.fresh, names.name)
         lines += asked
         if not is_last:
             lines += [f"if {condition or True}:", *_indented(body)]
         else:
             lines += [*([f"if not ({condition}):", *_indented(miss)] if condition else []), *body]
-    text = "\n".join([f"def forward({signature.header}):", *_indented(lines if variants else miss)])
+    text = "\n".join([f"def forward({signature.header}):", *_indented(lines if specializations else miss)])
     return Code(f"{text}\n", names.objects)
 
 
@@ -98,8 +100,8 @@ class _Names:
     _used: set[str]
     _of: dict[int, str]
 
-    def __init__(self, arguments: set[str], variants: Sequence[Variant]) -> None:
-        self._used = arguments | {node.name for v in variants for node in v.graph.nodes} | {"self"}
+    def __init__(self, arguments: set[str], specializations: Sequence[Specialization]) -> None:
+        self._used = arguments | {node.name for v in specializations for node in v.graph.nodes} | {"self"}
         self.objects = {name: value for name, value in _PLAIN_NAMES.items() if name not in self._used}
         self._used.update(_PLAIN_NAMES)
         self._of = {id(value): name for name, value in self.objects.items()}
@@ -133,9 +135,9 @@ def _hint(value: Any) -> str:
     return repr(value).rpartition(".")[2] if isinstance(value, (torch.dtype, torch.layout)) else type(value).__name__
 
 
-def _restarting(variant: Variant, names: _Names, body: list[str], missed: str, restart: str) -> list[str]:
+def _restarting(specialization: Specialization, names: _Names, body: list[str], missed: str, restart: str) -> list[str]:
     """Write one graph that checks something on the way; after a miss the next graph is tried, or `restart` runs."""
-    drawn = _drawn_before_checks(variant.graph)
+    drawn = _drawn_before_checks(specialization.graph)
     state = names.fresh("generators")
     return [
         *([f"{state} = {names.name(generators_now)}(host={'host' in drawn})"] if drawn else []),
@@ -148,8 +150,8 @@ def _restarting(variant: Variant, names: _Names, body: list[str], missed: str, r
     ]
 
 
-def _checks_something(variant: Variant) -> bool:
-    return any(map(_checks, variant.graph.nodes))
+def _checks_something(specialization: Specialization) -> bool:
+    return any(map(_checks, specialization.graph.nodes))
 
 
 def _checks(node: fx.Node) -> bool:
@@ -176,9 +178,9 @@ def _takes_back(check: fx.Node) -> bool:
 class _Body:
     """Write the statements of one graph."""
 
-    def __init__(self, variant: Variant, names: _Names) -> None:
-        self._variant = variant
-        self._nodes = list(variant.graph.nodes)
+    def __init__(self, specialization: Specialization, names: _Names) -> None:
+        self._specialization = specialization
+        self._nodes = list(specialization.graph.nodes)
         self._names = names
         self._containers = self._hoisted()
         self._last_uses = _last_uses(self._nodes)
@@ -209,7 +211,7 @@ class _Body:
 
     def _statement(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
-            expression = self._names(self._variant.argument(node))
+            expression = self._names(self._specialization.argument(node))
             return None if expression == node.name else f"{node.name} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"

@@ -169,18 +169,18 @@ class Known(Source):
 class Globals(Source):
     """The globals of a module of Python."""
 
-    home: str
+    owner: str
 
     def text(self, write: Writer) -> str:
-        if self.home in sys.modules:
-            return write.name(globals_of(self.home))
-        return f"{write.name(globals_of)}({self.home!r})"
+        if self.owner in sys.modules:
+            return write.name(globals_of(self.owner))
+        return f"{write.name(globals_of)}({self.owner!r})"
 
     def told(self, write: Writer) -> str:
-        return f"globals of {self.home}"
+        return f"globals of {self.owner}"
 
     def read(self, read: Read) -> Any:
-        return globals_of(self.home)
+        return globals_of(self.owner)
 
 
 @dataclass(frozen=True, slots=True)

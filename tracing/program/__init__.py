@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .capturing import Opaque
+from .inactive_modules import askers_without_answer, asking_around_changes, deactivate, deactivate_type_checkers
 from .program import Program, capture_program
-from .resting import askers_without_answer, asking_around_changes, rest, rest_askers
 
 __all__ = [
     "Opaque",
@@ -12,6 +12,6 @@ __all__ = [
     "askers_without_answer",
     "asking_around_changes",
     "capture_program",
-    "rest",
-    "rest_askers",
+    "deactivate",
+    "deactivate_type_checkers",
 ]

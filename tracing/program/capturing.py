@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...compat import all_modules, is_torch_wrapper, own_buffers
-from ..graphs import Capture, Variant, capture_of
+from ..graphs import Capture, Specialization, capture_of
 from ..guards import Source, require
 from ..reads import raised_at
 from ..recording import Call, Likeness, Recording
@@ -160,15 +160,15 @@ class _Capturer:
         return described.key, tuple(None if call is None else _call_key(call, described.paths) for call in calls)
 
     def _woken(self, capture: Capture) -> Capture:
-        """Return the capture itself, or where modules rest from it, one that the same modules share and run from."""
-        if not capture.resting:
+        """Return the capture itself, or where modules are inactive, one that the same modules share and run from."""
+        if not capture.inactive:
             return capture
-        known = self._awake.setdefault(id(capture), (capture, capture.set_to_rest(False)))
+        known = self._awake.setdefault(id(capture), (capture, capture.set_inactive(False)))
         return known[1]
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
-            signature, variants = self._first(name, module, calls)
+            signature, specializations = self._first(name, module, calls)
         except Untraceable as error:
             self.uncertain = True
             return Opaque(name, error.location or _defined_at(module), error.reason)
@@ -177,35 +177,39 @@ class _Capturer:
             reason = f"tracing it raised {type(error).__name__}: {error}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
         for call in calls[1:]:
-            if len(variants) < _MAX_VARIANTS and not _covered(module, signature, variants, call):
-                variants += self._more(name, signature, call, variants)
+            if len(specializations) < _MAX_VARIANTS and not _covered(module, signature, specializations, call):
+                specializations += self._more(name, signature, call, specializations)
         usual = self._signatures[type(module).forward][0]
-        variants, regions = with_regions(module, variants)
+        specializations, regions = with_regions(module, specializations)
         own = None if signature is usual else signature
-        return Capture(type(module), variants, own, regions=regions, _parameters=signature)
+        return Capture(type(module), specializations, own, regions=regions, _parameters=signature)
 
-    def _first(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> tuple[Signature, list[Variant]]:
+    def _first(
+        self, name: str, module: nn.Module, calls: Sequence[Call | None]
+    ) -> tuple[Signature, list[Specialization]]:
         """Return the graphs of a module's first call, and the signature that they are for."""
         fitting = self._fitting(module, calls)
         try:
-            return fitting[0], list(self.variants(name, fitting[0], calls[0]))
+            return fitting[0], list(self.specializations(name, fitting[0], calls[0]))
         except TypeError:
             if len(fitting) == 1:
                 raise
         # The decorator hands arguments on to a function that has other names for them.
-        return fitting[1], list(self.variants(name, fitting[1], calls[0]))
+        return fitting[1], list(self.specializations(name, fitting[1], calls[0]))
 
-    def _more(self, name: str, signature: Signature, call: Call | None, known: Sequence[Variant]) -> list[Variant]:
-        """Return the variants of a further call; one that cannot be traced runs the module's own forward."""
+    def _more(
+        self, name: str, signature: Signature, call: Call | None, known: Sequence[Specialization]
+    ) -> list[Specialization]:
+        """Return the specializations of a further call; one that cannot be traced runs the module's own forward."""
         cases = set(map(_case, known))
         try:
-            found = list(self.variants(name, signature, call))
+            found = list(self.specializations(name, signature, call))
         except Exception:
             self.uncertain = True
             return []
-        return [variant for variant in found if _case(variant) not in cases]
+        return [specialization for specialization in found if _case(specialization) not in cases]
 
-    def variants(self, name: str, signature: Signature, call: Call | None) -> Iterator[Variant]:
+    def specializations(self, name: str, signature: Signature, call: Call | None) -> Iterator[Specialization]:
         """Yield the graph of a call, and those for other answers of switches, and for what the call leaves set."""
         pending: list[_Case] = [_Case({}, {} if call is None else call.attributes)]
         tried: list[_Case] = []
@@ -217,9 +221,9 @@ class _Capturer:
                 self._session, self._names, name, call, self._is_stateful, assigned, case.answers, case.attributes
             )
             try:
-                variant = tracer.trace(signature)
+                specialization = tracer.trace(signature)
                 self.uncertain |= bool(tracer.decisions.by_data)
-                yield variant
+                yield specialization
             except Exception:
                 if len(tried) == 1:
                     raise
@@ -264,10 +268,10 @@ def _fits(signature: Signature, call: Call | None) -> bool:
     return True
 
 
-def _case(variant: Variant) -> Hashable:
+def _case(specialization: Specialization) -> Hashable:
     """Return what tells graphs of a module apart: when they hold, and what they check on the way."""
-    checks = variant.graph.find_nodes(op="call_function", target=require)
-    return frozenset(variant.guards), tuple(check.args[2] for check in checks)
+    checks = specialization.graph.find_nodes(op="call_function", target=require)
+    return frozenset(specialization.guards), tuple(check.args[2] for check in checks)
 
 
 def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
@@ -281,14 +285,16 @@ def _key_of(value: object) -> Hashable:
     return type(value), meta_key(meta_of(value))
 
 
-def _covered(module: nn.Module, signature: Signature, variants: Sequence[Variant], call: Call | None) -> bool:
+def _covered(
+    module: nn.Module, signature: Signature, specializations: Sequence[Specialization], call: Call | None
+) -> bool:
     """Tell whether a graph holds for a call, whatever it may come to check on the way."""
     if call is None:
         return True
     args, kwargs = call.plain_arguments
     names = {"self": module, **signature.bind(args, dict(kwargs))}
-    sure = [v for v in variants if not v.graph.find_nodes(op="call_function", target=require)]
-    return any(variant.fits(names) for variant in sure)
+    sure = [v for v in specializations if not v.graph.find_nodes(op="call_function", target=require)]
+    return any(specialization.fits(names) for specialization in sure)
 
 
 def _refusal(module: nn.Module) -> str | None:

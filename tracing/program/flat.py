@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from ...compat import submodule
-from ..graphs import Capture, Variant, capture_of
+from ..graphs import Capture, Specialization, capture_of
 from ..guards import Source, reader
 
 __all__ = ["FlatNode", "FlatView"]
@@ -21,17 +21,17 @@ class FlatNode(NamedTuple):
 
     Attributes:
         path: names of the call_module nodes that lead here from the root's graph; () is the root's own.
-        home: qualified name of the module whose graph holds the node.
-        node: the node; shared captures have the same one in several homes.
+        owner: qualified name of the module whose graph holds the node.
+        node: the node; shared captures have the same one in several owners.
     """
 
     path: tuple[str, ...]
-    home: str
+    owner: str
     node: fx.Node
 
 
 class FlatView:
-    """Show all nodes and the flow of values between them; the first variant of each module.
+    """Show all nodes and the flow of values between them; the first specialization of each module.
 
     A call of a captured module is replaced by what its graph does: values flow from the call's arguments to its
     placeholders, and from its output to the users of the call. Calls of leaves and opaque modules stay. Read-only.
@@ -59,13 +59,13 @@ class FlatView:
         """Return the nodes whose values flow to a node directly."""
         return list(self.graph.predecessors(node))
 
-    def _add(self, path: tuple[str, ...], home: str, capture: Capture) -> tuple[list[FlatNode], FlatNode | None]:
-        """Add one call of `home`; return its placeholders and its output."""
+    def _add(self, path: tuple[str, ...], owner: str, capture: Capture) -> tuple[list[FlatNode], FlatNode | None]:
+        """Add one call of `owner`; return its placeholders and its output."""
         sources: dict[fx.Node, FlatNode] = {}
         output: FlatNode | None = None
-        for node in capture.variants[0].graph.nodes:
-            flat = FlatNode(path, home, node)
-            called = f"{home}.{node.target}" if home else str(node.target)
+        for node in capture.specializations[0].graph.nodes:
+            flat = FlatNode(path, owner, node)
+            called = f"{owner}.{node.target}" if owner else str(node.target)
             inner = self._capture(called) if node.op == "call_module" else None
             if inner is not None:
                 sources[node] = self._add_call(flat, called, inner, sources)
@@ -79,7 +79,7 @@ class FlatView:
     def _add_call(self, call: FlatNode, called: str, capture: Capture, sources: Mapping[fx.Node, FlatNode]) -> FlatNode:
         """Add what a call does, joined to its arguments; return where its value comes from."""
         placeholders, output = self._add((*call.path, call.node.name), called, capture)
-        given = _given(capture, capture.variants[0], call.node)
+        given = _given(capture, capture.specializations[0], call.node)
         for placeholder in placeholders:
             for used in given[placeholder.node.name]:
                 self.graph.add_edge(sources[used], placeholder)
@@ -88,17 +88,17 @@ class FlatView:
     def _capture(self, name: str) -> Capture | None:
         module = submodule(self._model, name)
         capture = None if module is None else capture_of(module)
-        return capture if capture is not None and capture.variants else None
+        return capture if capture is not None and capture.specializations else None
 
 
-def _given(capture: Capture, variant: Variant, call: fx.Node) -> dict[str, list[fx.Node]]:
+def _given(capture: Capture, specialization: Specialization, call: fx.Node) -> dict[str, list[fx.Node]]:
     """Return placeholder name -> the nodes of the caller that it gets its value from."""
     try:
         bound = capture.parameters.bind(call.args, dict(call.kwargs))
     except TypeError:
         bound = {}
-    placeholders = variant.graph.find_nodes(op="placeholder")
-    return {node.name: _nodes_at(variant.argument(node), bound, call) for node in placeholders}
+    placeholders = specialization.graph.find_nodes(op="placeholder")
+    return {node.name: _nodes_at(specialization.argument(node), bound, call) for node in placeholders}
 
 
 def _nodes_at(source: Source, bound: Mapping[str, Any], call: fx.Node) -> list[fx.Node]:

@@ -15,7 +15,7 @@ from ..graphs import capture_of, install, uninstall
 from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
 from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
 from .capturing import Captures, Opaque, capture_modules
-from .resting import rested_inside_askers
+from .inactive_modules import inactive_inside_type_checkers
 
 __all__ = ["capture_model", "inputs_for"]
 
@@ -57,7 +57,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
         with restoring(state):
             found = capture_modules(names, recording)
         if recording is None:
-            found.captured = rested_inside_askers(names, found.captured)
+            found.captured = inactive_inside_type_checkers(names, found.captured)
             _install(names, found)
             return found
         if found.uncertain and not recording.is_exact():
@@ -66,7 +66,7 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
             _record_other_mode(model, names, inputs, recording)
             with restoring(state):
                 found = capture_modules(names, recording)
-        found.captured = rested_inside_askers(names, found.captured)
+        found.captured = inactive_inside_type_checkers(names, found.captured)
         _install_checked(model, names, found, inputs, recording, state)
         recording.forget()
     return found

@@ -33,7 +33,7 @@ class Analysis(Protocol[_T_co]):
         ...
 
 
-class Pattern(Protocol[_T_co]):
+class Searchable(Protocol[_T_co]):
     """Something that can be looked for in a program."""
 
     def find(self, program: Program) -> Iterable[_T_co]:
@@ -108,15 +108,15 @@ class Program:
     def captures(self) -> dict[str, Capture]:
         """Return qualified name -> capture of every module that runs from a graph; "" is the root."""
         found = ((names[0], capture_of(module)) for module, names in self.names.all_of_each())
-        return {name: capture for name, capture in found if capture is not None and capture.variants}
+        return {name: capture for name, capture in found if capture is not None and capture.specializations}
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
-        """Return every graph by the name of its module; the second variant of "a" is called "a#1"."""
+        """Return every graph by the name of its module; the second specialization of "a" is called "a#1"."""
         return {
-            f"{name}#{index}" if index else name: variant.graph
+            f"{name}#{index}" if index else name: specialization.graph
             for name, capture in self.captures.items()
-            for index, variant in enumerate(capture.variants)
+            for index, specialization in enumerate(capture.specializations)
         }
 
     def module(self, name: str) -> nn.Module:
@@ -140,46 +140,46 @@ class Program:
             raise CaptureError(f"this {type(module).__name__} is not in the model")
         return self.names.name(module)
 
-    def graph(self, home: str, variant: int = 0) -> fx.Graph:
-        """Return a graph of the module called `home`.
+    def graph(self, owner: str, specialization: int = 0) -> fx.Graph:
+        """Return a graph of the module called `owner`.
 
         Raises:
             CaptureError: if the module has no graph, or not so many.
         """
-        capture = capture_of(self.module(home))
-        if capture is None or variant >= len(capture.variants):
-            why = f": {self.opaque[home].reason}" if home in self.opaque else ""
-            raise CaptureError(f"module {home!r} has no graph {variant}{why}")
-        return capture.variants[variant].graph
+        capture = capture_of(self.module(owner))
+        if capture is None or specialization >= len(capture.specializations):
+            why = f": {self.opaque[owner].reason}" if owner in self.opaque else ""
+            raise CaptureError(f"module {owner!r} has no graph {specialization}{why}")
+        return capture.specializations[specialization].graph
 
-    def node(self, home: str, name: str, variant: int = 0) -> fx.Node:
+    def node(self, owner: str, name: str, specialization: int = 0) -> fx.Node:
         """Return a node by its name, or the one that took its place since.
 
         Raises:
             CaptureError: if the graph has none of that name (any more); the message has the nearest names.
         """
-        graph = self.graph(home, variant)
-        of_graph, known = self._nodes.get((home, variant)) or (graph, dict[str, fx.Node]())
+        graph = self.graph(owner, specialization)
+        of_graph, known = self._nodes.get((owner, specialization)) or (graph, dict[str, fx.Node]())
         # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
         if of_graph is not graph or not _is_there(known.get(name), name):
             taken_over = {name: node for node in graph.nodes for name in node.meta.get("replaces", ())}
             known = taken_over | {node.name: node for node in graph.nodes}
-            self._nodes[home, variant] = (graph, known)
+            self._nodes[owner, specialization] = (graph, known)
         if name not in known:
-            raise CaptureError(f"the graph of {home or '(root)'!r} has no node {name!r}{_nearest(name, known)}")
+            raise CaptureError(f"the graph of {owner or '(root)'!r} has no node {name!r}{_nearest(name, known)}")
         return known[name]
 
-    def callee(self, home: str, node: fx.Node) -> nn.Module:
-        """Return the module that a call_module node in the graph of `home` calls.
+    def callee(self, owner: str, node: fx.Node) -> nn.Module:
+        """Return the module that a call_module node in the graph of `owner` calls.
 
         Raises:
             CaptureError: if the node calls none, or one that is gone.
         """
         if node.op != "call_module":
-            raise CaptureError(f"node {node.name!r} in {home or '(root)'!r} calls no module: it is a {node.op}")
-        return self.module(f"{home}.{node.target}" if home else str(node.target))
+            raise CaptureError(f"node {node.name!r} in {owner or '(root)'!r} calls no module: it is a {node.op}")
+        return self.module(f"{owner}.{node.target}" if owner else str(node.target))
 
-    def matches(self, pattern: Pattern[_T]) -> Iterable[_T]:
+    def matches(self, pattern: Searchable[_T]) -> Iterable[_T]:
         """Return the matches of a pattern."""
         return pattern.find(self)
 

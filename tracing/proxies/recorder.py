@@ -70,7 +70,7 @@ class Recorder(Protocol):
 
     Attributes:
         graph: what is recorded.
-        module, home: the traced module, and its qualified name.
+        module, owner: the traced module, and its qualified name.
         names: of the whole model.
         examples: the example value of each node.
         places: name of a placeholder -> where its value is in the forward's arguments.
@@ -83,7 +83,7 @@ class Recorder(Protocol):
 
     graph: fx.Graph
     module: nn.Module
-    home: str
+    owner: str
     names: ModelNames
     examples: dict[fx.Node, Any]
     data: DataFlow

@@ -20,10 +20,10 @@ from ...compat import torch_functions_off
 from ..reads import Observers
 from ..recording import redirect
 from ..values import Absent, is_whole
+from .class_proxies import class_proxy
 from .memos import call_memo, is_memoised
 from .proxy import ValueProxy
 from .recorder import Recorder
-from .stand_ins import stand_in
 
 __all__ = ["Session"]
 
@@ -118,7 +118,7 @@ class Session(Generic[TracerT]):
         self._uses_numpy: dict[int, bool] = {}
         self._patches: list[_Patch | _Space] = []
         self._spaces: dict[ModuleType, _Space] = {}
-        self._stand_ins: dict[int, Any] = {}
+        self._made_proxies: dict[int, Any] = {}
         self._undo = ExitStack()
         self._loaded = len(sys.modules)
 
@@ -137,7 +137,7 @@ class Session(Generic[TracerT]):
         self.autocasts.clear()
         self._patched_globals.clear()
         self._uses_numpy.clear()
-        self._stand_ins.clear()
+        self._made_proxies.clear()
 
     def is_current(self) -> bool:
         """Tell whether what was there when the patches were worked out is still there, and nothing else."""
@@ -230,11 +230,11 @@ class Session(Generic[TracerT]):
         self._patched_globals.add(id(owner))
         return not known
 
-    def stand_in(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
+    def function_proxy(self, original: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
         """Return what stands for a function of the user's until the session is closed; see `wrap`."""
-        if id(original) not in self._stand_ins:
-            self._stand_ins[id(original)] = self._wrapping(original, handler)
-        return self._stand_ins[id(original)]
+        if id(original) not in self._made_proxies:
+            self._made_proxies[id(original)] = self._wrapping(original, handler)
+        return self._made_proxies[id(original)]
 
     def wrap_globals(self, function: Callable[..., Any]) -> None:
         """Reach what a forward's module imported by name (`from math import sqrt`)."""
@@ -245,11 +245,11 @@ class Session(Generic[TracerT]):
             namespace["len"] = self.wrapper(len, _length)
             self._undo.callback(namespace.pop, "len", None)
         for name, value in list(namespace.items()):
-            wrapper = self._wrappers.get(id(value)) or self._stand_ins.get(id(value))
+            wrapper = self._wrappers.get(id(value)) or self._made_proxies.get(id(value))
             if wrapper is None and isinstance(value, type) and is_whole(value):
-                wrapper = self._stand_ins[id(value)] = stand_in(value, self._make)
+                wrapper = self._made_proxies[id(value)] = class_proxy(value, self._make)
             if wrapper is None and is_memoised(value):
-                wrapper = self.stand_in(value, call_memo)
+                wrapper = self.function_proxy(value, call_memo)
             if wrapper is not None:
                 namespace[name] = wrapper
                 self._undo.callback(namespace.__setitem__, name, value)
@@ -262,7 +262,7 @@ class Session(Generic[TracerT]):
             for name, value in list(vars(owner).items()):
                 function: Any = value.__func__ if isinstance(value, staticmethod) else value
                 if is_memoised(function):
-                    made = self.stand_in(function, call_memo)
+                    made = self.function_proxy(function, call_memo)
                     self.patch_now(owner, name, staticmethod(made) if isinstance(value, staticmethod) else made)
 
     def _make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

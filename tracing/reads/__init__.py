@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .attribute_watch import AttributeWatch
-from .class_questions import asks_for_classes
 from .containers import OWN_CHILDREN, container_lengths, walks_children
 from .dataflow import DataFlow
+from .exact_type_checks import checks_exact_types
 from .locate import frames_of_trace, is_users, raised_at, source_of, user_frame
 from .nested import NestedReads, items_of
 from .observe import Observers, Seen
@@ -20,7 +20,7 @@ __all__ = [
     "Observers",
     "OutsideReads",
     "Seen",
-    "asks_for_classes",
+    "checks_exact_types",
     "class_attribute",
     "container_lengths",
     "frames_of_trace",

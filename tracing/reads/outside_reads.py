@@ -89,8 +89,8 @@ class OutsideReads:
         if not isinstance(value, Variable):
             return None
         if value.kind == "global":
-            home = _home_of(function.__globals__) if value.name in function.__globals__ else None
-            return None if home is None else item_of(Globals(home), value.name)
+            namespace = _owner_of(function.__globals__) if value.name in function.__globals__ else None
+            return None if namespace is None else item_of(Globals(namespace), value.name)
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index(value.name)]
         key = self._cells.get(id(cell))
         return None if key is None else Attribute(item_of(Call(cells_of, (SELF,)), key), "cell_contents")
@@ -107,10 +107,14 @@ def _read_of_class(code: CodeType) -> frozenset[str]:
     return frozenset(value.name for value in named_in(code) if isinstance(value, Read) and is_class(value.owner))
 
 
-def _home_of(space: dict[str, Any]) -> str | None:
+def _owner_of(space: dict[str, Any]) -> str | None:
     """Return the name of the loaded module of Python that has these globals, so that a guard can look there."""
-    home = space.get("__name__")
-    return home if isinstance(home, str) and getattr(sys.modules.get(home), "__dict__", None) is space else None
+    namespace = space.get("__name__")
+    return (
+        namespace
+        if isinstance(namespace, str) and getattr(sys.modules.get(namespace), "__dict__", None) is space
+        else None
+    )
 
 
 def guards_on(source: Source, value: Any, told: str) -> list[Guard]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from .agreement import disagreeing, expectations
 from .changes import Change, Changes, Watch, is_repeatable
-from .draws import draws, function_draws_from_host, module_draws, tree_draws_from_host
 from .example_calls import recording
 from .fallback import fallback_of, hold, misses_in, release
 from .held_tensors import change_count, plain_tensors
 from .likeness import Alike, Described, Likeness
+from .output_check import disagreeing, expectations
 from .parameter_data import ParameterData
 from .preserve import AttributeState, ModelState, in_phase, preserved, restoring
+from .random_effects import draws, function_draws_on_host, module_draws, tree_draws_on_host
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
 
@@ -34,7 +34,7 @@ __all__ = [
     "draws",
     "expectations",
     "fallback_of",
-    "function_draws_from_host",
+    "function_draws_on_host",
     "hold",
     "in_phase",
     "is_repeatable",
@@ -48,5 +48,5 @@ __all__ = [
     "redirect",
     "release",
     "restoring",
-    "tree_draws_from_host",
+    "tree_draws_on_host",
 ]

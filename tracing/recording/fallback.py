@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from ...compat import all_modules
 from ...errors import GuardWarning
-from ..graphs import HANDLER, Miss, SharedSlices, Variant, capture_of, drop_variants, required_capture, uninstall
+from ..graphs import (
+    HANDLER,
+    Miss,
+    SharedSlices,
+    Specialization,
+    capture_of,
+    drop_specializations,
+    required_capture,
+    uninstall,
+)
 from ..guards import Tally, require
 from ..values import ModelNames, map_leaves
 
@@ -64,9 +73,9 @@ class Fallback:
         self.misses[reason] += 1
         if tally is not None and tally.is_hopeless():
             self.notes[reason] = _DROPPED
-            drop_variants(module, lambda variant: _checks(variant, reason), _DROPPED)
+            drop_specializations(module, lambda specialization: _checks(specialization, reason), _DROPPED)
         elif tally is None and self.misses[reason] == 1:
-            advice = f"{_ADD}: {_described(args, kwargs)}" if required_capture(module).variants else _AGAIN
+            advice = f"{_ADD}: {_described(args, kwargs)}" if required_capture(module).specializations else _AGAIN
             warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 
     def during_call(self) -> AbstractContextManager[None]:
@@ -89,8 +98,8 @@ class Fallback:
             yield Miss(self.name, guard, calls, refused=True)
 
 
-def _checks(variant: Variant, reason: str) -> bool:
-    checks = variant.graph.find_nodes(op="call_function", target=require)
+def _checks(specialization: Specialization, reason: str) -> bool:
+    checks = specialization.graph.find_nodes(op="call_function", target=require)
     return any(check.args[2] == reason for check in checks)
 
 
@@ -136,7 +145,7 @@ def release(names: ModelNames) -> None:
 def hold(model: nn.Module) -> None:
     """Take a model back from its user, to work on it; what its modules told so far is forgotten.
 
-    Graphs of modules at rest go where they are not what these would run from any more.
+    Graphs of inactive modules go where they are not what these would run from any more.
     """
     for module in all_modules(model):
         module.__dict__.pop(HANDLER, None)

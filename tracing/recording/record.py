@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ...errors import InputError
-from ..graphs import Ambient, ambient_now
+from ..graphs import AutocastState, autocast_state_now
 from ..reads import AttributeWatch
 from ..values import Inputs, aliased, are_plain, copied, map_leaves, map_tensors, objects_in
 from .held_tensors import ChangeCounts, change_count
@@ -37,7 +37,7 @@ class Call:
     Attributes:
         args, kwargs, output: as the caller saw them, hooks included.
         received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
-        ambient: the autocast that it ran under, if any.
+        autocast_state: the autocast that it ran under, if any.
         children: the modules that it called directly, in order.
         after: the objects among its arguments, as it left them.
         spare: nobody needs the numbers in its tensors: they may be worked on in place.
@@ -48,7 +48,7 @@ class Call:
     kwargs: dict[str, Any]
     output: Any
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    ambient: Ambient | None = None
+    autocast_state: AutocastState | None = None
     children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
     after: list[Any] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
     spare: bool = False
@@ -247,7 +247,11 @@ class _Recorder:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         call = Call(
-            self._kept(args), self._kept(kwargs) if kwargs else {}, None, ambient=ambient_now(), spare=self.spare
+            self._kept(args),
+            self._kept(kwargs) if kwargs else {},
+            None,
+            autocast_state=autocast_state_now(),
+            spare=self.spare,
         )
         if self._watch is not None:
             call.attributes = self._watch.seen_from(module)

@@ -8,10 +8,10 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...compat import own_children
-from ..graphs import Capture, Variant
+from ..graphs import Capture, Specialization
 from ..guards import Argument, Equals, Guard, IsNot, key_of
 from ..reads import OWN_CHILDREN
-from ..recording import Call, tree_draws_from_host
+from ..recording import Call, tree_draws_on_host
 from ..values import Meta, meta_key, meta_of, signature_of
 
 __all__ = ["SequentialCaptures"]
@@ -31,14 +31,14 @@ class SequentialCaptures:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
         metas = None if call is None else _metas(call, len(own_children(module)))
         children = tuple(
-            (key, type(child), child is not None and tree_draws_from_host(child))
+            (key, type(child), child is not None and tree_draws_on_host(child))
             for key, child in own_children(module).items()
         )
         key = (type(module), children, None if metas is None else meta_key(tuple(metas)))
         known = self._known.get(key)
         if known is None:
-            variant = _variant({name: from_host for name, _, from_host in children}, metas)
-            known = self._known[key] = Capture(type(module), [variant], _parameters=self._signature)
+            specialization = _specialization({name: from_host for name, _, from_host in children}, metas)
+            known = self._known[key] = Capture(type(module), [specialization], _parameters=self._signature)
         return known
 
 
@@ -51,7 +51,7 @@ def _metas(call: Call, count: int) -> list[Meta] | None:
     return [meta_of(given[0]), *(meta_of(child.output) for _, child in call.children)]
 
 
-def _variant(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Variant:
+def _specialization(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Specialization:
     """Return the graph that calls children one by one; what `names` says is which may draw from outside of torch."""
     graph = fx.Graph()
     value = graph.create_node("placeholder", "input")
@@ -70,4 +70,4 @@ def _variant(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Variant
         Guard(_INPUT, IsNot(key_of(None)), "input is a tensor"),
         Guard(OWN_CHILDREN, Equals(key_of(len(names))), f"it has {len(names)} children"),
     )
-    return Variant(guards, graph, {nodes[0].name: _INPUT})
+    return Specialization(guards, graph, {nodes[0].name: _INPUT})

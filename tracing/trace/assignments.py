@@ -118,7 +118,7 @@ class Assignments:
         attributes: list[tuple[str, str]] = []
         revocable = other is None or other.revocable
         for module, name in places:
-            path = self._tracer.names.relative(self._tracer.home, module)
+            path = self._tracer.names.relative(self._tracer.owner, module)
             revocable &= path is not None and _can_be_set(_held(module, name))
             attributes.append((_setter(path or ""), name))
         return Change(revocable, paths={} if other is None else other.paths, attributes=attributes)
@@ -146,7 +146,7 @@ class Assignments:
         for owner, name in sorted(self._read, key=lambda place: place[1]):
             if (owner, name) in self._written or owner is module:
                 value = self._start.get((owner, name), _held(owner, name))
-                path = self._tracer.names.relative(self._tracer.home, owner) or ""
+                path = self._tracer.names.relative(self._tracer.owner, owner) or ""
                 self.guards += _guards_on(module_at(filter(None, path.split("."))), name, value)
         self._see_what_is_left()
 

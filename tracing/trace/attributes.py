@@ -15,7 +15,7 @@ from ..proxies import Recorder, ValueProxy
 from ..reads import NestedReads, items_of
 from ..values import INTERNAL, copied, has_attributes
 from .assignments import Assignments
-from .child_questions import ChildQuestions
+from .child_reads import ChildReads
 from .open_contexts import OpenContexts
 
 __all__ = ["Attributes"]
@@ -38,7 +38,7 @@ class Attributes:
         self,
         tracer: Recorder,
         answers: Mapping[Source, bool],
-        questions: ChildQuestions,
+        questions: ChildReads,
         contexts: OpenContexts,
         assignments: Assignments,
         nested: NestedReads,
@@ -82,7 +82,7 @@ class Attributes:
     def tensor_names(self) -> Mapping[int, str]:
         """Return id of a tensor -> its name as seen from the traced module."""
         if self._names is None:
-            self._names = self._tracer.names.tensors(self._tracer.home)
+            self._names = self._tracer.names.tensors(self._tracer.owner)
         return self._names
 
     def _in_container(self, tensor: Tensor) -> ValueProxy | None:
@@ -139,7 +139,7 @@ class Attributes:
         if name in INTERNAL or name.startswith(("__", "_fxopt")) or isinstance(value, (Tensor, nn.Module)):
             return
         with self._tracer.session.aside():
-            path = self._tracer.names.relative(self._tracer.home, module)
+            path = self._tracer.names.relative(self._tracer.owner, module)
             if path:
                 self._nested.note_inside(path, name, value)
 
@@ -174,7 +174,7 @@ class Attributes:
         Raises:
             Untraceable: if it assigns what no graph can.
         """
-        path = self._tracer.names.relative(self._tracer.home, module)
+        path = self._tracer.names.relative(self._tracer.owner, module)
         if path is None:
             return True
         target = f"{path}.{name}" if path else name
@@ -197,7 +197,7 @@ class Attributes:
                 self._tracer.fail(f"it reads {source}, which is numpy's and may change; a buffer would do", "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
-        path = self._tracer.names.relative(self._tracer.home, module)
+        path = self._tracer.names.relative(self._tracer.owner, module)
         if path is None:
             return None
         return f"{path}.{name}" if path else name

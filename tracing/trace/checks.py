@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import fx, nn
 
 from ..guards import require
-from ..recording import Change, draws, function_draws_from_host, module_draws, tree_draws_from_host
+from ..recording import Change, draws, function_draws_on_host, module_draws, tree_draws_on_host
 from ..values import Path, Untraceable, keep
 from .cleanup import late_checks
 from .decisions import Decisions
@@ -23,7 +23,7 @@ def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasti
 
     Args:
         graph: as it was traced.
-        module: its home.
+        module: its owner.
         decisions: that the checks are of.
         lasting: tells what running a node changes that outlives the call.
         marks: whether the graph is to announce changes to its callers; False where it makes none.
@@ -69,7 +69,7 @@ class _Order:
         """
         checks = self._graph.find_nodes(op="call_function", target=require)
         before = set(_up_to_last(self._graph, checks) if checks else ())
-        from_host = tree_draws_from_host(self._module)
+        from_host = tree_draws_on_host(self._module)
         for node in self._graph.nodes:
             if self._draws_from_host(node, modules=from_host) and self._draws(node):
                 node.meta["draws"] = "host"
@@ -78,8 +78,8 @@ class _Order:
 
     def _draws_from_host(self, node: fx.Node, *, modules: bool) -> bool:
         if node.op == "call_module":
-            return modules and tree_draws_from_host(self._callee(node))
-        return node.op == "call_function" and function_draws_from_host(node.target)
+            return modules and tree_draws_on_host(self._callee(node))
+        return node.op == "call_function" and function_draws_on_host(node.target)
 
     def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return the checks by data that come after a node for which `first` holds."""

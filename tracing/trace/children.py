@@ -13,7 +13,7 @@ from ...compat import all_modules
 from ..proxies import UNKNOWN, Recorder, ValueProxy
 from ..recording import Call, Change, Changes, Computed, Watch
 from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in
-from .child_questions import ChildQuestions
+from .child_reads import ChildReads
 
 __all__ = ["Children"]
 
@@ -28,7 +28,7 @@ class Children:
         changes: what the forward changes that outlives the call.
     """
 
-    def __init__(self, tracer: Recorder, call: Call | None, questions: ChildQuestions, changes: Changes) -> None:
+    def __init__(self, tracer: Recorder, call: Call | None, questions: ChildReads, changes: Changes) -> None:
         self._tracer = tracer
         self._questions = questions
         self._changes = changes
@@ -39,7 +39,7 @@ class Children:
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record a call; a module that is no child, and holds no tensors, is traced through."""
-        path = self._tracer.names.relative(self._tracer.home, module)
+        path = self._tracer.names.relative(self._tracer.owner, module)
         if path is None:
             if all_tensors(all_modules(module)):
                 self._tracer.fail(f"it calls a {type(module).__name__} that is not registered as its child")

@@ -1,7 +1,7 @@
 """Cut the spans of a traced graph that stand under a context out into regions of their own.
 
 While a forward is traced, marks in the graph say where a context was opened and closed. What stands between two marks,
-in the order in which it was recorded, becomes the graph of a region; reads of tensors and modes stay at home, and are
+in the order in which it was recorded, becomes the graph of a region; reads of tensors and modes stay at owner, and are
 handed in.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from ..graphs import Capture, Context, ContextRegion, RegionPlan, Variant
+from ..graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
 from ..guards import SELF, Constant, Equals, Guard, Is, Source, key_of, module_at, require
 from ..reads import OWN_CHILDREN
 from ..values import Signature
@@ -73,23 +73,26 @@ class _Span:
         return (self.context is not None and self.context.gradients is True) or any(s.attaches() for s in inner)
 
 
-def with_regions(module: nn.Module, variants: Sequence[Variant]) -> tuple[list[Variant], dict[str, RegionPlan]]:
+def with_regions(
+    module: nn.Module, specializations: Sequence[Specialization]
+) -> tuple[list[Specialization], dict[str, RegionPlan]]:
     """Return graphs that call a region where they had marks, and the regions by the names of the module's new children.
 
     Args:
         module: the traced module; it is only looked at.
-        variants: its graphs as they were traced.
+        specializations: its graphs as they were traced.
     """
     plans: dict[str, RegionPlan] = {}
     cut = [
-        _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v for v in variants
+        _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v
+        for v in specializations
     ]
-    return [_counting(variant, len(plans)) for variant in cut] if plans else cut, plans
+    return [_counting(specialization, len(plans)) for specialization in cut] if plans else cut, plans
 
 
-def _counting(variant: Variant, more: int) -> Variant:
+def _counting(specialization: Specialization, more: int) -> Specialization:
     """Let a guard on the number of a module's children count its regions."""
-    return dataclasses.replace(variant, guards=tuple(_with_more(guard, more) for guard in variant.guards))
+    return dataclasses.replace(specialization, guards=tuple(_with_more(guard, more) for guard in specialization.guards))
 
 
 def _with_more(guard: Guard, more: int) -> Guard:
@@ -105,9 +108,9 @@ class _Body:
     """A graph under way.
 
     Attributes:
-        path: where the module is that the graph is of, as seen from the home.
+        path: where the module is that the graph is of, as seen from the owner.
         plans: the regions that it calls.
-        children: name of a child as traced -> its name in that module; empty for the home, where they are the same.
+        children: name of a child as traced -> its name in that module; empty for the owner, where they are the same.
         values: node as traced -> node here.
     """
 
@@ -122,8 +125,8 @@ class _Cutter:
     """Write one graph anew.
 
     Args:
-        module: its home.
-        plans: the regions of the home so far; those of this graph are added.
+        module: its owner.
+        plans: the regions of the owner so far; those of this graph are added.
     """
 
     def __init__(self, module: nn.Module, plans: dict[str, RegionPlan]) -> None:
@@ -131,11 +134,11 @@ class _Cutter:
         self._plans = plans
         self._guards: list[Guard] = []
 
-    def cut(self, variant: Variant) -> Variant:
-        """Return the graph of the home, which calls the regions."""
-        home = _Body(SELF, self._plans)
-        self._write(_root(variant.graph), home)
-        return dataclasses.replace(variant, graph=home.graph, guards=(*variant.guards, *self._guards))
+    def cut(self, specialization: Specialization) -> Specialization:
+        """Return the graph of the owner, which calls the regions."""
+        owner = _Body(SELF, self._plans)
+        self._write(_root(specialization.graph), owner)
+        return dataclasses.replace(specialization, graph=owner.graph, guards=(*specialization.guards, *self._guards))
 
     def _write(self, span: _Span, body: _Body) -> None:
         """Write a span's own nodes into `body`, and calls of regions for the spans in it."""
@@ -163,7 +166,9 @@ class _Cutter:
         region.graph.output(outputs[0] if len(outputs) == 1 else outputs)
         origins = {mine: outer.children.get(target, target) for target, mine in local.items()}
         self._guard(region.path, outer.path, origins)
-        capture = Capture(ContextRegion, [Variant((), region.graph)], Signature.of_names(names), regions=region.plans)
+        capture = Capture(
+            ContextRegion, [Specialization((), region.graph)], Signature.of_names(names), regions=region.plans
+        )
         outer.plans[name] = RegionPlan(span.context, capture, origins)
         _write_call(name, span, results, outer)
 
@@ -220,7 +225,7 @@ def _root(graph: fx.Graph) -> _Span:
 
 
 def _local_names(targets: Sequence[str]) -> dict[str, str]:
-    """Return name of a child in the home -> a name without dots."""
+    """Return name of a child in the owner -> a name without dots."""
     local = {target: target.replace(".", "_") for target in dict.fromkeys(targets)}
     if len(set(local.values())) == len(local):
         return local

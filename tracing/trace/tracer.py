@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules, property_access
-from ..graphs import Ambient, Variant
+from ..graphs import AutocastState, Specialization
 from ..guards import Source
 from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of, walks_children
@@ -22,13 +22,13 @@ from .arguments import Arguments
 from .assignments import Assignments, State
 from .attributes import Attributes
 from .checks import order_checks
-from .child_questions import ChildQuestions
+from .child_reads import ChildReads
 from .children import Children
 from .cleanup import drop_unused
 from .decisions import Decisions
-from .lowering import Lowering
+from .node_arguments import NodeArguments
+from .none_guards import NoneGuards, is_statement
 from .open_contexts import OpenContexts
-from .presence import Presence, is_statement
 
 __all__ = ["ModuleTracer", "TracingSession"]
 
@@ -45,7 +45,7 @@ class ModuleTracer:
     Args:
         session: intercepts what the forward does.
         names: of the whole model.
-        home: name of the module to trace.
+        owner: name of the module to trace.
         call: the call to trace, with its children's results; None traces without example values.
         stateful: tells whether calling a module changes something that outlives the call.
         assigned: module -> its own attributes that calls set.
@@ -57,7 +57,7 @@ class ModuleTracer:
         self,
         session: Session[ModuleTracer],
         names: ModelNames,
-        home: str,
+        owner: str,
         call: Call | None,
         stateful: Callable[[nn.Module], bool],
         assigned: Mapping[nn.Module, frozenset[str]],
@@ -66,8 +66,8 @@ class ModuleTracer:
     ) -> None:
         self.session = session
         self.names = names
-        self.home = home
-        self.module = names.modules[home]
+        self.owner = owner
+        self.module = names.modules[owner]
         self.graph = fx.Graph()
         self.places: dict[str, Source] = {}
         self.liftable = True
@@ -80,18 +80,18 @@ class ModuleTracer:
         self.contexts = OpenContexts(self)
         self.nested = NestedReads(self.module, self._tensor_names)
         self.assignments = Assignments(self, assigned, state or {}, self._tensor)
-        questions = ChildQuestions(self, self.nested)
+        questions = ChildReads(self, self.nested)
         self.children = Children(self, call, questions, self.changes)
         self.attributes = Attributes(
             self, dict(answers or {}), questions, self.contexts, self.assignments, self.nested, self.children.has_called
         )
-        self.presence = Presence(self, self.decisions)
-        self._lowering = Lowering(self, self.attributes)
+        self.none_guards = NoneGuards(self, self.decisions)
+        self._arguments = NodeArguments(self, self.attributes)
         self._stateful = stateful
         self._call = call
         self._lasting: dict[fx.Node, Change] = {}
 
-    def trace(self, signature: Signature) -> Variant:
+    def trace(self, signature: Signature) -> Specialization:
         """Return the module's graph for the call at hand.
 
         Raises:
@@ -108,7 +108,7 @@ class ModuleTracer:
             args, kwargs = self._example_arguments(signature, arguments)
             with self._observed() as seen, self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
-                self.graph.output(self._lowering.value(result))
+                self.graph.output(self._arguments.value(result))
                 self._check(state, forward, draws)
         finally:
             self.contexts.close()
@@ -128,7 +128,7 @@ class ModuleTracer:
         self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
-        return Variant(guards, self.graph, self.places, frozenset(reads), volatile)
+        return Specialization(guards, self.graph, self.places, frozenset(reads), volatile)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.
@@ -145,13 +145,13 @@ class ModuleTracer:
 
     @contextmanager
     def _observed(self) -> Generator[Seen]:
-        with self._ambient(), self.session.observers.observed(self.module) as seen, self.nested.noted():
+        with self._autocast_state(), self.session.observers.observed(self.module) as seen, self.nested.noted():
             yield seen
 
-    def _ambient(self) -> AbstractContextManager[None]:
+    def _autocast_state(self) -> AbstractContextManager[None]:
         """Return the autocast that the call was recorded under."""
-        ambient: Ambient | None = None if self._call is None else self._call.ambient
-        return nullcontext() if ambient is None else ambient.entered()
+        autocast_state: AutocastState | None = None if self._call is None else self._call.autocast_state
+        return nullcontext() if autocast_state is None else autocast_state.entered()
 
     def _example_arguments(self, signature: Signature, arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
         if self._call is None:
@@ -190,7 +190,7 @@ class ModuleTracer:
 
     def _finish(self) -> None:
         self.decisions.settle()
-        self.presence.settle()
+        self.none_guards.settle()
         drop_unused(self.graph)
         marks = bool(self._lasting or self.assignments.by_calls)
         order_checks(self.graph, self.module, self.decisions, self._lasting_change, marks=marks)
@@ -258,13 +258,13 @@ class ModuleTracer:
             lasting: what the node changes that outlives the call.
         """
         with self.session.aside():
-            node = self.graph.create_node(kind, target, *self._lowering.arguments(args, kwargs))
+            node = self.graph.create_node(kind, target, *self._arguments.arguments(args, kwargs))
             if lasting is not None:
                 self._lasting[node] = lasting
             proxy = self._proxy(node, value)
             self.data.note(node, fixed=fixed, changes=lasting is not None and lasting.objects)
             if value is not None and value is not UNKNOWN:
-                self.presence.note(node, changes=lasting is not None)
+                self.none_guards.note(node, changes=lasting is not None)
             if kind == "call_module":
                 self.changes.protect(value)
             else:
@@ -303,7 +303,7 @@ class ModuleTracer:
 
     def constant(self, value: Any) -> Any:
         """Return a plain value as a node argument."""
-        return self._lowering.value(value)
+        return self._arguments.value(value)
 
     # Questions
 

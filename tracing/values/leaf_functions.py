@@ -39,7 +39,11 @@ def leaf_function_places() -> list[tuple[ModuleType, str, FunctionType]]:
 def _places(_count: int) -> list[tuple[ModuleType, str, FunctionType]]:
     """Return where these functions are to be found; `_count` modules are loaded: the cache holds as long as that."""
     loaded = {name: module for name, module in list(sys.modules.items()) if name.startswith(LEAF_LIBRARY)}
-    found = {(name, getattr(loaded.get(home), name, None)) for home, names in _LEAVES.items() for name in names.split()}
+    found = {
+        (name, getattr(loaded.get(namespace), name, None))
+        for namespace, names in _LEAVES.items()
+        for name in names.split()
+    }
     whole = [(name, function) for name, function in found if isinstance(function, FunctionType)]
     spaces = [(module, vars(module)) for module in loaded.values()]
     return [(module, name, f) for module, space in spaces for name, f in whole if space.get(name) is f]

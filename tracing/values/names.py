@@ -126,26 +126,26 @@ class ModelNames:
         """Return what the model's state dict holds, itself; None where a module has its own way of making one."""
         return self.registered(transient=False) if all(map(_is_saved_plainly, self._names)) else None
 
-    def relative(self, home: str, module: nn.Module) -> str | None:
-        """Return the name of `module` as seen from the module called `home`, or None if it is not inside."""
-        return next(self.all_relative(home, module), None)
+    def relative(self, owner: str, module: nn.Module) -> str | None:
+        """Return the name of `module` as seen from the module called `owner`, or None if it is not inside."""
+        return next(self.all_relative(owner, module), None)
 
-    def all_relative(self, home: str, module: nn.Module) -> Iterator[str]:
-        """Yield every name of `module` as seen from the module called `home`."""
-        prefix = f"{home}." if home else ""
+    def all_relative(self, owner: str, module: nn.Module) -> Iterator[str]:
+        """Yield every name of `module` as seen from the module called `owner`."""
+        prefix = f"{owner}." if owner else ""
         for name in self._names.get(module, ()):
-            if name == home:
+            if name == owner:
                 yield ""
             elif name.startswith(prefix):
                 yield name[len(prefix) :]
 
-    def tensors(self, home: str) -> dict[int, str]:
-        """Return id of a tensor -> its name as seen from `home`: also those in plain attributes."""
-        prefix = f"{home}." if home else ""
+    def tensors(self, owner: str) -> dict[int, str]:
+        """Return id of a tensor -> its name as seen from `owner`: also those in plain attributes."""
+        prefix = f"{owner}." if owner else ""
         found: dict[int, str] = {}
         for name, module in self.modules.items():
-            if name == home or name.startswith(prefix):
-                inside = name[len(prefix) :] if name != home else ""
+            if name == owner or name.startswith(prefix):
+                inside = name[len(prefix) :] if name != owner else ""
                 for key, tensor in _own_tensors(module).items():
                     found.setdefault(id(tensor), f"{inside}.{key}" if inside else key)
         return found

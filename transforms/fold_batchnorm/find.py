@@ -12,7 +12,7 @@ from torch import fx, nn
 from ...compat import own_buffers, own_parameters
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.verification import CallSites, TensorOwners, TensorReads
-from ...tracing.graphs import Region, Variant, required_capture
+from ...tracing.graphs import Region, Specialization, required_capture
 from ...tracing.values import TensorMeta, user_class
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim",
 class Call(NamedTuple):
     """Where one graph calls a norm on a layer's output."""
 
-    variant: int
+    specialization: int
     layer: fx.Node
     norm: fx.Node
 
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 class Pair:
     """A norm and the layer before it, with every place where a module's graphs call one on the other's output."""
 
-    home: str
+    owner: str
     layer_name: str
     norm_name: str
     layer: nn.Module
@@ -70,7 +70,7 @@ class Pair:
             for name in ("weight", "bias", "running_mean", "running_var"):
                 tensor = registered.get(name)
                 if tensor is not None:
-                    found[f"{qualified(self.home, path)}.{name}"] = tensor
+                    found[f"{qualified(self.owner, path)}.{name}"] = tensor
         return found
 
 
@@ -81,7 +81,7 @@ def pairs_in(program: Program) -> list[Pair]:
     """Return every pair in a program."""
     if not any(isinstance(module, tuple(_LAYERS)) for module in program.names.distinct):
         return []  # most ensembles: their many graphs need not be gone through
-    return [pair for home in program.captures for pair in _pairs(program, home)]
+    return [pair for owner in program.captures for pair in _pairs(program, owner)]
 
 
 def obstacles(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
@@ -91,25 +91,25 @@ def obstacles(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
 
 
-def _pairs(program: Program, home: str) -> Sequence[Pair]:
+def _pairs(program: Program, owner: str) -> Sequence[Pair]:
     found: dict[tuple[str, str], Pair] = {}
-    for number, variant in _evaluated(program, home):
-        for node in variant.graph.find_nodes(op="call_module"):
+    for number, specialization in _evaluated(program, owner):
+        for node in specialization.graph.find_nodes(op="call_module"):
             if len(node.all_input_nodes) != 1 or node.all_input_nodes[0].op != "call_module":
                 continue
             call = Call(number, node.all_input_nodes[0], node)
-            layer, norm = (program.callee(home, n) for n in (call.layer, call.norm))
+            layer, norm = (program.callee(owner, n) for n in (call.layer, call.norm))
             if any(isinstance(norm, kind) and isinstance(layer, layers) for kind, layers in _LAYERS.items()):
                 names = str(call.layer.target), str(call.norm.target)
-                pair = found.setdefault(names, Pair(home, *names, layer, cast("nn.BatchNorm1d", norm)))
+                pair = found.setdefault(names, Pair(owner, *names, layer, cast("nn.BatchNorm1d", norm)))
                 pair.calls.append(call)
     return list(found.values())
 
 
-def _evaluated(program: Program, home: str) -> list[tuple[int, Variant]]:
+def _evaluated(program: Program, owner: str) -> list[tuple[int, Specialization]]:
     """Return the graphs of a module that can run in evaluation mode, with their numbers."""
-    module = program.module(home)
-    return [item for item in enumerate(required_capture(module).variants) if item[1].runs_in_mode(module)]
+    module = program.module(owner)
+    return [item for item in enumerate(required_capture(module).specializations) if item[1].runs_in_mode(module)]
 
 
 def _obstacle(pair: Pair, program: Program) -> str | None:
@@ -133,7 +133,7 @@ def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
 
 
 def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
-    if isinstance(program.module(pair.home), Region):
+    if isinstance(program.module(pair.owner), Region):
         return "they are called in a region, which does not own them"
     for what, module in pair.both:
         reason = obstacle_to_inlining(module)
@@ -159,22 +159,22 @@ def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
         return f"the {pair.layer_kind} is given more than an input"
     if any(len(call.layer.users) > 1 for call in pair.calls):
         return f"the {pair.layer_kind}'s output is read elsewhere too"
-    graphs = _evaluated(program, pair.home)
+    graphs = _evaluated(program, pair.owner)
     nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
     for what, module in pair.both:
         if program.analyses[CallSites].count(module) > 1:
             return f"the {what} is called elsewhere too"
-        if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.home, graphs)):
+        if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.owner, graphs)):
             return f"the {what} is called otherwise in another graph of the same module"
     return None
 
 
 def _calls_of(
-    module: nn.Module, program: Program, home: str, graphs: Sequence[tuple[int, Variant]]
+    module: nn.Module, program: Program, owner: str, graphs: Sequence[tuple[int, Specialization]]
 ) -> Iterator[fx.Node]:
-    for _, variant in graphs:
-        for node in variant.graph.find_nodes(op="call_module"):
-            if program.callee(home, node) is module:
+    for _, specialization in graphs:
+        for node in specialization.graph.find_nodes(op="call_module"):
+            if program.callee(owner, node) is module:
                 yield node
 
 
@@ -185,19 +185,19 @@ def _called_from_outside(pairs: Sequence[Pair], program: Program) -> dict[Pair, 
         return {}
     if not program.inputs:
         return {pair: f"'{around}' could not be captured and may call it, too" for pair, around in inside.items()}
-    modules = {module for pair in inside for module in (program.module(pair.home), pair.layer, pair.norm)}
+    modules = {module for pair in inside for module in (program.module(pair.owner), pair.layer, pair.norm)}
     calls = {module: len(of_module) for module, of_module in program.recording(modules).calls.items()}
     reasons: dict[Pair, str] = {}
     for pair, around in inside.items():
-        of_home = calls.get(program.module(pair.home), 0)
-        if any(calls.get(module, 0) > of_home for module in (pair.layer, pair.norm)):
+        of_owner = calls.get(program.module(pair.owner), 0)
+        if any(calls.get(module, 0) > of_owner for module in (pair.layer, pair.norm)):
             reasons[pair] = f"'{around}' could not be captured and calls it, too"
     return reasons
 
 
 def _opaque_around(pair: Pair, program: Program) -> str | None:
     """Return a module without a graph that one of the two is inside of."""
-    names = [qualified(pair.home, name) for name in (pair.layer_name, pair.norm_name)]
+    names = [qualified(pair.owner, name) for name in (pair.layer_name, pair.norm_name)]
     around = (name for name in program.opaque if not name or any(own.startswith(f"{name}.") for own in names))
     return next((name or "(root)" for name in around), None)
 
@@ -239,6 +239,6 @@ def dimensions_wanted(layer: nn.Module) -> int | None:
     return None if kind is None else _DIMENSIONS.get(kind)
 
 
-def qualified(home: str, name: str) -> str:
-    """Return what the model calls what `home` calls `name`."""
-    return f"{home}.{name}" if home else name
+def qualified(owner: str, name: str) -> str:
+    """Return what the model calls what `owner` calls `name`."""
+    return f"{owner}.{name}" if owner else name

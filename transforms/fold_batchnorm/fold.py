@@ -52,42 +52,46 @@ class FoldBatchnorm(Pass):
         sound: dict[str, list[Pair]] = {}
         for pair in pairs:
             if pair in reasons:
-                yield Refusal(reasons[pair], qualified(pair.home, pair.norm_name))
+                yield Refusal(reasons[pair], qualified(pair.owner, pair.norm_name))
             else:
-                sound.setdefault(pair.home, []).append(pair)
+                sound.setdefault(pair.owner, []).append(pair)
         # One site for all of a module: by itself, one of many norms gains less than can be measured.
-        for home, group in sound.items():
+        for owner, group in sound.items():
             nodes = {
-                f"{what}.{number}.{call.variant}": node.name
+                f"{what}.{number}.{call.specialization}": node.name
                 for number, pair in enumerate(group)
                 for call in pair.calls
                 for what, node in (("layer", call.layer), ("norm", call.norm))
             }
             first = group[0]
             detail = f"{first.norm_name} into {first.layer_name}" if len(group) == 1 else f"{len(group)} batch norms"
-            yield Site(program, home, nodes, min(call.variant for pair in group for call in pair.calls), detail=detail)
+            yield Site(
+                program, owner, nodes, min(call.specialization for pair in group for call in pair.calls), detail=detail
+            )
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         norms: dict[int, set[str]] = {}
         for label in site.nodes:
-            what, number, variant = label.split(".")
+            what, number, specialization = label.split(".")
             if what == "layer":
-                with edit.in_variant(int(variant)):
-                    call = Call(int(variant), edit.graph_node(label), edit.graph_node(f"norm.{number}.{variant}"))
-                    norms.setdefault(int(variant), set()).add(str(call.norm.target))
+                with edit.in_specialization(int(specialization)):
+                    call = Call(
+                        int(specialization), edit.graph_node(label), edit.graph_node(f"norm.{number}.{specialization}")
+                    )
+                    norms.setdefault(int(specialization), set()).add(str(call.norm.target))
                     _seal(call, edit)
                     _fold(call, edit)
-        for variant, names in norms.items():
-            with edit.in_variant(variant):
+        for specialization, names in norms.items():
+            with edit.in_specialization(specialization):
                 edit.hold_in_evaluation(sorted(names))
 
 
 def _fold(call: Call, edit: Edit) -> None:
-    program, home = edit.program, edit.site.home
-    layer, norm = program.callee(home, call.layer), program.callee(home, call.norm)
+    program, owner = edit.program, edit.site.owner
+    layer, norm = program.callee(owner, call.layer), program.callee(owner, call.norm)
     wanted = dimensions_wanted(layer)
     if wanted is not None:
-        _expect_dimensions(_source_of_dimensions(call.layer.all_input_nodes[0], program, home), wanted, edit)
+        _expect_dimensions(_source_of_dimensions(call.layer.all_input_nodes[0], program, owner), wanted, edit)
     fold = _fold_of(layer, cast("nn.BatchNorm1d", norm))
     tensors = [f"{call.layer.target}.{name}" for name in fold.layer_tensors]
     tensors += [f"{call.norm.target}.{name}" for name in fold.norm_tensors]
@@ -134,7 +138,7 @@ def _seal(call: Call, edit: Edit) -> None:
     sealed: dict[str, set[str]] = {}
     for node in (call.layer, call.norm):
         path = str(node.target)
-        module = edit.home.get_submodule(path)
+        module = edit.owner.get_submodule(path)
         settings = (name for name in vars(module) if not name.startswith("_") and name not in INTERNAL)
         sealed.setdefault(path, set()).update(settings, ("forward",))
         while path:
@@ -142,7 +146,7 @@ def _seal(call: Call, edit: Edit) -> None:
             sealed.setdefault(parent, set()).add(last)
             path = parent
     for path, names in sealed.items():
-        edit.on_undo(seal(edit.home.get_submodule(path), names))
+        edit.on_undo(seal(edit.owner.get_submodule(path), names))
 
 
 def _expect_dimensions(node: fx.Node, count: int, edit: Edit) -> None:
@@ -151,7 +155,7 @@ def _expect_dimensions(node: fx.Node, count: int, edit: Edit) -> None:
         edit.call(expect_dimensions, node, count)
 
 
-def _source_of_dimensions(node: fx.Node, program: Program, home: str) -> fx.Node:
+def _source_of_dimensions(node: fx.Node, program: Program, owner: str) -> fx.Node:
     """Return the first of the nodes up to `node` that is bound to have as many dimensions.
 
     Members of an ensemble then check the input that they share, and nothing in between.
@@ -160,7 +164,7 @@ def _source_of_dimensions(node: fx.Node, program: Program, home: str) -> fx.Node
     def keeps_dimensions(node: fx.Node) -> bool:
         if node.op != "call_module":
             return info_of(node).elementwise
-        kind = user_class(type(program.callee(home, node)))
+        kind = user_class(type(program.callee(owner, node)))
         return kind in _KEEPS_DIMENSIONS or operator_info(operator_of_module(kind)).elementwise
 
     while len(node.all_input_nodes) == 1 and keeps_dimensions(node):

@@ -11,7 +11,7 @@ from torch import nn
 from ...errors import MatchFailure
 from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...passes.state import Owner, owner_of
+from ...passes.state import Holder, holder_of
 from ...passes.verification import TensorOwners, is_on_meta
 from ...tracing.graphs import Region
 from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
@@ -71,54 +71,54 @@ class FuseEnsembles(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         if self.lowering is Lowering.LOOP:
             return
-        for home, capture in list(program.captures.items()):
-            if all(is_chain(variant.graph) for variant in capture.variants):
+        for owner, capture in list(program.captures.items()):
+            if all(is_chain(specialization.graph) for specialization in capture.specializations):
                 continue
             closed: dict[str, str] = {}
             seen: set[frozenset[Parameters]] = set()
-            for case in present_cases(program, home):
-                for path, reason in _closed_families(inlined_graph(program, home, case.variant)).items():
+            for case in present_cases(program, owner):
+                for path, reason in _closed_families(inlined_graph(program, owner, case.specialization)).items():
                     if path not in closed:
                         closed[path] = reason
-                        yield Refusal(reason, _qualified(home, path))
+                        yield Refusal(reason, _qualified(owner, path))
                 # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
-                for ensemble in sorted(find_ensembles(program, home, case.variant), key=_extent, reverse=True):
+                for ensemble in sorted(find_ensembles(program, owner, case.specialization), key=_extent, reverse=True):
                     positions = frozenset(ensemble.parameters)
                     names = (name for operand in positions for name in operand.names)
                     if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
-                        yield self._examine(ensemble, case, program, home)
+                        yield self._examine(ensemble, case, program, owner)
                     seen.add(positions)
 
-    def _examine(self, ensemble: Ensemble, case: Case, program: Program, home: str) -> Site | Refusal:
-        owner = owner_of(program.model, home)
-        at = _qualified(home, common_name(ensemble, owner))
+    def _examine(self, ensemble: Ensemble, case: Case, program: Program, owner: str) -> Site | Refusal:
+        holder = holder_of(program.model, owner)
+        at = _qualified(owner, common_name(ensemble, holder))
         try:
-            places = places_of(ensemble, case, program, home)
+            places = places_of(ensemble, case, program, owner)
         except MatchFailure as unlike:
             return Refusal(str(unlike), at)
-        reason = next((o for place in places if (o := _obstacle(place, program, home, owner)) is not None), None)
+        reason = next((o for place in places if (o := _obstacle(place, program, owner, holder)) is not None), None)
         if reason is not None:
             return Refusal(reason, at)
-        phase, training_reason = _phase(places, program, home)
+        phase, training_reason = _phase(places, program, owner)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
         unmeasured = self.lowering is Lowering.AUTO and not program.inputs
-        doubt = _doubt(ensemble, program, home) if unmeasured else None
+        doubt = _doubt(ensemble, program, owner) if unmeasured else None
         if doubt is not None:
             return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
         count = sum(1 for _ in ensemble.parameters)
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
-            program, home, dict(members), case.variant,
-            choices=self._choices(ensemble, owner), phase=phase, required=self.lowering is not Lowering.AUTO,
+            program, owner, dict(members), case.specialization,
+            choices=self._choices(ensemble, holder), phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
-            kind=_kind(ensemble, program.module(home)),
+            kind=_kind(ensemble, program.module(owner)),
         )  # fmt: skip
 
-    def _choices(self, ensemble: Ensemble, owner: Owner) -> tuple[str, ...]:
+    def _choices(self, ensemble: Ensemble, holder: Holder) -> tuple[str, ...]:
         if self.lowering is not Lowering.AUTO:
             return (self.lowering.value,)
-        return lowerings_for(ensemble, autocast=_casts(owner))
+        return lowerings_for(ensemble, autocast=_casts(holder))
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         fuse((site,), edit)
@@ -147,8 +147,8 @@ def _closed_families(inlined: InlinedGraph) -> dict[str, str]:
     return closed
 
 
-def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | None:
-    borrowed = _obstacle_in_region(place, program, home, owner)
+def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
+    borrowed = _obstacle_in_region(place, program, owner, holder)
     if borrowed is not None:
         return borrowed
     owners = program.analyses[TensorOwners]
@@ -157,30 +157,30 @@ def _obstacle(place: Place, program: Program, home: str, owner: Owner) -> str | 
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
             return f"members share the parameter '{repeated}'"
         for name in operand.names:
-            names = owners.names(owner.qualified(name))
+            names = owners.names(holder.qualified(name))
             if len(names) > 1:
                 return f"the parameter '{names[0]}' is tied to '{names[1]}'"
     return _order_obstacle(place)
 
 
-def _obstacle_in_region(place: Place, program: Program, home: str, owner: Owner) -> str | None:
-    if isinstance(owner.module, Region):
+def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
+    if isinstance(holder.module, Region):
         return "they are called in a region, which does not own them"
-    if not owner.regions:
+    if not holder.regions:
         return None
-    other = used_by(program, home, [name for operand in place.ensemble.parameters for name in operand.names])
+    other = used_by(program, owner, [name for operand in place.ensemble.parameters for name in operand.names])
     if other is not None:
-        return f"they are called under {owner.regions[0].context}, and {other} uses members too"
-    if _casts(owner, around=1):
-        return f"they are called under {owner.regions[0].context} within autocast, where they cannot be checked alone"
-    if _casts(owner) and (not program.inputs or is_on_meta(program.module(home))):
+        return f"they are called under {holder.regions[0].context}, and {other} uses members too"
+    if _casts(holder, around=1):
+        return f"they are called under {holder.regions[0].context} within autocast, where they cannot be checked alone"
+    if _casts(holder) and (not program.inputs or is_on_meta(program.module(owner))):
         return "they are called under autocast; give example_inputs to compare the types that it casts to"
     return None
 
 
-def _casts(owner: Owner, around: int = 0) -> bool:
+def _casts(holder: Holder, around: int = 0) -> bool:
     """Say whether a region autocasts, or one that is `around` as many."""
-    return any(region.context.kind == "autocast" for region in owner.regions[around:])
+    return any(region.context.kind == "autocast" for region in holder.regions[around:])
 
 
 def _order_obstacle(place: Place) -> str | None:
@@ -196,9 +196,9 @@ def _order_obstacle(place: Place) -> str | None:
     return None
 
 
-def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase | None, str | None]:
+def _phase(places: Sequence[Place], program: Program, owner: str) -> tuple[Phase | None, str | None]:
     """Return the phase that the rewrite is limited to, and why training is not covered."""
-    module, parameters = program.module(home), list(places[0].ensemble.parameters)
+    module, parameters = program.module(owner), list(places[0].ensemble.parameters)
     trains = False
     for operand in parameters:
         trainable = [tensor_of(module, name).requires_grad for name in operand.names]
@@ -209,7 +209,7 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     if not trains:
         return None, None
     members = list(zip(*(operand.names for operand in parameters), strict=True))
-    other = used_by(program, home, [name for names in members for name in names])
+    other = used_by(program, owner, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
     trained = [place.inlined for place in places if place.is_for(training=True, now=module.training)]
@@ -219,10 +219,10 @@ def _phase(places: Sequence[Place], program: Program, home: str) -> tuple[Phase 
     return None, None
 
 
-def _kind(ensemble: Ensemble, home: nn.Module) -> Hashable:
+def _kind(ensemble: Ensemble, owner: nn.Module) -> Hashable:
     """Return what is equal for ensembles of equal members that are equally many."""
     packs = tuple((pack.operator, pack.function, repr(pack.arguments)) for pack in ensemble.packs)
-    tensors = tuple(tensor_of(home, operand.names[0]).shape for operand in ensemble.parameters)
+    tensors = tuple(tensor_of(owner, operand.names[0]).shape for operand in ensemble.parameters)
     return ensemble.size, packs, tensors, ensemble.shares_input
 
 
@@ -230,9 +230,9 @@ def _extent(ensemble: Ensemble) -> int:
     return sum(pack.size for pack in ensemble.packs)
 
 
-def _doubt(ensemble: Ensemble, program: Program, home: str) -> str | None:
+def _doubt(ensemble: Ensemble, program: Program, owner: str) -> str | None:
     """Return why it is not known without measuring whether an ensemble pays, or None where the rule is that it does."""
-    module = program.module(home)
+    module = program.module(owner)
     if max(tensor_of(module, operand.names[0]).numel() for operand in ensemble.parameters) > LARGEST_UNMEASURED_WEIGHT:
         return "the members are large"
     if any(pack.operator.startswith(MEASURED_OPERATORS) for pack in ensemble.packs):
@@ -240,5 +240,5 @@ def _doubt(ensemble: Ensemble, program: Program, home: str) -> str | None:
     return None
 
 
-def _qualified(home: str, name: str) -> str:
-    return f"{home}.{name}" if home and name else home or name
+def _qualified(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner and name else owner or name

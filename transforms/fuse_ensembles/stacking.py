@@ -1,4 +1,4 @@
-"""Write ensembles into the graphs of their home: stack their tensors, and leave live views in the old places."""
+"""Write ensembles into the graphs of their owner: stack their tensors, and leave live views in the old places."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from torch import fx, nn
 from ...compat import own_children, own_tensor, submodule
 from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member
-from ...passes.state import Owner, Stack
+from ...passes.state import Holder, Stack
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.values import INTERNAL
 from .inlining import Case, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
-from .search import Ensemble, Parameters, Place, Shared, find_ensembles, places_of, present_cases, rewritten_variants
+from .search import (
+    Ensemble,
+    Parameters,
+    Place,
+    Shared,
+    find_ensembles,
+    places_of,
+    present_cases,
+    rewritten_specializations,
+)
 
 if TYPE_CHECKING:
     from ...passes.rewriting import Edit
@@ -30,7 +39,7 @@ __all__ = ["common_name", "fuse", "tensor_of"]
 
 
 def fuse(sites: Sequence[Site], edit: Edit) -> None:
-    """Rewrite sites of one home; ensembles that are computed in the same graphs are written at once.
+    """Rewrite sites of one owner; ensembles that are computed in the same graphs are written at once.
 
     Raises:
         MatchFailure: if one of them cannot be written; `edit.failed_at` is that one.
@@ -64,16 +73,18 @@ def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
     rows = list(zip(*(each.places for each in located), strict=True))
     graphs = [_lowered(row, located, [names for _, _, names in stacks], edit) for row in rows]
     site = located[0].site
-    edit.set_variants(*rewritten_variants(rows, graphs, required_capture(site.program.module(site.home)).variants))
+    edit.set_specializations(
+        *rewritten_specializations(rows, graphs, required_capture(site.program.module(site.owner)).specializations)
+    )
     for each, (store, stored, _) in zip(located, stacks, strict=True):
-        inlined = [path for place in each.places for path in place.inlined_modules(edit.home)]
+        inlined = [path for place in each.places for path in place.inlined_modules(edit.owner)]
         _close(_views(stored, store), inlined, edit, store)
 
 
 def _lowered(
     row: Sequence[Place], located: Sequence[_Located], names: Sequence[Mapping[tuple[str, ...], str]], edit: Edit
 ) -> fx.Graph:
-    """Return a graph of the home with the ensembles in it written as batched operations."""
+    """Return a graph of the owner with the ensembles in it written as batched operations."""
     site, inlined = located[0].site, row[0].inlined
     units: list[Unit] = []
     covered: set[Operation] = set()
@@ -82,7 +93,7 @@ def _lowered(
         with edit.at(each.site):
             units += [_of_site(u, each.site, edit) for u in (*each.rule.write(task), *leaving_units(task))]
         covered |= task.covered
-    return rebuild(site.program.graph(site.home, row[0].case.variant), inlined, units, covered)
+    return rebuild(site.program.graph(site.owner, row[0].case.specialization), inlined, units, covered)
 
 
 def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
@@ -99,20 +110,20 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
 
 
 def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
-    name = f"vectorized_{common_name(place.ensemble, edit.owner)}".replace(".", "_")
+    name = f"vectorized_{common_name(place.ensemble, edit.holder)}".replace(".", "_")
     return Task(place.ensemble, names, lambda module: edit.add_module(module, name=name), place.inlined.may_restart)
 
 
 def _located(site: Site, edit: Edit) -> _Located:
     """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
-    case = next(case for case in present_cases(site.program, site.home) if case.variant == site.variant)
-    found = site.program.analyses[_Members].of(site.home, site.variant)
+    case = next(case for case in present_cases(site.program, site.owner) if case.specialization == site.specialization)
+    found = site.program.analyses[_Members].of(site.owner, site.specialization)
     ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
     with edit.at(site):
         if ensemble is None:
             raise MatchFailure("an earlier rewrite took some of its members")
         rule = rule_called(site.choice or site.choices[0])
-        return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.home))
+        return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.owner))
 
 
 class _Members:
@@ -126,34 +137,34 @@ class _Members:
     def compute(cls, program: Program) -> _Members:
         return cls(program)
 
-    def of(self, home: str, variant: int) -> dict[frozenset[str], Ensemble]:
-        if (home, variant) not in self._known:
-            self._known[home, variant] = {
+    def of(self, owner: str, specialization: int) -> dict[frozenset[str], Ensemble]:
+        if (owner, specialization) not in self._known:
+            self._known[owner, specialization] = {
                 frozenset(_written_out(member.name) for pack in ensemble.packs for member in pack.members): ensemble
-                for ensemble in find_ensembles(self._program, home, variant)
+                for ensemble in find_ensembles(self._program, owner, specialization)
             }
-        return self._known[home, variant]
+        return self._known[owner, specialization]
 
 
 def _written_out(name: str) -> str:
-    """Return the name that an operation inside an inlined call gets as a node of the home."""
+    """Return the name that an operation inside an inlined call gets as a node of the owner."""
     return name.replace("/", "_")
 
 
 def _stack_parameters(
     located: _Located, edit: Edit
 ) -> tuple[FusedMembers, dict[tuple[str, ...], str], dict[tuple[str, ...], str]]:
-    """Stack the members' tensors in one new child; return it, the names there and those in the home."""
-    home, ensemble = edit.home, located.ensemble
+    """Stack the members' tensors in one new child; return it, the names there and those in the owner."""
+    owner, ensemble = edit.owner, located.ensemble
     stored = _store_names(ensemble)
     input_first = _weights_of_shared_input(ensemble) if located.rule.input_first else ()
-    members = {stored[o.names]: [tensor_of(home, name) for name in o.names] for o in ensemble.parameters}
+    members = {stored[o.names]: [tensor_of(owner, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
     stacked.update({stored[names]: _input_first(stacked[stored[names]]) for names in input_first})
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.owner)}".replace(".", "_"))
+    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.holder)}".replace(".", "_"))
     for operand in ensemble.parameters:
         edit.record_state(Stack(operand.names, f"{child}.{stored[operand.names]}"))
     return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
@@ -185,16 +196,18 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
 
 def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMembers) -> None:
     """Leave views of what was stacked, and refuse changes to members and inlined modules that would have no effect."""
-    owner = edit.owner
-    views = {owner.path(path): slices for path, slices in views.items()}
-    seals, inlined = _parents(views), dict.fromkeys(map(owner.path, inlined))
-    if owner.regions:  # they would go on with the store that they borrowed
-        seals.setdefault("", set()).update(name for name, child in own_children(owner.module).items() if child is store)
+    holder = edit.holder
+    views = {holder.path(path): slices for path, slices in views.items()}
+    seals, inlined = _parents(views), dict.fromkeys(map(holder.path, inlined))
+    if holder.regions:  # they would go on with the store that they borrowed
+        seals.setdefault("", set()).update(
+            name for name, child in own_children(holder.module).items() if child is store
+        )
     alike: dict[frozenset[str], frozenset[str]] = {}  # members have the same settings: they share one set of names
     undo: list[Callable[[], None]] = []
     try:
         for path in dict.fromkeys((*views, *seals, *inlined)):
-            module, sealed = _module(owner.module, path), seals.get(path, _NOTHING)
+            module, sealed = _module(holder.module, path), seals.get(path, _NOTHING)
             names = frozenset((*sealed, *_settings(module), "forward") if path in inlined else sealed)
             undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
     finally:
@@ -204,8 +217,8 @@ def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMember
 _NOTHING: frozenset[str] = frozenset()
 
 
-def _module(home: nn.Module, path: str) -> nn.Module:
-    module = submodule(home, path)
+def _module(owner: nn.Module, path: str) -> nn.Module:
+    module = submodule(owner, path)
     if module is None:
         raise LookupError(f"there is no module '{path}'")
     return module
@@ -250,9 +263,9 @@ def _numbered(name: str) -> Iterator[str]:
         yield f"{name}_{number}"
 
 
-def common_name(ensemble: Ensemble, owner: Owner) -> str:
-    """Return the container that the members have in common, as their owner calls it, or `members`."""
-    names = (owner.path(name) for operand in ensemble.parameters for name in operand.names)
+def common_name(ensemble: Ensemble, holder: Holder) -> str:
+    """Return the container that the members have in common, as their holder calls it, or `members`."""
+    names = (holder.path(name) for operand in ensemble.parameters for name in operand.names)
     prefix = _common_prefix([name.split(".")[:-1] for name in names])
     return ".".join(prefix) or "members"
 
@@ -264,10 +277,10 @@ def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return first[:length]
 
 
-def tensor_of(home: nn.Module, name: str) -> torch.Tensor:
+def tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
     """Return the tensor that a dotted name means."""
     path, _, last = name.rpartition(".")
-    value = own_tensor(_module(home, path), last)
+    value = own_tensor(_module(owner, path), last)
     if value is None:
         raise LookupError(f"'{name}' is not a tensor")
     return value

@@ -84,18 +84,18 @@ def fused(model: nn.Module, inputs: object, lowering: str = "bmm", **options: ob
     return fast
 
 
-def linears(model: nn.Module, home: str = "") -> list[int]:
+def linears(model: nn.Module, owner: str = "") -> list[int]:
     """Return how many linear operations each graph of a module has."""
-    capture = capture_of(model.get_submodule(home))
+    capture = capture_of(model.get_submodule(owner))
     assert capture is not None
     return [
-        sum("linear" in str(n.target) or isinstance(_callee(model, home, n), nn.Linear) for n in v.graph.nodes)
-        for v in capture.variants
+        sum("linear" in str(n.target) or isinstance(_callee(model, owner, n), nn.Linear) for n in v.graph.nodes)
+        for v in capture.specializations
     ]
 
 
-def _callee(model: nn.Module, home: str, node: torch.fx.Node) -> nn.Module | None:
-    return model.get_submodule(home).get_submodule(str(node.target)) if node.op == "call_module" else None
+def _callee(model: nn.Module, owner: str, node: torch.fx.Node) -> nn.Module | None:
+    return model.get_submodule(owner).get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def assert_runs_from_graphs(model: nn.Module) -> None:
@@ -123,10 +123,10 @@ def test_both_modes_are_fused(make: Callable[[], nn.Module], training: bool, low
 def test_the_graphs_in_both_modes(make: Callable[[], nn.Module]) -> None:
     fast = fused(make(), torch.randn(5, 4))
     capture = capture_of(fast)
-    assert capture is not None and len(capture.variants) == 2
-    for variant in capture.variants:
-        assert not any(str(node.target).startswith("heads") for node in variant.graph.nodes)
-    one, other = ({str(g) for g in v.guards if "training" in str(g)} for v in capture.variants)
+    assert capture is not None and len(capture.specializations) == 2
+    for specialization in capture.specializations:
+        assert not any(str(node.target).startswith("heads") for node in specialization.graph.nodes)
+    one, other = ({str(g) for g in v.guards if "training" in str(g)} for v in capture.specializations)
     assert one and one == {g.removeprefix("not ") for g in other} != other
 
 
@@ -356,8 +356,8 @@ def test_projections_of_bert_attention() -> None:
     model = transformers.BertModel(config).eval()
     ids = torch.randint(0, 30, (2, 6))
     fast = fused(model, ids, "wide")
-    homes = [f"encoder.layer.{i}.attention.self" for i in range(2)]
-    assert [linears(fast, home) for home in homes] == [[1, 1]] * 2
+    owners = [f"encoder.layer.{i}.attention.self" for i in range(2)]
+    assert [linears(fast, owner) for owner in owners] == [[1, 1]] * 2
     applied = [d for d in fxopt.plan(fast).decisions if d.status == "applied"]
     assert [d.detail for d in applied] == ["3 members, 2 parameters each"] * 2
     torch.testing.assert_close(fast(ids)[0], model(ids)[0])

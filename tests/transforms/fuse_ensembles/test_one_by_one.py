@@ -157,12 +157,12 @@ def assert_same(fast: nn.Module, plain: nn.Module, *args: Any, **kwargs: Any) ->
 def test_the_answer_is_that_of_the_original_forward(kind: type[nn.Module], training: bool) -> None:
     plain = kind().train(training)
     fast = optimized(plain)
-    names, before = list(fast.state_dict()), len(capture_of(fast).variants)
+    names, before = list(fast.state_dict()), len(capture_of(fast).specializations)
     for _ in range(2):
         for call in ((X, MASK), (X, None, True), (X, MASK, True), (X,)):
             assert_same(fast, plain, *call)
     assert misses_in(fast.modules())
-    assert len(capture_of(fast).variants) == before
+    assert len(capture_of(fast).specializations) == before
     assert list(fast.state_dict()) == names
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(dict(fxopt.restore(fast).named_buffers())[name], buffer)
@@ -311,7 +311,7 @@ def test_members_that_run_one_by_one_follow_every_change(one_by_one: tuple[nn.Mo
         with torch.no_grad():
             torch.testing.assert_close(fast(X, MASK), plain(X, MASK))
         assert_same(fast, plain, X, MASK)
-    assert len(capture_of(fast).variants) == 1
+    assert len(capture_of(fast).specializations) == 1
 
 
 def fxopt_state(model: nn.Module) -> dict[str, Tensor]:
@@ -388,7 +388,7 @@ def test_contexts_inside_a_call_of_members() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(fast(X, True), plain(X, True))
     assert_same(fast, plain, X, True)
-    assert len(capture_of(fast).variants) == 1
+    assert len(capture_of(fast).specializations) == 1
 
 
 def test_members_that_a_call_changes() -> None:

@@ -223,7 +223,7 @@ def test_members_that_cannot_be_vectorized(lowering: str, member: Callable[[], n
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_below_other_modules(kind: str) -> None:
-    """Steps are made with names as seen from their home, and hold for the whole model."""
+    """Steps are made with names as seen from their owner, and hold for the whole model."""
     inner, x = made(kind)
     model = nn.Sequential(inner, nn.Identity())
     fast, old = fused(model, x), model.state_dict()

@@ -8,12 +8,12 @@ from typing import Any
 from torch import fx, nn
 
 from ....passes.rewriting import unmet_guards
-from ....tracing.graphs import Capture, Variant
+from ....tracing.graphs import Capture, Specialization
 from ....tracing.guards import require
 from ....tracing.rules import leaf_graph
 from .batchable_modules import module_operator
 
-__all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "variant_of_call"]
+__all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "specialization_of_call"]
 
 
 def leaf_graph_of(module: nn.Module) -> fx.Graph | None:
@@ -21,17 +21,23 @@ def leaf_graph_of(module: nn.Module) -> fx.Graph | None:
     return None if module_operator(module) is not None else leaf_graph(module)
 
 
-def variant_of_call(module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool) -> Variant | None:
+def specialization_of_call(
+    module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool
+) -> Specialization | None:
     """Return the graph that a module runs for a call in its mode or, if `flipped`, in the other one.
 
     None where it is not settled by what the call passes. Of a single graph the other conditions are left to the caller.
     """
-    in_mode = [variant for variant in capture.variants if variant.runs_in_mode(module, flipped=flipped)]
+    in_mode = [
+        specialization
+        for specialization in capture.specializations
+        if specialization.runs_in_mode(module, flipped=flipped)
+    ]
     if len(in_mode) == 1:
         return in_mode[0]
-    for variant in in_mode:
-        if all(guard.asks_for_training for guard in unmet_guards(module, variant, given)):
-            return variant
+    for specialization in in_mode:
+        if all(guard.asks_for_training for guard in unmet_guards(module, specialization, given)):
+            return specialization
     return None
 
 

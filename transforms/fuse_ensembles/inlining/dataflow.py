@@ -26,14 +26,14 @@ class Operation:
     """One operator, module call, attribute read, input or output of an expanded dataflow.
 
     Attributes:
-        name: unique and stable: the home node's name, then those inside the children, joined by "/".
+        name: unique and stable: the owner node's name, then those inside the children, joined by "/".
         kind: the fx opcode.
-        target: the fx target; of a call_module or get_attr, qualified from the home module.
+        target: the fx target; of a call_module or get_attr, qualified from the owner module.
         args, kwargs: like the node's, with operations in the place of nodes.
         inputs: the operations in these, each as often as it is read.
         operator: canonical operator name, or None.
         node: the node it stands for; of an expanded child, the child's own node.
-        call: name of the home graph's node that it is part of.
+        call: name of the owner graph's node that it is part of.
         index: position in execution order.
         level: length of the longest path from an input.
         users: the operations that read it, in order.
@@ -66,16 +66,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class InlinedGraph:
-    """The operations of one home graph in execution order.
+    """The operations of one owner graph in execution order.
 
     Attributes:
         operations: all of them, inputs and the output included.
-        results: name of each home node -> its value: an operation, or a structure of them.
+        results: name of each owner node -> its value: an operation, or a structure of them.
         closed: name of each module call that must stay one -> why.
         conditional: name of each module call whose graph does not hold for every call -> under what it does.
-        modules: name of each home node -> the modules that were inlined to see what it calls, qualified from the home.
-        assumed: name of each home node -> what is taken to be the mode of modules in it, as guards of the home.
-        may_restart: whether the home may run its own forward after having begun with its graph: it writes nothing.
+        modules: name of each owner node -> the modules inlined to see what it calls, qualified from the owner.
+        assumed: name of each owner node -> what is taken to be the mode of modules in it, as guards of the owner.
+        may_restart: whether the owner may run its own forward after having begun with its graph: it writes nothing.
     """
 
     operations: tuple[Operation, ...]

@@ -1,4 +1,4 @@
-"""Inline what a graph of a home calls: captured children and `torch.nn` leaves."""
+"""Inline what a graph of a owner calls: captured children and `torch.nn` leaves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import fx, nn
 from .... import operators
 from ....compat import own_children
 from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
-from ....tracing.graphs import Capture, Variant, capture_of
+from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
 from ....tracing.recording import Likeness
 from ....tracing.values import map_structure
 from .batchable_modules import module_operator
-from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, variant_of_call
+from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call
 from .checks import write_checks
 from .dataflow import InlinedGraph, Operation, operations_in
 from .mode_guards import child_guard, is_passed_on
@@ -39,7 +39,7 @@ class InlinedGraphs:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._likeness = program.analyses[Likeness]
-        self._homes: dict[tuple[str, int, bool], InlinedGraph] = {}
+        self._owners: dict[tuple[str, int, bool], InlinedGraph] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], InlinedGraph] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
         self._obstacles: dict[int, str | None] = {}
@@ -48,13 +48,13 @@ class InlinedGraphs:
     def compute(cls, program: Program) -> InlinedGraphs:
         return cls(program)
 
-    def of_home(self, home: str, variant: int, flipped: bool) -> InlinedGraph:
-        key = home, variant, flipped
-        if key not in self._homes:
-            graph = self._program.graph(home, variant)
-            may_restart = not any(writes(node, self._program, home) for node in graph.nodes)
-            self._homes[key] = self.of(self._program.module(home), graph, may_restart, flipped)
-        return self._homes[key]
+    def of_owner(self, owner: str, specialization: int, flipped: bool) -> InlinedGraph:
+        key = owner, specialization, flipped
+        if key not in self._owners:
+            graph = self._program.graph(owner, specialization)
+            may_restart = not any(writes(node, self._program, owner) for node in graph.nodes)
+            self._owners[key] = self.of(self._program.module(owner), graph, may_restart, flipped)
+        return self._owners[key]
 
     def of(self, module: nn.Module, graph: fx.Graph, may_restart: bool, flipped: bool) -> InlinedGraph:
         """Return the inlined form of a module's graph.
@@ -84,12 +84,12 @@ class InlinedGraphs:
         return self._obstacles[kind]
 
 
-def inlined_graph(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> InlinedGraph:
-    """Return the dataflow of module `home` with captured children and `torch.nn` leaves inlined.
+def inlined_graph(program: Program, owner: str, specialization: int = 0, *, flipped: bool = False) -> InlinedGraph:
+    """Return the dataflow of module `owner` with captured children and `torch.nn` leaves inlined.
 
     Children whose graphs differ by mode are taken to be in the mode that they are in or, if `flipped`, in the other.
     """
-    return program.analyses[InlinedGraphs].of_home(home, variant, flipped)
+    return program.analyses[InlinedGraphs].of_owner(owner, specialization, flipped)
 
 
 class _Builder:
@@ -185,19 +185,23 @@ class _Builder:
         given = _given(capture, args, kwargs)
         if given is None:
             return None
-        variant = variant_of_call(module, capture, given, self.flipped)
-        if variant is None:
+        specialization = specialization_of_call(module, capture, given, self.flipped)
+        if specialization is None:
             self.conditional[prefix + node.name] = "its graph differs by kind of call"
             return None
-        inputs = _received(variant, given)
-        if inputs is None or not has_plain_output(variant.graph):
+        inputs = _received(specialization, given)
+        if inputs is None or not has_plain_output(specialization.graph):
             return None
         before = len(self.operations)
-        refusal = self.check(node, module, variant, given, prefix, call)
+        refusal = self.check(node, module, specialization, given, prefix, call)
         if refusal is not None:
             self.conditional[prefix + node.name] = refusal
             return None
-        way = self.inside(module, variant.graph), inputs, [guard for guard in variant.guards if is_passed_on(guard)]
+        way = (
+            self.inside(module, specialization.graph),
+            inputs,
+            [guard for guard in specialization.guards if is_passed_on(guard)],
+        )
         checked = len(self.operations) > before  # this call by itself
         return way if checked else self.noted(way, module, args, kwargs)
 
@@ -219,7 +223,7 @@ class _Builder:
             inner: the inlined graph of the module.
             inputs: what its placeholders receive, in their order.
             prefix, path: what goes before the names of operations and of modules and tensors.
-            call: the home's node.
+            call: the owner's node.
         """
         values: list[Operation] = []
         read: list[Operation] = []
@@ -261,15 +265,21 @@ class _Builder:
         return None
 
     def check(
-        self, node: fx.Node, module: nn.Module, variant: Variant, given: Mapping[str, Any], prefix: str, call: str
+        self,
+        node: fx.Node,
+        module: nn.Module,
+        specialization: Specialization,
+        given: Mapping[str, Any],
+        prefix: str,
+        call: str,
     ) -> str | None:
         """Append what checks that a module's graph holds for a call, or return under what it does."""
-        guards = [guard for guard in unmet_guards(module, variant, given) if not guard.asks_for_training]
+        guards = [guard for guard in unmet_guards(module, specialization, given) if not guard.asks_for_training]
         values = {name: value for name, value in given.items() if isinstance(value, Operation)}
         checks = write_checks(guards, values) if guards else None
         if guards and (checks is None or not self.may_restart):
             return f"its graph holds only where {guards[0]} ({guards[0].reason})"
-        if checks_on_the_way(variant.graph) and not self.may_restart:
+        if checks_on_the_way(specialization.graph) and not self.may_restart:
             return "it checks values on its way, and what calls it cannot start over once it has written something"
         if checks is not None:
             written, inputs = checks
@@ -316,9 +326,9 @@ def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return None
 
 
-def _received(variant: Variant, given: Mapping[str, Any]) -> Sequence[Any] | None:
+def _received(specialization: Specialization, given: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    sources = map(variant.argument, variant.graph.find_nodes(op="placeholder"))
+    sources = map(specialization.argument, specialization.graph.find_nodes(op="placeholder"))
     received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
     return received if all(isinstance(value, Operation) for value in received) else None
 

@@ -18,32 +18,32 @@ __all__ = ["Case", "cases_of", "child_guard", "is_passed_on"]
 
 @dataclass(frozen=True)
 class Case:
-    """One of a home's graphs in one mode.
+    """One of a owner's graphs in one mode.
 
     Attributes:
-        variant: its number.
+        specialization: its number.
         flipped: whether every module is in the other mode than now.
         asks: whether the graph itself is for one mode only.
     """
 
-    variant: int
+    specialization: int
     flipped: bool
     asks: bool
 
 
-def cases_of(program: Program, home: str) -> list[Case]:
-    """Return every graph of a home in each mode that it runs in, those that run in the present mode first."""
-    cases = program.analyses[_Cases].by_home
-    if home not in cases:
-        cases[home] = _cases_of(program.module(home))
-    return cases[home]
+def cases_of(program: Program, owner: str) -> list[Case]:
+    """Return every graph of a owner in each mode that it runs in, those that run in the present mode first."""
+    cases = program.analyses[_Cases].by_owner
+    if owner not in cases:
+        cases[owner] = _cases_of(program.module(owner))
+    return cases[owner]
 
 
 class _Cases:
-    """The cases of each home, worked out once until the program changes."""
+    """The cases of each owner, worked out once until the program changes."""
 
     def __init__(self) -> None:
-        self.by_home: dict[str, list[Case]] = {}
+        self.by_owner: dict[str, list[Case]] = {}
 
     @classmethod
     def compute(cls, program: Program) -> _Cases:
@@ -51,12 +51,12 @@ class _Cases:
 
 
 def _cases_of(module: nn.Module) -> list[Case]:
-    variants = required_capture(module).variants
+    specializations = required_capture(module).specializations
     return [
-        Case(number, flipped, any(guard.asks_for_training for guard in variant.guards))
+        Case(number, flipped, any(guard.asks_for_training for guard in specialization.guards))
         for flipped in (False, True)
-        for number, variant in enumerate(variants)
-        if variant.runs_in_mode(module, flipped=flipped)
+        for number, specialization in enumerate(specializations)
+        if specialization.runs_in_mode(module, flipped=flipped)
     ]
 
 

@@ -103,7 +103,7 @@ def _origins(graph: fx.Graph) -> dict[str, Any]:
 
 
 def _is_idle(operation: Operation, covered: set[Operation]) -> bool:
-    """Say whether nothing but covered operations reads a tensor of the home, or what one of them picks from a value."""
+    """Say whether nothing but covered operations reads a tensor of the owner, or what one picks from a value."""
     picks = operation.operator == "getitem" and bool(operation.users)
     return (picks or operation.kind == "get_attr") and all(user in covered for user in operation.users)
 

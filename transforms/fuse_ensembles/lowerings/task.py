@@ -21,8 +21,8 @@ class Task:
     Attributes:
         ensemble: what to write.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
-        add_module: registers a module in the home and returns its name.
-        may_restart: whether the home may run its own forward after having begun with its graph.
+        add_module: registers a module in the owner and returns its name.
+        may_restart: whether the owner may run its own forward after having begun with its graph.
     """
 
     ensemble: Ensemble

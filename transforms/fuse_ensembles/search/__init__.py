@@ -7,7 +7,7 @@ from .gradient_reach import GradientReach, used_by
 from .isomorphism import find_ensembles
 from .joins import Join, find_joins
 from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
-from .places import Place, places_of, present_cases, rewritten_variants
+from .places import Place, places_of, present_cases, rewritten_specializations
 
 __all__ = [
     "Ensemble",
@@ -28,7 +28,7 @@ __all__ = [
     "may_share_memory",
     "places_of",
     "present_cases",
-    "rewritten_variants",
+    "rewritten_specializations",
     "same_shape",
     "used_by",
     "writes_to_fresh_value",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....operators import operator_info
-from ....passes.state import owner_of
+from ....passes.state import holder_of
 from ....tracing.graphs import Region
 from ..inlining import InlinedGraph, Operation
 
@@ -79,38 +79,38 @@ def _paths(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def used_by(program: Program, home: str, names: Collection[str]) -> str | None:
-    """Return which module outside of `home` calls a part of it, or reads a tensor, that concerns these parameters.
+def used_by(program: Program, owner: str, names: Collection[str]) -> str | None:
+    """Return which module outside of `owner` calls a part of it, or reads a tensor, that concerns these parameters.
 
     Args:
         program: the model.
-        home: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
-        names: of parameters, qualified from `home`.
+        owner: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
+        names: of parameters, qualified from `owner`.
     """
-    borrowers, owner = program.analyses[_Borrowers].regions, owner_of(program.model, home)
-    if not home and not borrowers:
+    borrowers, holder = program.analyses[_Borrowers].regions, holder_of(program.model, owner)
+    if not owner and not borrowers:
         return None
     users = program.analyses[_Users]
-    paths = dict.fromkeys(path for name in names for path in _paths(owner.qualified(name)))
+    paths = dict.fromkeys(path for name in names for path in _paths(holder.qualified(name)))
     borrowing = (region for path in paths for region in borrowers.get(path, ()))
-    region = next((region for region in borrowing if region not in owner.names), None)
+    region = next((region for region in borrowing if region not in holder.names), None)
     if region is not None:
         return f"region '{region}'"
-    if owner.regions:
-        return _used_beside(users, home, [path for path in paths if path.startswith(owner.inside)])
-    inside = f"{home}." if home else ""
-    for path in paths if home else ():
+    if holder.regions:
+        return _used_beside(users, owner, [path for path in paths if path.startswith(holder.inside)])
+    inside = f"{owner}." if owner else ""
+    for path in paths if owner else ():
         for other in users.modules.get(path, ()):
-            if path.startswith(inside) and other != home and not other.startswith(inside):
+            if path.startswith(inside) and other != owner and not other.startswith(inside):
                 return f"module '{other or '(root)'}'"
     return None
 
 
-def _used_beside(users: _Users, home: str, paths: Sequence[str]) -> str | None:
-    """Return what uses one of these modules or tensors beside `home` and those among them that are around it."""
+def _used_beside(users: _Users, owner: str, paths: Sequence[str]) -> str | None:
+    """Return what uses one of these modules or tensors beside `owner` and those among them that are around it."""
     for path in paths:
         for other in users.modules.get(path, ()):
-            if other != home and not (other in paths and path.startswith(f"{other}.")):
+            if other != owner and not (other in paths and path.startswith(f"{other}.")):
                 return f"module '{other or '(root)'}'"
     return None
 
@@ -141,9 +141,9 @@ class _Users:
         modules: dict[str, dict[str, None]] = {}
         for place, graph in program.graphs.items():
             other = place.partition("#")[0]
-            owner = owner_of(program.model, other)
+            holder = holder_of(program.model, other)
             for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
-                modules.setdefault(owner.qualified(str(node.target)), {})[other] = None
+                modules.setdefault(holder.qualified(str(node.target)), {})[other] = None
         return cls({target: list(others) for target, others in modules.items()})
 
 

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Ensembles:
-    """The ensembles of a program, each home's looked for once until the program changes."""
+    """The ensembles of a program, each owner's looked for once until the program changes."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -45,25 +45,25 @@ class Ensembles:
     def compute(cls, program: Program) -> Ensembles:
         return cls(program)
 
-    def of(self, home: str, variant: int, flipped: bool) -> list[Ensemble]:
-        key = (home, variant, flipped)
+    def of(self, owner: str, specialization: int, flipped: bool) -> list[Ensemble]:
+        key = (owner, specialization, flipped)
         if key not in self._known:
-            inlined = inlined_graph(self._program, home, variant, flipped=flipped)
-            self._known[key] = _search(inlined, self._program.module(home))
+            inlined = inlined_graph(self._program, owner, specialization, flipped=flipped)
+            self._known[key] = _search(inlined, self._program.module(owner))
         return self._known[key]
 
 
-def find_ensembles(program: Program, home: str, variant: int = 0, *, flipped: bool = False) -> list[Ensemble]:
-    """Return the ensembles of at least two members in what `home` computes, in execution order; see `inlined_graph`."""
-    return program.analyses[Ensembles].of(home, variant, flipped)
+def find_ensembles(program: Program, owner: str, specialization: int = 0, *, flipped: bool = False) -> list[Ensemble]:
+    """Return the ensembles of at least two members in what `owner` computes, in order; see `inlined_graph`."""
+    return program.analyses[Ensembles].of(owner, specialization, flipped)
 
 
-def _search(inlined: InlinedGraph, home: nn.Module) -> list[Ensemble]:
+def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
     """Look for members by their places in the module tree first, then among the rest by structure alone."""
     found: list[Ensemble] = []
     taken: set[Operation] = set()
     for by_place in (True, False):
-        search = _Search(home, by_place)
+        search = _Search(owner, by_place)
         for operation in inlined.operations:
             if operation not in taken:
                 search.color(operation)
@@ -84,8 +84,8 @@ def _belongs_to_a_child(ensemble: Ensemble) -> bool:
 class _Search:
     """The state of one search: colours, packs and which pack each operation is in."""
 
-    def __init__(self, home: nn.Module, by_place: bool) -> None:
-        self.home = home
+    def __init__(self, owner: nn.Module, by_place: bool) -> None:
+        self.owner = owner
         self.by_place = by_place
         self.colors: dict[Operation, int] = {}
         self.classes: dict[object, list[Operation]] = {}
@@ -97,7 +97,7 @@ class _Search:
         self.forms: dict[Operation, tuple[Any, list[Operation]]] = {}
         self.values: dict[str, object] = {}
         self.places: dict[str, tuple[str, bool]] = {}
-        self.modules: dict[str, nn.Module | None] = {"": home}
+        self.modules: dict[str, nn.Module | None] = {"": owner}
 
     def color(self, operation: Operation) -> None:
         """Give `operation` a colour if it can be batched and reads a parameter or something coloured."""
@@ -129,7 +129,7 @@ class _Search:
         if operation.kind != "call_module":
             return form.arguments, form.text, operands
         path = str(operation.target)
-        module = self.home.get_submodule(path)
+        module = self.owner.get_submodule(path)
         state = [state_operand(operation, f"{path}.{name}") for name in state_names(module)]
         template = (*form.arguments, module_signature(module), len(operands))
         return template, repr(template), [*operands, *state]
@@ -149,7 +149,7 @@ class _Search:
     def module(self, path: str) -> nn.Module | None:
         """Return the module at a dotted path, looked up once."""
         if path not in self.modules:
-            self.modules[path] = submodule(self.home, path)
+            self.modules[path] = submodule(self.owner, path)
         return self.modules[path]
 
     def describe(self, operand: Operation) -> object:
@@ -249,12 +249,12 @@ class _Search:
         module = None
         if first.kind == "call_module":
             *template, _, inputs = template
-            module = self.home.get_submodule(str(first.target))
+            module = self.owner.get_submodule(str(first.target))
             state = tuple(str(o.target).removeprefix(f"{first.target}.") for o in operations[inputs:])
         path = "" if first.kind == "call_module" else function_path(first.node) or ""
-        ranks = tuple(operand_ranks(operand, self.home) for operand in found)
+        ranks = tuple(operand_ranks(operand, self.owner) for operand in found)
         return Pack(
-            first.operator or "", tuple(group), tuple(template), found, ranks, dimensional_slots(found, self.home),
+            first.operator or "", tuple(group), tuple(template), found, ranks, dimensional_slots(found, self.owner),
             path, result_kind(first, found), state, module,
         )  # fmt: skip
 

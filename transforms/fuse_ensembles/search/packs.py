@@ -148,7 +148,7 @@ class Ensemble:
         return any(pack.operator == "linear" and isinstance(pack.operands[0], Shared) for pack in self.packs)
 
 
-def attribute(home: nn.Module, name: str) -> object:
+def attribute(owner: nn.Module, name: str) -> object:
     """Return the attribute that a dotted name means, or None."""
     path, _, last = name.rpartition(".")
-    return getattr(submodule(home, path), last, None)
+    return getattr(submodule(owner, path), last, None)

@@ -1,4 +1,4 @@
-"""Where an ensemble is computed: a home may have several graphs, and its parameters are stacked for all of them."""
+"""Where an ensemble is computed: a owner may have several graphs, and its parameters are stacked for all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
-from ....tracing.graphs import Variant, capture_of, copy_graph
+from ....tracing.graphs import Specialization, capture_of, copy_graph
 from ....tracing.guards import Guard
 from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles
@@ -21,12 +21,12 @@ from .packs import Ensemble, Parameters
 if TYPE_CHECKING:
     from ....tracing.program import Program
 
-__all__ = ["Place", "places_of", "present_cases", "rewritten_variants"]
+__all__ = ["Place", "places_of", "present_cases", "rewritten_specializations"]
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An ensemble in one graph of its home, and in one mode.
+    """An ensemble in one graph of its owner, and in one mode.
 
     Attributes:
         case: which graph and mode.
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def assumed(self) -> tuple[Guard, ...]:
-        """Return what the members take for granted (modes of modules in them, globals) as guards of the home."""
+        """Return what the members take for granted (modes of modules in them, globals) as guards of the owner."""
         calls = dict.fromkeys(member.call for pack in self.ensemble.packs for member in pack.members)
         guards = (guard for call in calls for guard in self.inlined.assumed.get(call, ()))
         return tuple(dict.fromkeys(guards))
@@ -53,13 +53,13 @@ class Place:
             removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
         }
 
-    def inlined_modules(self, home: nn.Module) -> Iterator[str]:
+    def inlined_modules(self, owner: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
         covered = sorted(self.covered, key=lambda operation: operation.index)
         for operation in covered:
             if operation.kind == "call_module":
                 path = str(operation.target)
-                module = submodule(home, path)
+                module = submodule(owner, path)
                 yield from (
                     f"{path}.{name}".rstrip(".") for name in ({} if module is None else modules_by_name(module))
                 )
@@ -67,88 +67,92 @@ class Place:
             yield from self.inlined.modules.get(call, ())
 
     def is_for(self, training: bool, *, now: bool) -> bool:
-        """Say whether it may run in a mode, given the home's mode `now`."""
+        """Say whether it may run in a mode, given the owner's mode `now`."""
         depends = self.case.asks or any(guard.asks_for_training for guard in self.assumed)
         return not depends or (now is not self.case.flipped) is training
 
 
-def present_cases(program: Program, home: str) -> list[Case]:
-    """Return the graphs of a home that may run in its present mode."""
-    return [case for case in cases_of(program, home) if not case.flipped]
+def present_cases(program: Program, owner: str) -> list[Case]:
+    """Return the graphs of a owner that may run in its present mode."""
+    return [case for case in cases_of(program, owner) if not case.flipped]
 
 
-def places_of(ensemble: Ensemble, case: Case, program: Program, home: str) -> list[Place]:
-    """Return where an ensemble that was found in one graph is computed in all graphs of its home and in both modes.
+def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> list[Place]:
+    """Return where an ensemble that was found in one graph is computed in all graphs of its owner and in both modes.
 
     Raises:
         MatchFailure: if some graph computes with its parameters otherwise.
     """
-    places = [Place(case, inlined_graph(program, home, case.variant, flipped=case.flipped), ensemble)]
-    for other in cases_of(program, home):
+    places = [Place(case, inlined_graph(program, owner, case.specialization, flipped=case.flipped), ensemble)]
+    for other in cases_of(program, owner):
         if other == case or _is_covered(other, places):
             continue
-        inlined = inlined_graph(program, home, other.variant, flipped=other.flipped)
-        same = _same_ensemble(ensemble, other, program, home)
+        inlined = inlined_graph(program, owner, other.specialization, flipped=other.flipped)
+        same = _same_ensemble(ensemble, other, program, owner)
         if same is not None:
             places.append(Place(other, inlined, same))
-        elif _is_for_one_mode(places[0], other, program.module(home)):
+        elif _is_for_one_mode(places[0], other, program.module(owner)):
             continue
         elif _reads_any(inlined, [name for operand in ensemble.parameters for name in operand.names]):
-            raise MatchFailure(f"{_described(other, program, home)} computes with its members otherwise")
+            raise MatchFailure(f"{_described(other, program, owner)} computes with its members otherwise")
     return places
 
 
-def rewritten_variants(
-    rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Variant]
-) -> tuple[list[Variant], list[int]]:
-    """Return all graphs of a home, some of them rewritten, and the numbers of those they were made from.
+def rewritten_specializations(
+    rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Specialization]
+) -> tuple[list[Specialization], list[int]]:
+    """Return all graphs of a owner, some of them rewritten, and the numbers of those they were made from.
 
     A row holds the places of all ensembles that were rewritten in one graph and mode; `graphs` has the graph of each.
-    Numbers stay what they are, for other sites of the same home; where one graph becomes two, the second comes last.
+    Numbers stay what they are, for other sites of the same owner; where one graph becomes two, the second comes last.
     """
-    replaced = {row[0].case.variant for row in rows}
-    variants = [
-        variant if number in replaced else dataclasses.replace(variant, graph=copy_graph(variant.graph))
-        for number, variant in enumerate(before)
+    replaced = {row[0].case.specialization for row in rows}
+    specializations = [
+        specialization
+        if number in replaced
+        else dataclasses.replace(specialization, graph=copy_graph(specialization.graph))
+        for number, specialization in enumerate(before)
     ]
     made_from, rewritten = list(range(len(before))), set[int]()
     for row, graph in zip(rows, graphs, strict=True):
-        number = row[0].case.variant
+        number = row[0].case.specialization
         old = before[number]
         guards = dict.fromkeys((*old.guards, *(guard for place in row for guard in place.assumed)))
         new = dataclasses.replace(old, guards=tuple(guards), graph=graph)
         if number in rewritten:
-            variants.append(new)
+            specializations.append(new)
             made_from.append(number)
         else:
-            variants[number] = new
+            specializations[number] = new
         rewritten.add(number)
-    return variants, made_from
+    return specializations, made_from
 
 
 def _is_covered(case: Case, places: Sequence[Place]) -> bool:
     """Say whether the same graph was looked at in a mode on which nothing in the members depends."""
-    known = [place for place in places if place.case.variant == case.variant]
+    known = [place for place in places if place.case.specialization == case.specialization]
     return bool(known) and not any(guard.asks_for_training for place in known for guard in place.assumed)
 
 
-def _is_for_one_mode(place: Place, other: Case, home: nn.Module) -> bool:
+def _is_for_one_mode(place: Place, other: Case, owner: nn.Module) -> bool:
     """Say whether a module in the members has no graph in the other mode: there its own forward runs, on slices."""
     if not other.flipped or place.case.flipped:
         return False
     calls = dict.fromkeys(member.call for pack in place.ensemble.packs for member in pack.members)
-    inside = (home.get_submodule(path) for call in calls for path in place.inlined.modules.get(call, ()))
+    inside = (owner.get_submodule(path) for call in calls for path in place.inlined.modules.get(call, ()))
     return any(_has_no_graph_in_other_mode(module) for module in inside)
 
 
 def _has_no_graph_in_other_mode(module: nn.Module) -> bool:
     capture = capture_of(module)
-    return capture is not None and not any(variant.runs_in_mode(module, flipped=True) for variant in capture.variants)
+    return capture is not None and not any(
+        specialization.runs_in_mode(module, flipped=True) for specialization in capture.specializations
+    )
 
 
-def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, home: str) -> Ensemble | None:
+def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, owner: str) -> Ensemble | None:
     wanted = _positions(ensemble)
-    found = find_ensembles(program, home, case.variant, flipped=case.flipped)
+    found = find_ensembles(program, owner, case.specialization, flipped=case.flipped)
     return next((other for other in found if _positions(other) == wanted), None)
 
 
@@ -168,7 +172,7 @@ def _reads_any(inlined: InlinedGraph, names: Sequence[str]) -> bool:
     return False
 
 
-def _described(case: Case, program: Program, home: str) -> str:
-    training = program.module(home).training is not case.flipped
-    kind = "the graph" if len(program.captures[home].variants) == 1 else f"graph {case.variant}"
+def _described(case: Case, program: Program, owner: str) -> str:
+    training = program.module(owner).training is not case.flipped
+    kind = "the graph" if len(program.captures[owner].specializations) == 1 else f"graph {case.specialization}"
     return f"{kind} of this module in {'training' if training else 'evaluation'}"

@@ -15,14 +15,14 @@ from .packs import Operand, Pack, Parameters, Selected, Shared, attribute
 __all__ = ["dimensional_slots", "operand_ranks"]
 
 
-def operand_ranks(operand: Operand, home: nn.Module) -> frozenset[object]:
+def operand_ranks(operand: Operand, owner: nn.Module) -> frozenset[object]:
     """Return what decides an operand's number of dimensions; nothing where it has one at the most."""
     match operand:
         case Pack():
             return operand.ranks if operand.result == "stacked" else frozenset[object]()
-        case Shared() if _is_flat(operand.operation.example) or _is_flat_attribute(operand.operation, home):
+        case Shared() if _is_flat(operand.operation.example) or _is_flat_attribute(operand.operation, owner):
             return frozenset()
-        case Parameters() if _is_flat(attribute(home, operand.names[0])):
+        case Parameters() if _is_flat(attribute(owner, operand.names[0])):
             return frozenset()
         case Selected():
             return frozenset((Selected(operand.source, 0),))
@@ -30,14 +30,14 @@ def operand_ranks(operand: Operand, home: nn.Module) -> frozenset[object]:
             return frozenset((operand,))
 
 
-def dimensional_slots(operands: Sequence[Operand], home: nn.Module) -> frozenset[int]:
+def dimensional_slots(operands: Sequence[Operand], owner: nn.Module) -> frozenset[int]:
     """Return the positions of stacked operands of which each member has one dimension at the least, at every call."""
-    return frozenset(slot for slot, operand in enumerate(operands) if _has_dimensions(operand, home))
+    return frozenset(slot for slot, operand in enumerate(operands) if _has_dimensions(operand, owner))
 
 
-def _has_dimensions(operand: Operand, home: nn.Module) -> bool:
+def _has_dimensions(operand: Operand, owner: nn.Module) -> bool:
     if isinstance(operand, Parameters):
-        tensor = attribute(home, operand.names[0])
+        tensor = attribute(owner, operand.names[0])
         return isinstance(tensor, torch.Tensor) and tensor.dim() > 0
     if not isinstance(operand, Pack):
         return False
@@ -73,5 +73,5 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
 
 
-def _is_flat_attribute(operation: Operation, home: nn.Module) -> bool:
-    return operation.kind == "get_attr" and _is_flat(attribute(home, str(operation.target)))
+def _is_flat_attribute(operation: Operation, owner: nn.Module) -> bool:
+    return operation.kind == "get_attr" and _is_flat(attribute(owner, str(operation.target)))

@@ -102,9 +102,9 @@ def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool
         find: returns a child of the module by its name.
         capture: of the module; its regions are not made yet.
     """
-    if len(capture.variants) > 1:
+    if len(capture.specializations) > 1:
         return True
-    for node in capture.variants[0].graph.find_nodes(op="call_module"):
+    for node in capture.specializations[0].graph.find_nodes(op="call_module"):
         plan = capture.regions.get(str(node.target))
         if plan is not None:
             children = plan.children

@@ -9,17 +9,17 @@ from torch import nn
 from ...compat import own_children
 from ...tracing.graphs import ContextRegion, context_regions
 
-__all__ = ["Owner", "owner_of"]
+__all__ = ["Holder", "holder_of"]
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The module that owns the children which the graph of a home calls.
+class Holder:
+    """The module that owns the children which the graph of a owner calls.
 
     Attributes:
-        name: the owner's qualified name; the home's own, if that is no context region.
-        module: the owner.
-        regions: from the home outwards the context regions inside the owner; each borrows its children from the next.
+        name: the holder's qualified name; the owner's own, if that is no context region.
+        module: the holder.
+        regions: from the owner outwards the context regions inside the holder; each borrows its children from the next.
         names: their qualified names.
     """
 
@@ -29,44 +29,44 @@ class Owner:
     names: tuple[str, ...]
 
     def path(self, name: str) -> str:
-        """Return what the owner calls a module or tensor that is called `name` in the home."""
+        """Return what the holder calls a module or tensor that is called `name` in the owner."""
         for region in self.regions:
             first, dot, rest = name.partition(".")
             name = region.origins.get(first, first) + dot + rest
         return name
 
     def qualified(self, name: str) -> str:
-        """Return what the model calls a module or tensor that is called `name` in the home."""
+        """Return what the model calls a module or tensor that is called `name` in the owner."""
         return self.inside + self.path(name)
 
     @property
     def inside(self) -> str:
-        """Return what the qualified names of all that is inside the owner begin with."""
+        """Return what the qualified names of all that is inside the holder begin with."""
         return f"{self.name}." if self.name else ""
 
     @property
-    def borrowers_and_owner(self) -> tuple[nn.Module, ...]:
-        """Return every module that has to hold a child for the home to call it."""
+    def borrowers_and_holder(self) -> tuple[nn.Module, ...]:
+        """Return every module that has to hold a child for the owner to call it."""
         return (*self.regions, self.module)
 
     def lend(self, name: str, module: nn.Module) -> None:
-        """Register a new child of the owner, and let the regions borrow it under the same name."""
+        """Register a new child of the holder, and let the regions borrow it under the same name."""
         setattr(self.module, name, module)
         children = own_children(self.module)
         for region in context_regions(children):
-            # Whoever lists the parameters is to find the new ones under the owner's name first.
+            # Whoever lists the parameters is to find the new ones under the holder's name first.
             children[region] = children.pop(region)
         for region in self.regions:
             region.add_module(name, module)
             region.origins = {**region.origins, name: name}
 
 
-def owner_of(model: nn.Module, home: str) -> Owner:
-    """Return the owner of what the graph of the module called `home` calls."""
+def holder_of(model: nn.Module, owner: str) -> Holder:
+    """Return the holder of what the graph of the module called `owner` calls."""
     regions: dict[str, ContextRegion] = {}
-    name, module = home, model.get_submodule(home)
+    name, module = owner, model.get_submodule(owner)
     while isinstance(module, ContextRegion):
         regions[name] = module
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
-    return Owner(name, module, tuple(regions.values()), tuple(regions))
+    return Holder(name, module, tuple(regions.values()), tuple(regions))

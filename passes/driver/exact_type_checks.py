@@ -14,10 +14,10 @@ from ...tracing.program import askers_without_answer, asking_around_changes
 if TYPE_CHECKING:
     from ...tracing.program import Program
 
-__all__ = ["Askers", "forbid_asking_forwards"]
+__all__ = ["TypeCheckers", "forbid_type_checking_forwards"]
 
 
-class Askers:
+class TypeCheckers:
     """What asks for classes where no graph has the answer.
 
     Attributes:
@@ -28,7 +28,7 @@ class Askers:
         self.around = around
 
     @classmethod
-    def compute(cls, program: Program) -> Askers:
+    def compute(cls, program: Program) -> TypeCheckers:
         modules = program.names.modules.values()
         captured = {module for module in modules if capture_of(module) is not None}
         around: dict[nn.Module, str] = {}
@@ -39,10 +39,10 @@ class Askers:
         return cls(around)
 
 
-def forbid_asking_forwards(modules: Collection[nn.Module]) -> None:
+def forbid_type_checking_forwards(modules: Collection[nn.Module]) -> None:
     """Let modules of a model that ask for the class of a rewritten one raise GuardError where no graph fits a call."""
     for module, place in asking_around_changes(modules).items():
         capture = capture_of(module)
-        if capture is not None and capture.variants and not capture.lost:
+        if capture is not None and capture.specializations and not capture.lost:
             own(module).lost = f"it asks for the class of a rewritten module by `type` ({place})"
             recompile(module)

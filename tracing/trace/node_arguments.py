@@ -12,12 +12,12 @@ from ..proxies import PLAIN, Recorder, ValueProxy
 from ..values import is_namedtuple
 from .attributes import Attributes
 
-__all__ = ["Lowering"]
+__all__ = ["NodeArguments"]
 
 _CONSTANTS = (enum.Enum, range)
 
 
-class Lowering:
+class NodeArguments:
     """Replace proxies by their nodes and tensors by get_attr nodes, containers included."""
 
     def __init__(self, tracer: Recorder, attributes: Attributes) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from .bytecode import TYPE, Asked, Display, Plain, Use, Value, uses_in
 from .reached_code import MISSING, Reached, reached_functions, value_of
 
-__all__ = ["asks_for_classes"]
+__all__ = ["checks_exact_types"]
 
 _BY_TEXT = (repr, print, issubclass)
 """What may be called with a class, besides `str` and errors: a subclass of the same name makes no difference to it."""
@@ -25,7 +25,7 @@ _TOLD = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
 """What a class that was made on the fly has in common with the user's."""
 
 
-def asks_for_classes(modules: Sequence[nn.Module], *, forwards: bool = True) -> str:
+def checks_exact_types(modules: Sequence[nn.Module], *, forwards: bool = True) -> str:
     """Return where the code that calling `modules` runs, but for the forwards of those inside, may ask for a class.
 
     Args:

@@ -11,16 +11,16 @@ from torch import nn
 
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
-from ...tracing.graphs import EVAL_ONLY, capture_of, outside_inference_mode, rest_again
-from ...tracing.program import Program, capture_program, rest
+from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
+from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import hold, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
 from ..contract import Pass
 from ..pipeline import Plan
 from ..sites import Phase
-from ..state import RECORD_KEY, StateMap, copied_module, outline_of
+from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
 from ..timing import collection_paused
-from .asked_classes import forbid_asking_forwards
+from .exact_type_checks import forbid_type_checking_forwards
 from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
@@ -88,7 +88,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
-    rest(program.names.distinct)
+    deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
     if manager.rewrites or record_of(fast) is not None:
@@ -96,7 +96,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     else:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.rewrites, record)
-    forbid_asking_forwards(program.names.distinct)
+    forbid_type_checking_forwards(program.names.distinct)
     release(program.names)
     _limit_to_evaluation(fast, manager.rewrites, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.
@@ -121,15 +121,15 @@ def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: R
 
 def _limit(module: nn.Module, passes: tuple[str, ...]) -> None:
     vars(module)[EVAL_ONLY] = passes
-    rest_again(module)  # of a class that refuses to be trained
+    deactivate_again(module)  # of a class that refuses to be trained
 
 
 def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
     """Yield the module that a rewrite changed, and those inside it, with graphs, whose tensors it took."""
-    home = rewrite.edit.owner.name
-    yield fast.get_submodule(home)
+    owner = rewrite.edit.holder.name
+    yield fast.get_submodule(owner)
     tensors = [name for step in rewrite.edit.state_map_of_model().steps for name in step.sources]
-    inside = {name[:end] for name in tensors for end in range(len(home) + 1, len(name)) if name[end] == "."}
+    inside = {name[:end] for name in tensors for end in range(len(owner) + 1, len(name)) if name[end] == "."}
     for module in map(fast.get_submodule, sorted(inside)):
         if capture_of(module) is not None:
             yield module
@@ -203,7 +203,7 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
         coverage="",
         parameters_before=count,
         parameters_after=count,
-        skeleton=outline_of(model),
+        skeleton=skeleton_of(model),
     )
 
 

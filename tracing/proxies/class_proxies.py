@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["stand_in"]
+__all__ = ["class_proxy"]
 
 _Make = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -29,6 +29,6 @@ class _Standing(type):
         return getattr(cls.fxopt_class, name)
 
 
-def stand_in(cls: type, make: _Make) -> type:
+def class_proxy(cls: type, make: _Make) -> type:
     """Return a class whose calls are `make(cls, args, kwargs)`, and that answers like `cls` otherwise."""
     return _Standing(cls.__name__, (), {"fxopt_class": cls, "fxopt_make": staticmethod(make), "__slots__": ()})

@@ -1,4 +1,4 @@
-"""Notice what becomes of a module at rest: its class is the user's, which drops no graph when an attribute is set."""
+"""Notice what becomes of an inactive module: its class is the user's, which drops no graph when an attribute is set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..values import PLAIN_TYPES, Absent, user_class
 __all__ = ["FOUND", "is_as_found", "note_found"]
 
 FOUND = "_fxopt_found"
-"""In the `__dict__` of a module at rest: the attributes that its graphs were made for, as they were then."""
+"""In the `__dict__` of an inactive module: the attributes that its graphs were made for, as they were then."""
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 _CONTAINERS = (list, dict, set)
@@ -22,7 +22,7 @@ def note_found(module: nn.Module, reads: Iterable[str]) -> None:
     """Keep what the attributes are that are part of a module's graphs; copies and pickles keep it, too.
 
     Args:
-        module: at rest from now on.
+        module: inactive from now on.
         reads: names of plain attributes, and of children whose class counts.
     """
     module.__dict__[FOUND] = {name: _value(module, name) for name in sorted(reads)}

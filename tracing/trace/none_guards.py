@@ -18,14 +18,14 @@ from ..reads import source_of, user_frame
 from .cleanup import only_reads
 from .decisions import Decisions
 
-__all__ = ["Presence", "is_statement"]
+__all__ = ["NoneGuards", "is_statement"]
 
 _TAKING_APART = (getattr, len, operator.getitem, operator.setitem)
 _COMPARISONS = (operator.eq, operator.ne)
 """Operators that take None for an operand."""
 
 
-class Presence:
+class NoneGuards:
     """Collect what a traced forward read of objects and found there, and check it once the whole graph is known.
 
     Args:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Ambient", "ambient_now", "outside_autocast", "outside_inference_mode"]
+__all__ = ["AutocastState", "autocast_state_now", "outside_autocast", "outside_inference_mode"]
 
 _DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Ambient:
+class AutocastState:
     """Hold the device types that autocast is on for, with their dtypes."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -28,11 +28,11 @@ class Ambient:
             yield
 
 
-def ambient_now() -> Ambient | None:
+def autocast_state_now() -> AutocastState | None:
     """Return the autocast that is on now, or None."""
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return None
-    return Ambient(tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)))
+    return AutocastState(tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ...operators import info_of, is_known_function, operator_info, operator_of_
 from ..guards import require
 from ..values import cached_by_class, is_container, is_leaf, is_library, keep, runs_as_sequential
 
-__all__ = ["draws", "function_draws_from_host", "module_draws", "tree_draws_from_host"]
+__all__ = ["draws", "function_draws_on_host", "module_draws", "tree_draws_on_host"]
 
 _WORDS = ("Attention", "LSTM", "GRU", "RNN", "Transformer")
 """What is in the names of torch's modules that may draw, and compute more than one operator."""
@@ -57,14 +57,14 @@ def module_draws(module: nn.Module) -> bool:
     return any(word in type(module).__name__ for word in _WORDS) if random is None else random
 
 
-def function_draws_from_host(function: Any) -> bool:
+def function_draws_on_host(function: Any) -> bool:
     """Tell whether a function that is not torch's, or one in its file, draws from Python's generator or numpy's."""
     if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
         return False
     return _any_draws([function, *inspect.unwrap(function).__globals__.values()])
 
 
-def tree_draws_from_host(module: nn.Module) -> bool:
+def tree_draws_on_host(module: nn.Module) -> bool:
     """Tell whether a module or one inside it may draw from Python's generator or numpy's."""
     if not own_children(module):
         return _class_draws_from_host(type(module))
@@ -75,8 +75,10 @@ def tree_draws_from_host(module: nn.Module) -> bool:
 def _class_draws_from_host(cls: type) -> bool:
     """Tell whether a method of a class, or a function in its files, draws from Python's generator or numpy's."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-    homes = {base.__module__ for base in bases if base.__module__ in sys.modules}
-    return _any_draws(value for space in (*bases, *map(sys.modules.get, homes)) for value in list(vars(space).values()))
+    owners = {base.__module__ for base in bases if base.__module__ in sys.modules}
+    return _any_draws(
+        value for space in (*bases, *map(sys.modules.get, owners)) for value in list(vars(space).values())
+    )
 
 
 def _any_draws(values: Iterable[Any]) -> bool:

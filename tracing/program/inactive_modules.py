@@ -8,28 +8,34 @@ from torch import nn
 
 from ...compat import all_modules, own_children
 from ..graphs import Capture, Region, capture_of, context_regions, install, own_class, required_capture
-from ..reads import asks_for_classes
+from ..reads import checks_exact_types
 from ..values import ModelNames, all_inside, user_class
 
-__all__ = ["askers_without_answer", "asking_around_changes", "rest", "rest_askers", "rested_inside_askers"]
+__all__ = [
+    "askers_without_answer",
+    "asking_around_changes",
+    "deactivate",
+    "deactivate_type_checkers",
+    "inactive_inside_type_checkers",
+]
 
 
-def rest(modules: Collection[nn.Module]) -> None:
+def deactivate(modules: Collection[nn.Module]) -> None:
     """Let each module of a model whose graphs are as they were captured run its own forward; the graphs are kept.
 
     So whatever no pass has changed is as fast as before, runs the user's code, and is of the user's very class. Its
     graphs count for as long as the attributes that are part of them are what they were. What asks for the exact class
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
-    able = [module for module in modules if _may_rest(module)]
+    able = [module for module in modules if _may_be_inactive(module)]
     asking = _askers(able)
     around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
-    _rest_all(module for module in able if module not in asking or module not in around)
+    _deactivate_all(module for module in able if module not in asking or module not in around)
 
 
-def _may_rest(module: nn.Module) -> bool:
+def _may_be_inactive(module: nn.Module) -> bool:
     capture = capture_of(module)
-    if capture is None or capture.lost or capture.resting or isinstance(module, Region):
+    if capture is None or capture.lost or capture.inactive or isinstance(module, Region):
         return False
     return not (capture.rewritten or _is_rewritten_inside(module))
 
@@ -40,17 +46,17 @@ def _is_rewritten_inside(module: nn.Module) -> bool:
     return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
 
 
-def _rest_all(modules: Iterable[nn.Module]) -> None:
-    resting: dict[int, Capture] = {}
+def _deactivate_all(modules: Iterable[nn.Module]) -> None:
+    inactive: dict[int, Capture] = {}
     for module in modules:
         capture = required_capture(module)
-        if id(capture) not in resting:
-            resting[id(capture)] = capture.set_to_rest(True)
-        install(module, resting[id(capture)])
+        if id(capture) not in inactive:
+            inactive[id(capture)] = capture.set_inactive(True)
+        install(module, inactive[id(capture)])
 
 
 def _changed(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the modules of a model that are of a class of their own, also when what can rest does."""
+    """Return the modules of a model that are of a class of their own, also when what can be is inactive."""
     return {m for m in modules if not isinstance(m, Region) and _has_own_class(m)}
 
 
@@ -58,7 +64,7 @@ def _has_own_class(module: nn.Module) -> bool:
     if own_class(module) is not user_class(type(module)):
         return True
     capture = capture_of(module)
-    return capture is not None and not capture.resting and not _may_rest(module)
+    return capture is not None and not capture.inactive and not _may_be_inactive(module)
 
 
 def _around(modules: Iterable[nn.Module], changed: Collection[nn.Module]) -> set[nn.Module]:
@@ -85,9 +91,9 @@ def _askers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.M
         forwards: count what their own forwards ask, and not only what runs around these, such as hooks.
     """
     asking = list(modules)
-    if not asks_for_classes(asking, forwards=forwards):
+    if not checks_exact_types(asking, forwards=forwards):
         return {}
-    asked = {module: asks_for_classes([module], forwards=forwards) for module in asking}
+    asked = {module: checks_exact_types([module], forwards=forwards) for module in asking}
     return {module: place for module, place in asked.items() if place}
 
 
@@ -110,14 +116,14 @@ def asking_around_changes(modules: Collection[nn.Module]) -> dict[nn.Module, str
     return {module: place for module, place in asking.items() if module in around}
 
 
-def rest_askers(model: nn.Module) -> None:
+def deactivate_type_checkers(model: nn.Module) -> None:
     """Let what asks for classes, and all that is inside it, run its own forward, of the user's very class."""
     inside = all_inside(_askers(all_modules(model)))
-    _rest_all(module for module in inside if _may_rest(module))
+    _deactivate_all(module for module in inside if _may_be_inactive(module))
 
 
-def rested_inside_askers(names: ModelNames, captured: Mapping[str, Capture]) -> dict[str, Capture]:
-    """Return captures, at rest those of modules that something may ask for their class where no graph has the answer.
+def inactive_inside_type_checkers(names: ModelNames, captured: Mapping[str, Capture]) -> dict[str, Capture]:
+    """Return captures, inactive those of modules that something may ask for their class where no graph has the answer.
 
     Args:
         names: of the model.
@@ -127,7 +133,7 @@ def rested_inside_askers(names: ModelNames, captured: Mapping[str, Capture]) -> 
     inside = all_inside(askers_without_answer(names.modules.values(), having))
     if not inside:
         return dict(captured)
-    resting = {id(capture): capture.set_to_rest(True) for capture in captured.values()}
+    inactive = {id(capture): capture.set_inactive(True) for capture in captured.values()}
     return {
-        name: resting[id(capture)] if names.modules[name] in inside else capture for name, capture in captured.items()
+        name: inactive[id(capture)] if names.modules[name] in inside else capture for name, capture in captured.items()
     }

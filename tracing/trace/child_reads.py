@@ -21,14 +21,14 @@ from ..proxies import Recorder
 from ..reads import NestedReads, class_attribute, frames_of_trace, guards_on, is_users
 from ..values import CONTAINERS, user_class
 
-__all__ = ["ChildQuestions"]
+__all__ = ["ChildReads"]
 
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"}
 """What every module has: to read it says nothing of a class."""
 _REGISTRIES = ("__dict__", "_parameters", "_buffers", "_modules")
 
 
-class ChildQuestions:
+class ChildReads:
     """Note what is asked of the modules inside the traced one.
 
     Attributes:
@@ -106,7 +106,7 @@ class ChildQuestions:
     def _paths(self, module: nn.Module) -> list[list[str]]:
         """Return the names that lead from the traced module to one inside it."""
         with self._tracer.session.aside():
-            return [path.split(".") for path in self._tracer.names.all_relative(self._tracer.home, module) if path]
+            return [path.split(".") for path in self._tracer.names.all_relative(self._tracer.owner, module) if path]
 
 
 def _items(module: nn.Module | None) -> Iterator[nn.Module]:
