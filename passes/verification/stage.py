@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing.recording import AttributeState
-from ...tracing.values import INTERNAL, RandomState, TensorFunction, replaced_tensors
+from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors
 
 __all__ = ["Stage", "random_state_kept"]
 
@@ -129,7 +129,7 @@ class _Belongings:
                 if tensor is not None:
                     register[name] = stand_in(tensor)
         for name, value in self.held.items():
-            self.own[name] = replaced_tensors(value, stand_in)
+            self.own[name] = map_tensors(stand_in, value)
 
     def restore(self) -> None:
         for dictionary, content in (*self.registers, (self.own, self.attributes)):

@@ -16,7 +16,7 @@ import torch
 
 from .class_cache import cached_by_class
 from .generators import RandomState
-from .objects import copied_object, makes_objects, state_of
+from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
 
 __all__ = ["Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep"]
@@ -184,8 +184,9 @@ def _holders(root: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield what holds something in `root`, itself first, with the paths there."""
     if len(path) <= _DEPTH and _containers(root):
         yield path, root
-        for step, part in _parts(root):
-            yield from _holders(part, (*path, step))
+        for step, part in parts_of(root):
+            if isinstance(step, (str, int)):
+                yield from _holders(part, (*path, step))
 
 
 def changed_paths(root: Any, before: Mapping[Path, Any]) -> list[Path]:
@@ -240,11 +241,3 @@ def _containers(value: object) -> list[Any]:
 def _ways_of_holding(kind: type) -> tuple[bool, bool]:
     """Say whether values of a type hold others as objects do, and whether they are containers."""
     return makes_objects(kind), issubclass(kind, (list, MutableMapping))
-
-
-def _parts(value: object) -> list[tuple[str | int, Any]]:
-    parts: list[tuple[Any, Any]] = []
-    for container in _containers(value):
-        listed = isinstance(container, list)
-        parts += enumerate(cast("list[Any]", container)) if listed else container.items()
-    return [(key, item) for key, item in parts if isinstance(key, (str, int))]
