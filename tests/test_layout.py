@@ -58,6 +58,8 @@ ROOMS = {
         ("sites",),
     ),
 }
+NOT_MIRRORED = {Path(), Path("models")}
+"""Folders of tests that stand for no folder of the package: public functions, and models that nobody here wrote."""
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 MOST_FILES = 16
@@ -134,6 +136,7 @@ def _split(source: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
 
 FILES = sources()
 IDS = [str(p.relative_to(ROOT)) for p in FILES]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
 
 
@@ -253,6 +256,15 @@ def test_packaging_lists_every_package():
 def test_no_package_among_the_tests():
     assert not list((ROOT / "tests").rglob("__init__.py"))
     assert not (ROOT / "conftest.py").exists()
+
+
+@pytest.mark.parametrize("path", TESTS, ids=[str(p.relative_to(ROOT)) for p in TESTS])
+def test_tests_mirror_the_rooms(path: Path):
+    folder = path.relative_to(ROOT / "tests").parent
+    if path.name == "conftest.py" or folder in NOT_MIRRORED:
+        return
+    assert (ROOT / folder / "__init__.py").exists(), f"there is no {folder}/ that {path.name} could be a test of"
+    assert str(folder) not in ROOMS, f"{path.name} belongs into a room of {folder}/"
 
 
 def test_versions_agree():
