@@ -72,7 +72,7 @@ def parts_of(value: object) -> list[tuple[Any, Any]]:
         return list(cast("Mapping[Any, Any]", value).items())
     if isinstance(value, (tuple, list, set)):
         items: Any = cast("Any", value)
-        return list(zip(items._fields, items, strict=True) if is_namedtuple(items) else enumerate(items))
+        return list(zip(items._fields if is_namedtuple(items) else range(len(items)), items, strict=True))
     if has_attributes(value):
         return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -122,12 +122,12 @@ def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 def _rebuild_dataclass(value: Any, function: Callable[[Any], Any]) -> Any:
     new: Any = copy.copy(value)
-    held = cast("dict[str, Any]", new) if isinstance(new, dict) else dict[str, Any]()
-    for name in [field.name for field in dataclasses.fields(value)]:
-        item = getattr(value, name)
+    held = cast("dict[str, Any]", value) if isinstance(value, dict) else dict[str, Any]()
+    for name in [field.name for field in dataclasses.fields(new)]:
+        item = getattr(new, name)
         mapped = function(item)
         if mapped is not item:
             object.__setattr__(new, name, mapped)
             if name in held:
-                dict.__setitem__(held, name, mapped)
+                dict.__setitem__(new, name, mapped)
     return new
