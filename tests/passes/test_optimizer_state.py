@@ -338,9 +338,7 @@ def test_members_of_which_only_some_have_state(setting: Setting):
 
 def test_members_of_which_only_some_are_held(setting: Setting):
     optimizer = optim.Adam(setting.before.heads[0].parameters())
-    refused(
-        setting, optimizer, r"has 'heads.0.0.weight' but not 'heads.1.0.weight', .*now one tensor 'fused.0_weight'"
-    )
+    refused(setting, optimizer, r"has 'heads.0.0.weight' but not 'heads.1.0.weight', .*now one tensor 'fused.0_weight'")
 
 
 def test_an_optimizer_of_another_model(setting: Setting):

@@ -179,7 +179,7 @@ WRONG = {
     "none": (lambda m, x: (x, None), lambda m, x: (x, x), "output structure changed"),
     "raises": (lambda m, x: x, lambda m, x: x.nonsense(), "the rewritten module raises AttributeError"),
     "not a number": (lambda m, x: x.clamp(min=0), lambda m, x: x.sqrt() ** 2, "nan"),
-    "in place": (lambda m, x: x + 1, lambda m, x: x.add_(1), "input[0] is changed in place"),
+    "in place": (lambda m, x: x + 1, lambda m, x: x.add_(1), "input[0] is now changed in place"),
     "no longer in place": (lambda m, x: x.add_(1), lambda m, x: x + 1, "input[0] is no longer changed in place"),
     "value": (lambda m, x: (x, 3), lambda m, x: (x, 4), "output[1] changed from 3 to 4"),
     "number": (lambda m, x: (x, x.sum().item()), lambda m, x: (x, x.mean().item()), "output[1] differs"),
