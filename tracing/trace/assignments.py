@@ -25,7 +25,7 @@ from ..guards import (
 )
 from ..proxies import Recorder, ValueProxy
 from ..recording import Change
-from ..values import INTERNAL, Absent
+from ..values import INTERNAL, Absent, qualified
 
 __all__ = ["Assignments", "State", "assign"]
 
@@ -102,7 +102,7 @@ class Assignments:
         Raises:
             Untraceable: if no graph can say it.
         """
-        target = f"{path}.{name}" if path else name
+        target = qualified(path, name)
         with self._tracer.session.aside():
             if _held(module, name) is value:
                 return

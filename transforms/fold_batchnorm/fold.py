@@ -14,10 +14,10 @@ from ...layers.members import seal
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.values import INTERNAL, user_class
+from ...tracing.values import INTERNAL, qualified, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
-from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in, qualified
+from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in
 
 if TYPE_CHECKING:
     from ...passes.rewriting import Edit
