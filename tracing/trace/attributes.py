@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import in_place_format
 from ..guards import Source, attribute_at, question
-from ..proxies import Recorder, ValueProxy
+from ..proxies import ValueProxy
 from ..reads import NestedReads, items_of
 from ..values import INTERNAL, copied, has_attributes, qualified
 from .assignments import Assignments
 from .child_reads import ChildReads
 from .open_contexts import OpenContexts
+from .protocol import Tracer
 
 __all__ = ["Attributes"]
 
@@ -36,7 +37,7 @@ class Attributes:
 
     def __init__(
         self,
-        tracer: Recorder,
+        tracer: Tracer,
         answers: Mapping[Source, bool],
         questions: ChildReads,
         contexts: OpenContexts,
