@@ -234,7 +234,7 @@ def test_what_called_modules_change_is_put_back(writer: str, lost: bool, rows: i
 def test_who_only_calls_is_told_what_others_note():
     memory = Memory()
     before = state_of(memory)
-    asks = keep(memory, ((),), asks=True)
+    subscriber = keep(memory, ((),), subscribes=True)
     assert not asks.containers
     keep(memory, (("layers", 0), ("seen",)))
     memory.update(torch.ones(2), 0)
@@ -243,8 +243,8 @@ def test_who_only_calls_is_told_what_others_note():
     memory.layers.clear()
     announce_changes()
     keep(memory, ((),))
-    assert len(asks.told) == 2
-    asks.told[-1].restore()
+    assert len(subscriber.notes) == 2
+    subscriber.notes[-1].restore()
     assert state_of(memory) == between
     asks.restore()
     assert state_of(memory) == before
