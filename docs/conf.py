@@ -7,4 +7,4 @@ html_theme = "furo"
 html_title = "fxopt"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]
+suppress_warnings = ["myst.xref_missing", "misc.highlighting_failure"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..compat import modules_by_name, own_tensor, version_of
 from ..errors import FusedMemberError
 from ..tracing.graphs import Captured, sharing
-from ..tracing.values import class_recipe, subclass, user_class
+from ..tracing.values import class_recipe, qualified, subclass, user_class
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
@@ -246,7 +246,7 @@ def _outside(module: nn.Module) -> dict[str, View]:
     children = modules_by_name(module)
     inside = {id(child) for child in children.values()}
     return {
-        f"{path}.{name}" if path else name: view
+        qualified(path, name): view
         for path, child in children.items()
         for name, view in child.__dict__.get(VIEWS, {}).items()
         if id(view.store) not in inside

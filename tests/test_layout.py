@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import re
 import tomllib
 from collections import Counter
@@ -57,6 +58,8 @@ ROOMS = {
         ("sites",),
     ),
 }
+NOT_MIRRORED = {Path(), Path("models")}
+"""Folders of tests that stand for no folder of the package: public functions, and models that nobody here wrote."""
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 50
 MOST_FILES = 16
@@ -133,6 +136,7 @@ def _split(source: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
 
 FILES = sources()
 IDS = [str(p.relative_to(ROOT)) for p in FILES]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
 
 
@@ -176,6 +180,30 @@ def test_no_files_import_each_other_in_a_circle():
     for path in FILES:
         graph.add_edges_from((module_name(path), ".".join(("fxopt", *found.source))) for found in imports(path))
     assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def test_the_picture_of_the_architecture_is_the_code():
+    """Compare the diagram with the imports between rooms and folders, without those that follow from others."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = re.search(r"```mermaid\n(.*?)```", page, re.DOTALL)
+    assert picture is not None
+    drawn = nx.DiGraph()
+    for line in picture[1].splitlines():
+        steps = [step.split(" & ") for step in line.strip().split(" --> ")]
+        for tails, heads in itertools.pairwise(steps):
+            drawn.add_edges_from(itertools.product(tails, heads))
+    found = nx.DiGraph()
+    for path in FILES:
+        for each in imports(path):
+            found.add_edge(place(path.relative_to(ROOT).with_suffix("").parts), place(each.source))
+    found = found.subgraph(drawn.nodes | {room for rooms in ROOMS.values() for names in rooms for room in names}).copy()
+    found.remove_edges_from(list(nx.selfloop_edges(found)))
+    assert set(drawn.edges) == set(nx.transitive_reduction(found).edges)
+
+
+def place(parts: tuple[str, ...]) -> str:
+    """Return the room or folder that a module is in."""
+    return parts[1] if len(parts) > 1 and parts[0] in ROOMS else parts[0] if parts else "__init__"
 
 
 def test_no_folder_holds_too_many_files():
@@ -228,6 +256,15 @@ def test_packaging_lists_every_package():
 def test_no_package_among_the_tests():
     assert not list((ROOT / "tests").rglob("__init__.py"))
     assert not (ROOT / "conftest.py").exists()
+
+
+@pytest.mark.parametrize("path", TESTS, ids=[str(p.relative_to(ROOT)) for p in TESTS])
+def test_tests_mirror_the_rooms(path: Path):
+    folder = path.relative_to(ROOT / "tests").parent
+    if path.name == "conftest.py" or folder in NOT_MIRRORED:
+        return
+    assert (ROOT / folder / "__init__.py").exists(), f"there is no {folder}/ that {path.name} could be a test of"
+    assert str(folder) not in ROOMS, f"{path.name} belongs into a room of {folder}/"
 
 
 def test_versions_agree():

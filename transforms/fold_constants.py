@@ -14,7 +14,7 @@ from ..passes.rewriting import handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
 from ..tracing.graphs import ContextRegion
-from ..tracing.values import is_meta
+from ..tracing.values import is_meta, qualified
 
 if TYPE_CHECKING:
     from ..passes.rewriting import Edit
@@ -48,7 +48,7 @@ class FoldConstants(Pass):
         on_meta = is_meta(program.model)
         for owner, specialization, graph, constants in found_in_graphs(program, Constants):
             for node in constants.written:
-                yield Refusal("the constant, or a view of it, is written to", _qualified(owner, node))
+                yield Refusal("the constant, or a view of it, is written to", qualified(owner, node.name))
             ends = constants.ends()
             handed = handed_out(graph, program, owner) if ends else ()
             sizes: dict[fx.Node, int] = {}
@@ -58,7 +58,7 @@ class FoldConstants(Pass):
                 if reason is None:
                     sizes[node] = size
                 else:
-                    yield Refusal(reason, _qualified(owner, node))
+                    yield Refusal(reason, qualified(owner, node.name))
             if sizes:
                 yield _site(sizes, program, owner, specialization)
 
@@ -88,7 +88,7 @@ def _site(sizes: Mapping[fx.Node, int], program: Program, owner: str, specializa
     elements = f"{sum(sizes.values()):,} elements"
     if len(sizes) > 1:
         return Site(program, owner, nodes, specialization, detail=f"{len(sizes)} constants, {elements}")
-    return Site(program, owner, nodes, specialization, detail=elements, label=_qualified(owner, next(iter(sizes))))
+    return Site(program, owner, nodes, specialization, detail=elements, label=qualified(owner, next(iter(sizes)).name))
 
 
 class Constants:
@@ -117,10 +117,6 @@ class Constants:
         """Return the constant tensors that something else reads."""
         ends = [node for node in self.nodes if any(user not in self.nodes for user in node.users)]
         return [node for node in sorted(ends) if isinstance(evaluate(node), torch.Tensor)]
-
-
-def _qualified(owner: str, node: fx.Node) -> str:
-    return f"{owner}.{node.name}" if owner else node.name
 
 
 def evaluate(node: fx.Node) -> Any:

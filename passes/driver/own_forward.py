@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from ...compat import modules_by_name, own_buffers, own_parameters, submodule, transient_buffers
 from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
+from ...tracing.values import qualified
 from ..sites import Numerics, OwnForward
 from ..state import Holder, holder_of
 
@@ -56,7 +57,7 @@ def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Reco
     for node in (node for specialization in capture.specializations for node in specialization.graph.nodes):
         target = str(node.target)
         added = node.op == "call_module" and target not in borrowed
-        added = added and submodule(record.skeleton, _qualified(owner, target)) is None
+        added = added and submodule(record.skeleton, qualified(owner, target)) is None
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue
@@ -79,7 +80,7 @@ def _read(node: fx.Node, module: nn.Module) -> Iterator[str]:
 def _lasting_inside(module: nn.Module, name: str) -> Iterator[str]:
     """Yield the names of the parameters and lasting buffers of a module called `name`, and of those inside it."""
     for path, inner in modules_by_name(module).items():
-        yield from (".".join(filter(None, (name, path, own_name))) for own_name in _lasting(inner))
+        yield from (qualified(qualified(name, path), own_name) for own_name in _lasting(inner))
 
 
 def _lasting(module: nn.Module) -> list[str]:
@@ -87,7 +88,3 @@ def _lasting(module: nn.Module) -> list[str]:
     buffers = own_buffers(module).keys() - transient_buffers(module)
     found = {**own_parameters(module), **{name: own_buffers(module)[name] for name in buffers}}
     return [name for name, tensor in found.items() if tensor is not None]
-
-
-def _qualified(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name

@@ -13,7 +13,7 @@ from ...operators import OpInfo, draws, info_of, is_known_function, mutates, ope
 from ...tracing.graphs import Capture, capture_of
 from ...tracing.guards import require
 from ...tracing.recording import Likeness
-from ...tracing.values import TensorMeta, user_class
+from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def has_effects(node: fx.Node, program: Program, owner: str) -> bool:
             return False
         case "call_module":
             callee = program.callee(owner, node)
-            return _module_has_effects(callee, program, _name(owner, node)) or _may_leave_its_graph(
+            return _module_has_effects(callee, program, qualified(owner, str(node.target))) or _may_leave_its_graph(
                 node, callee, program
             )
         case "call_method":
@@ -97,11 +97,6 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
     return len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
 
 
-def _name(owner: str, node: fx.Node) -> str:
-    """Return a qualified name of the module that a node in the graph of `owner` calls."""
-    return f"{owner}.{node.target}" if owner else str(node.target)
-
-
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
     known, kind = program.analyses[_KnownKinds].effects, program.analyses[Likeness].of(module)
     if kind not in known:
@@ -137,7 +132,7 @@ def _info_of_leaf(module: nn.Module) -> OpInfo:
 def writes(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
-        return _module_writes(program.callee(owner, node), program, _name(owner, node))
+        return _module_writes(program.callee(owner, node), program, qualified(owner, str(node.target)))
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
     return mutates(node) or (has_effects(node, program, owner) and not draws(node))
@@ -203,7 +198,9 @@ def _may_share(node: fx.Node, program: Program, owner: str) -> bool:
         is_fresh = info_of(node).fresh and not mutates(node)
         return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
     callee = program.callee(owner, node)
-    return _module_shares(callee, program, _name(owner, node)) or _may_leave_its_graph(node, callee, program)
+    return _module_shares(callee, program, qualified(owner, str(node.target))) or _may_leave_its_graph(
+        node, callee, program
+    )
 
 
 def _holds_tensors(described: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing.recording import AttributeState
-from ...tracing.values import INTERNAL, RandomState, TensorFunction, replaced_tensors
+from ...tracing.values import INTERNAL, RandomState, TensorFunction, qualified, replaced_tensors
 
 __all__ = ["Stage", "random_state_kept"]
 
@@ -58,7 +58,7 @@ class Stage:
     def plain(self) -> dict[str, Tensor]:
         """Return the tensors that modules hold as plain attributes, by name."""
         return {
-            f"{prefix}.{name}" if prefix else name: value
+            qualified(prefix, name): value
             for prefix, module in self._modules.items()
             for name, value in vars(module).items()
             if isinstance(value, Tensor)

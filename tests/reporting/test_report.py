@@ -109,7 +109,7 @@ def test_hostile_names_cannot_move_the_cursor_or_change_colours():
     shown = report(decision(label=evil, reason=evil, detail=evil), decision("refused", evil, reason="no"))
     for text in (str(shown), on_terminal(shown, 140)):
         assert "\x1b[2J" not in text
-        assert "\\x1b[2J\\n" in text.replace("\n", "") or "\\x1b" in text
+        assert "\\x1b" in text
         assert "[red]" in text
 
 

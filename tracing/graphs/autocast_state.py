@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AutocastState", "autocast_state_now", "outside_autocast", "outside_inference_mode"]
+__all__ = ["AutocastState", "autocast_state_now", "outside_inference_mode"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -33,15 +33,6 @@ def autocast_state_now() -> AutocastState | None:
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return None
     return AutocastState(tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)))
-
-
-@contextmanager
-def outside_autocast() -> Generator[None]:
-    """Leave autocast for a while, on all devices that it is on for."""
-    with ExitStack() as stack:
-        for device in filter(torch.is_autocast_enabled, _DEVICES):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 @contextmanager

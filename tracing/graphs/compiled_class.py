@@ -60,7 +60,7 @@ def _like(function: Any, model: Any) -> Any:
 def _function(base: type[nn.Module], source: Code, signature: Signature) -> Any:
     filename = f"<fxopt {base.__qualname__}.forward {next(_serial)}>"
     names = dict(source.names)
-    # The text was generated from a graph by tracing/source.py; every foreign object is a name, not text.
+    # The text was generated from a graph by source.py; every foreign object is a name, not text.
     exec(compile(source.text, filename, "exec"), names)  # noqa: S102
     function = names["forward"]
     function.__defaults__ = signature.defaults or None

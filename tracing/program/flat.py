@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from ...compat import submodule
 from ..graphs import Capture, Specialization, capture_of
 from ..guards import Source, reader
+from ..values import qualified
 
 __all__ = ["FlatNode", "FlatView"]
 
@@ -65,7 +66,7 @@ class FlatView:
         output: FlatNode | None = None
         for node in capture.specializations[0].graph.nodes:
             flat = FlatNode(path, owner, node)
-            called = f"{owner}.{node.target}" if owner else str(node.target)
+            called = qualified(owner, str(node.target))
             inner = self._capture(called) if node.op == "call_module" else None
             if inner is not None:
                 sources[node] = self._add_call(flat, called, inner, sources)

@@ -12,7 +12,7 @@ from ...compat import submodule
 from ...errors import CaptureError, InputError
 from ..graphs import Capture, Region, capture_of
 from ..recording import Recording, in_phase, misses_in, record
-from ..values import Inputs, ModelNames
+from ..values import Inputs, ModelNames, qualified
 from .capturing import Opaque
 from .coverage import Coverage
 from .flat import FlatView
@@ -177,7 +177,7 @@ class Program:
         """
         if node.op != "call_module":
             raise CaptureError(f"node {node.name!r} in {owner or '(root)'!r} calls no module: it is a {node.op}")
-        return self.module(f"{owner}.{node.target}" if owner else str(node.target))
+        return self.module(qualified(owner, str(node.target)))
 
     def matches(self, pattern: Searchable[_T]) -> Iterable[_T]:
         """Return the matches of a pattern."""

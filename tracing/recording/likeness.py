@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_children, own_parameters
 from ..graphs import FOUND
-from ..values import PLAIN_TYPES, Inputs
+from ..values import PLAIN_TYPES, Inputs, qualified
 
 __all__ = ["Alike", "Described", "Likeness"]
 
@@ -165,7 +165,7 @@ def _named_tensors(held: Iterable[tuple[str, _Parts]]) -> dict[int, str | None]:
     for path, parts in held:
         for name, part in parts:
             if isinstance(part, Tensor):
-                tensors.setdefault(id(part), name and (f"{path}.{name}" if path else name))
+                tensors.setdefault(id(part), name and qualified(path, name))
     return tensors
 
 

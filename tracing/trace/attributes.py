@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import in_place_format
 from ..guards import Source, attribute_at, question
-from ..proxies import Recorder, ValueProxy
+from ..proxies import ValueProxy
 from ..reads import NestedReads, items_of
-from ..values import INTERNAL, copied, has_attributes
+from ..values import INTERNAL, copied, has_attributes, qualified
 from .assignments import Assignments
 from .child_reads import ChildReads
 from .open_contexts import OpenContexts
+from .protocol import Tracer
 
 __all__ = ["Attributes"]
 
@@ -36,7 +37,7 @@ class Attributes:
 
     def __init__(
         self,
-        tracer: Recorder,
+        tracer: Tracer,
         answers: Mapping[Source, bool],
         questions: ChildReads,
         contexts: OpenContexts,
@@ -177,7 +178,7 @@ class Attributes:
         path = self._tracer.names.relative(self._tracer.owner, module)
         if path is None:
             return True
-        target = f"{path}.{name}" if path else name
+        target = qualified(path, name)
         is_set = self._assignments.is_written(module, name)
         if is_set or not (issubclass(type(value), ValueProxy) and _changes(value.node, target)):
             self._assignments.record(module, path, name, value)
@@ -198,9 +199,7 @@ class Attributes:
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.owner, module)
-        if path is None:
-            return None
-        return f"{path}.{name}" if path else name
+        return None if path is None else qualified(path, name)
 
 
 def _path_to(tensor: Tensor, value: Any, depth: int = 2) -> tuple[int | str, ...] | None:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ...compat import operator_format
 from ..guards import DESCRIPTIONS, SWITCHES, require
+from ..values import TensorMeta
 
 __all__ = ["drop_unused", "late_checks", "only_reads"]
 
@@ -38,8 +39,6 @@ def only_reads(node: fx.Node) -> bool:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    from ..values import TensorMeta
-
     return isinstance(node.meta.get("val"), TensorMeta)
 
 

@@ -27,8 +27,9 @@ from ..guards import (
     source_of_node,
     type_of,
 )
-from ..proxies import UNKNOWN, Messages, Recorder, ValueProxy, proxies_in
+from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
 from ..reads import source_of, user_frame
+from .protocol import Tracer
 
 __all__ = ["BY_DATA", "Decisions"]
 
@@ -57,7 +58,7 @@ class Decisions:
         by_data: the `require` nodes that ask what the data in a tensor decide.
     """
 
-    def __init__(self, tracer: Recorder, messages: Messages) -> None:
+    def __init__(self, tracer: Tracer, messages: Messages) -> None:
         self._messages = messages
         self.guards: dict[Guard, None] = {}
         self.flags: dict[Source, bool] = {}

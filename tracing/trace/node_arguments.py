@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..proxies import PLAIN, Recorder, ValueProxy
+from ..proxies import PLAIN, ValueProxy
 from ..values import is_namedtuple
 from .attributes import Attributes
+from .protocol import Tracer
 
 __all__ = ["NodeArguments"]
 
@@ -20,7 +21,7 @@ _CONSTANTS = (enum.Enum, range)
 class NodeArguments:
     """Replace proxies by their nodes and tensors by get_attr nodes, containers included."""
 
-    def __init__(self, tracer: Recorder, attributes: Attributes) -> None:
+    def __init__(self, tracer: Tracer, attributes: Attributes) -> None:
         self._tracer = tracer
         self._attributes = attributes
 

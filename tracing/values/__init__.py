@@ -10,7 +10,7 @@ from .inputs import Inputs, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, is_container, is_leaf, is_library, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
-from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, tensors_by_name
+from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, qualified, tensors_by_name
 from .objects import copied_object, has_attributes, is_object, is_whole, objects_in, state_of, tensors_within
 from .plain_types import PLAIN_TYPES, is_plain_structure
 from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
@@ -75,6 +75,7 @@ __all__ = [
     "normalize_inputs",
     "objects_in",
     "plain",
+    "qualified",
     "replaced_tensors",
     "runs_as_sequential",
     "same_kind",

@@ -16,6 +16,7 @@ __all__ = [
     "all_inside",
     "all_tensors",
     "is_meta",
+    "qualified",
     "tensors_by_name",
 ]
 
@@ -104,7 +105,7 @@ class ModelNames:
         for path, module in self.modules.items():
             for name, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in first:
-                    first[id(parameter)] = (f"{path}.{name}" if path else name, parameter)
+                    first[id(parameter)] = (qualified(path, name), parameter)
         return dict(first.values())
 
     def registered(self, *, transient: bool = True) -> dict[str, Tensor]:
@@ -147,8 +148,13 @@ class ModelNames:
             if name == owner or name.startswith(prefix):
                 inside = name[len(prefix) :] if name != owner else ""
                 for key, tensor in _own_tensors(module).items():
-                    found.setdefault(id(tensor), f"{inside}.{key}" if inside else key)
+                    found.setdefault(id(tensor), qualified(inside, key))
         return found
+
+
+def qualified(owner: str, name: str) -> str:
+    """Return what a model calls what the module called `owner` calls `name`; "" is the module itself."""
+    return f"{owner}.{name}" if owner and name else owner or name
 
 
 def _is_saved_plainly(module: nn.Module) -> bool:

@@ -13,12 +13,12 @@ from ...compat import own_buffers, own_parameters
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.verification import CallSites, TensorOwners, TensorReads
 from ...tracing.graphs import Region, Specialization, required_capture
-from ...tracing.values import TensorMeta, user_class
+from ...tracing.values import TensorMeta, qualified, user_class
 
 if TYPE_CHECKING:
     from ...tracing.program import Program
 
-__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "obstacles", "pairs_in", "qualified"]
+__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "obstacles", "pairs_in"]
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
@@ -70,7 +70,7 @@ class Pair:
             for name in ("weight", "bias", "running_mean", "running_var"):
                 tensor = registered.get(name)
                 if tensor is not None:
-                    found[f"{qualified(self.owner, path)}.{name}"] = tensor
+                    found[qualified(qualified(self.owner, path), name)] = tensor
         return found
 
 
@@ -237,8 +237,3 @@ def dimensions_wanted(layer: nn.Module) -> int | None:
     """Return how many dimensions a layer's output must have for the norm behind it to norm its channels; None: any."""
     kind = _kind(layer)
     return None if kind is None else _DIMENSIONS.get(kind)
-
-
-def qualified(owner: str, name: str) -> str:
-    """Return what the model calls what `owner` calls `name`."""
-    return f"{owner}.{name}" if owner else name

@@ -14,6 +14,7 @@ from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.state import Holder, holder_of
 from ...passes.verification import TensorOwners, is_on_meta
 from ...tracing.graphs import Region
+from ...tracing.values import qualified
 from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
@@ -80,7 +81,7 @@ class FuseEnsembles(Pass):
                 for path, reason in _closed_families(inlined_graph(program, owner, case.specialization)).items():
                     if path not in closed:
                         closed[path] = reason
-                        yield Refusal(reason, _qualified(owner, path))
+                        yield Refusal(reason, qualified(owner, path))
                 # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
                 for ensemble in sorted(find_ensembles(program, owner, case.specialization), key=_extent, reverse=True):
                     positions = frozenset(ensemble.parameters)
@@ -91,7 +92,7 @@ class FuseEnsembles(Pass):
 
     def _examine(self, ensemble: Ensemble, case: Case, program: Program, owner: str) -> Site | Refusal:
         holder = holder_of(program.model, owner)
-        at = _qualified(owner, common_name(ensemble, holder))
+        at = qualified(owner, common_name(ensemble, holder))
         try:
             places = places_of(ensemble, case, program, owner)
         except MatchFailure as unlike:
@@ -238,7 +239,3 @@ def _doubt(ensemble: Ensemble, program: Program, owner: str) -> str | None:
     if any(pack.operator.startswith(MEASURED_OPERATORS) for pack in ensemble.packs):
         return "how much the members' convolutions, attention or recurrent layers compute is not known"
     return None
-
-
-def _qualified(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner and name else owner or name

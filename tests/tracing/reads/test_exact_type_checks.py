@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def holder(forward: Callable[[Any, Tensor], object]) -> nn.Module:
 
 @pytest.mark.parametrize("forward", ASKING)
 def test_what_asks(forward: Callable[[Any, Tensor], object]) -> None:
-    assert checks_exact_types([holder(forward)]).startswith("test_class_questions.py:")
+    assert checks_exact_types([holder(forward)]).startswith(f"{Path(__file__).name}:")
 
 
 @pytest.mark.parametrize("forward", QUIET)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.testing import assert_equivalent
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-pass.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "writing-a-pass.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 [CODE] = [block for block in BLOCKS if "class FuseSilu" in block]
 

@@ -92,7 +92,8 @@ def test_calling_the_class_makes_a_plain_model(net):
 def test_copies_run_from_graphs_too(net, duplicate):
     net.eval()
     other = duplicate(net)
-    assert type(other) is type(net) or type(other).__name__ == "Net"
+    assert isinstance(other, Net)
+    assert type(other).__name__ == "Net"
     assert torch.equal(other(X), net(X))
     assert capture_of(other) is not None
     assert capture_of(other.heads[0]) is capture_of(other.heads[1])
