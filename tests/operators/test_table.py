@@ -198,7 +198,7 @@ def test_registered_operators_are_known_until_they_are_removed() -> None:
 def test_an_operator_is_described_once() -> None:
     registration = register_operator(OpInfo("fxopt_tests::halve", modules=(Halve,)))
     try:
-        with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::halve' is in the table already"):
+        with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::halve' is already in the table"):
             register_operator(OpInfo("fxopt_tests::halve", elementwise=True))
         with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::fill' cannot have .*Halve.* 'fxopt_tests::halve'"):
             register_operator(OpInfo("fxopt_tests::fill", modules=(Halve,)))
@@ -210,7 +210,7 @@ def test_an_operator_is_described_once() -> None:
 @pytest.mark.parametrize(
     ("info", "reason"),
     [
-        (OpInfo("relu"), "'relu' is in the table already"),
+        (OpInfo("relu"), "'relu' is already in the table"),
         (OpInfo("rectify", spellings=("relu",)), "'rectify' cannot have .*'relu'"),
         (OpInfo("fxopt_tests::missing"), "torch.ops has no operator 'fxopt_tests::missing'"),
         (OpInfo(""), "needs a name"),
