@@ -24,7 +24,7 @@ from fxopt.operators import (
     resolve,
 )
 from fxopt.operators.table import TABLE
-from fxopt.passes.verification import float64
+from fxopt.passes.verification import Float64Mode
 
 
 @torch.library.custom_op("fxopt_tests::halve", mutates_args=())
@@ -234,11 +234,11 @@ def test_the_order_of_registrations_does_not_matter() -> None:
 
 def test_a_reference_stands_in_where_there_is_no_float64_kernel() -> None:
     x = torch.randn(3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError), float64.Float64Mode():
+    with pytest.raises(NotImplementedError), Float64Mode():
         halve(x)
     registration = register_operator(OpInfo("fxopt_tests::halve", reference=lambda x, factor=0.5: x.float() * factor))
     try:
-        mode = float64.Float64Mode()
+        mode = Float64Mode()
         with mode:
             result = halve(x)
         assert mode.promoted and torch.equal(result, x * 0.5)
