@@ -136,7 +136,7 @@ def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
     parameter = own_tensor(module, name)
     if parameter is None:
-        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
+        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own")
     stacked = view.stacked
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(

@@ -31,7 +31,7 @@ __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
-_DROPPED = "most calls decided otherwise by the data in a tensor: the graph was dropped"
+_DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
 
 
 @dataclass

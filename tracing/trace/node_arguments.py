@@ -78,7 +78,7 @@ class NodeArguments:
         """Rebuild a dataclass (a model output, say) in the graph, from its fields."""
         fields = dataclasses.fields(value)
         if not all(field.init for field in fields):
-            self._tracer.fail(f"it builds a {type(value).__name__}, whose fields cannot all be given")
+            self._tracer.fail(f"it builds a {type(value).__name__}, and not all of its fields can be set")
         kwargs = {field.name: self.value(getattr(value, field.name)) for field in fields}
         present = {name: item for name, item in kwargs.items() if item is not None}
         return self._tracer.graph.call_function(cast("type[Any]", type(value)), (), present)

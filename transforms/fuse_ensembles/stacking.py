@@ -120,7 +120,7 @@ def _located(site: Site, edit: Edit) -> _Located:
     ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
     with edit.at(site):
         if ensemble is None:
-            raise MatchFailure("an earlier rewrite took some of its members")
+            raise MatchFailure("an earlier rewrite already uses some of its members")
         rule = rule_called(site.choice or site.choices[0])
         return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.owner))
 

@@ -135,7 +135,7 @@ def test_a_call_with_other_dimensions_fails_instead_of_norming_the_wrong_one() -
     model = shaken(Block(nn.Linear(5, 6), nn.BatchNorm1d(6)))
     fast = folded(model, torch.randn(4, 5))
     model(torch.randn(4, 6, 5))
-    with pytest.raises(fxopt.GuardError, match="folded for inputs of 2 dimensions, and this one has 3"):
+    with pytest.raises(fxopt.GuardError, match="folded for inputs of 2 dimensions, but this input has 3"):
         fast(torch.randn(4, 6, 5))
 
 
@@ -320,7 +320,7 @@ class Depthwise(nn.Conv2d):
 def test_subclasses_are_folded_unless_they_compute_something_else() -> None:
     for kind in (Shouting, Doubling):
         model = shaken(Block(kind(3, 6, 3), nn.BatchNorm2d(6)))
-        assert reasons(model) == [f"the convolution is a {kind.__name__}, whose forward is its own"]
+        assert reasons(model) == [f"the convolution is a {kind.__name__}, which has its own forward"]
     model = shaken(Block(Depthwise(3), nn.BatchNorm2d(3)))
     fast = folded(model)
     assert applied(fast) == 1 and isinstance(fast.layer, Depthwise)
@@ -517,7 +517,7 @@ def test_refuses_a_convolution_that_another_graph_uses_by_itself() -> None:
     calls = [fxopt.Inputs(torch.randn(IMAGE)), fxopt.Inputs(torch.randn(IMAGE), bare=True)]
     fast = fxopt.optimize(model, FoldBatchnorm(), example_inputs=calls, measure=False)
     assert [d.reason for d in fxopt.plan(fast).decisions] == [
-        "the convolution is called otherwise in another graph of the same module"
+        "the convolution is called in another way by another graph of the same module"
     ]
 
 
