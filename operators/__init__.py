@@ -3,9 +3,9 @@
 from .arguments import CallArguments, normalized_arguments
 from .calls import (
     canonical_name,
-    draws,
     function_of,
     function_path,
+    has_random_effects,
     in_place_signature,
     info_of,
     is_known_function,
@@ -24,9 +24,9 @@ __all__ = [
     "Registration",
     "canonical_name",
     "derived",
-    "draws",
     "function_of",
     "function_path",
+    "has_random_effects",
     "in_place_signature",
     "info_of",
     "is_known_function",

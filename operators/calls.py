@@ -21,9 +21,9 @@ from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
     "canonical_name",
-    "draws",
     "function_of",
     "function_path",
+    "has_random_effects",
     "in_place_signature",
     "info_of",
     "is_known_function",
@@ -181,7 +181,7 @@ def _in_place_signature(name: str) -> inspect.Signature | None:
     return signature if "inplace" in signature.parameters else None
 
 
-def draws(node: fx.Node) -> bool:
+def has_random_effects(node: fx.Node) -> bool:
     """Say whether a call of a known operator may draw random numbers: dropout with a probability of 0 does not."""
     info = info_of(node)
     return bool(info.random) and not _has_no_chance(node, info)

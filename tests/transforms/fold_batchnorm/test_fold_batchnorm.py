@@ -860,3 +860,28 @@ def test_compiles_and_exports(compile_it: bool) -> None:
 @given(st.builds(FoldBatchnorm))
 def test_text_round_trip(pass_: FoldBatchnorm) -> None:
     assert parse(str(pass_)) == (pass_,)
+
+
+class Flagged(Block):
+    def forward(self, x: Tensor, half: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x / 2 if half else x
+
+
+def test_training_is_no_call_to_add_to_the_examples():
+    """The original forwards run then, as they should: the report counts them, and no warning asks for a call."""
+    model, x = shaken(Flagged(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))), torch.randn(2, 3, 8, 8)
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=(x,), measure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in (fast, fast.norm):
+            part.train()
+            fast(x)
+            fast.eval()
+    (missed,) = fxopt.report(fast).to_json()["missed"]
+    assert (missed["guard"], missed["calls"]) == (
+        "not self.norm.training (fold_batchnorm rewrote it for evaluation)",
+        2,
+    )
+    with pytest.warns(fxopt.GuardWarning, match="half is False. Add this call to example_inputs"):
+        fast(x, True)
