@@ -10,12 +10,11 @@ from .calls import (
     info_of,
     is_known_function,
     mutates,
-    operator_of_module,
     resolve,
 )
 from .derived import Derived, derived
 from .info import Chance, OpInfo
-from .registry import Registration, operator_info, register_operator
+from .registry import Registration, operator_info, operator_of_module, register_operator
 
 __all__ = [
     "CallArguments",

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ..compat import is_registered_operator, native_functions, overloads_of, written_arguments
 from .derived import Derived
 from .info import OpInfo, registered_operator
-from .registry import NAMESPACES, function_name, method_name, module_name, operator_info
+from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
     "canonical_name",
@@ -28,7 +28,6 @@ __all__ = [
     "info_of",
     "is_known_function",
     "mutates",
-    "operator_of_module",
     "resolve",
 ]
 
@@ -130,11 +129,6 @@ def resolve(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise KeyError(path)
     return function
-
-
-def operator_of_module(module_type: type[nn.Module]) -> str | None:
-    """Return the operator that a class of modules computes, or None: `nn.Linear` is `linear`, `nn.GELU` `gelu`."""
-    return module_name(module_type)
 
 
 def mutates(node: fx.Node) -> bool:

@@ -98,9 +98,10 @@ class Stage:
                 cast.setdefault(id(tensor), stand_ins[name])
         return cast
 
-    def standing(self, kind: str) -> dict[str, Tensor]:
-        """Return the `parameters` or `buffers` that stand in the module now, during or after a run."""
-        return self._named(f"_{kind}")
+    @property
+    def buffers_now(self) -> dict[str, Tensor]:
+        """Return the buffers that the module has now, during or after a run."""
+        return self._named("_buffers")
 
 
 class _Belongings:

@@ -142,7 +142,7 @@ class Trial:
             inputs={name: _detached(given[name]) for name, at in versions.items() if version_of(given[name]) != at},
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
-            buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            buffers={name: _detached(tensor) for name, tensor in self.stage.buffers_now.items()},
             shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
             rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
             random_state=random_state,
