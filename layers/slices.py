@@ -15,9 +15,9 @@ ADVICE = "fxopt.restore(model) gives the original structure back, with the curre
 
 
 class Slice(Tensor):
-    """A slice of a stacked parameter: setting its `data` writes there, and what is computed from it is a plain tensor."""
+    """A slice of a stacked parameter: setting its `data` writes there; what is computed from it is a plain tensor."""
 
-    __torch_function__ = nn.Parameter.__torch_function__
+    __torch_function__: Any = nn.Parameter.__torch_function__  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def data(self) -> Tensor:
