@@ -318,7 +318,7 @@ def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
         raise StateError(
-            f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)"
+            f"this {type(model).__name__} was not optimized by fxopt; give the whole model that fxopt.optimize returned"
         )
     return record
 

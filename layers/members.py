@@ -7,7 +7,7 @@ for `model.heads[3][0].weight` reads and writes the slice of the stacked paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ..compat import REGISTERS, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.graphs import Capture, capture_of, install, own_class
+from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
 from .register import Register
 
-__all__ = ["FusedMembers", "attach_member", "seal"]
+__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
 
 
 class FusedMembers(nn.Module):
@@ -107,6 +108,22 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     return _change(parent, {SEALED: _with_sealed(parent, names)})
 
 
+def settings_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's plain attributes, which its forward may read: a slope, a stride."""
+    return [name for name in vars(module) if not name.startswith("_") and name not in INTERNAL]
+
+
+def ways_to(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return the path of each module above some others -> the names of its children on the way to these."""
+    ways: dict[str, set[str]] = {}
+    for path in paths:
+        while path:
+            parent, _, last = path.rpartition(".")
+            ways.setdefault(parent, set()).add(last)
+            path = parent
+    return ways
+
+
 def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     known = sealed_names(module)
     return known.union(names) if known else frozenset(names)
@@ -115,7 +132,7 @@ def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
     parameter = own_tensor(module, name)
     if parameter is None:
-        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
+        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own")
     stacked = view.stacked
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(

@@ -221,7 +221,7 @@ class FusedPart(nn.Module):
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:
     return FusedMemberError(
-        f"this {type(part).__name__} is, or holds, what was fused or folded and is computed otherwise: {what}. {ADVICE}"
+        f"this {type(part).__name__} was fused or folded, or holds a module that was: {what}. {ADVICE}"
     )
 
 

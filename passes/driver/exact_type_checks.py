@@ -34,7 +34,7 @@ class TypeCheckers:
         around: dict[nn.Module, str] = {}
         for module, place in askers_without_answer(modules, captured).items():
             name = program.name_of(module) or "(root)"
-            reason = f"the code of module {name!r}, in no graph, asks for classes by `type` ({place})"
+            reason = f"module {name!r} has no graph, and its code checks an exact type ({place})"
             around.update(dict.fromkeys(all_modules(module), reason))
         return cls(around)
 
@@ -44,5 +44,5 @@ def forbid_type_checking_forwards(modules: Collection[nn.Module]) -> None:
     for module, place in asking_around_changes(modules).items():
         capture = capture_of(module)
         if capture is not None and capture.specializations and not capture.lost:
-            own(module).lost = f"it asks for the class of a rewritten module by `type` ({place})"
+            own(module).lost = f"it checks the exact type of a rewritten module ({place})"
             recompile(module)

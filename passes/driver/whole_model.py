@@ -106,7 +106,7 @@ class WholeModel:
         except PassError as error:
             candidate = Candidate(rewrite.group, str(error))
         if candidate.edit is None:
-            self._history.undo(rewrite, f"it stood on a rewrite that was taken back: {candidate.failure}")
+            self._history.undo(rewrite, f"it depended on a rewrite that was undone: {candidate.failure}")
             return
         rewrite.edit = candidate.edit
         self._history.rewrites.append(rewrite)

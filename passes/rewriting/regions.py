@@ -58,14 +58,18 @@ def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
         if node not in inside and outside_path:
             tainted.add(node)
         elif node in inside and any(source in tainted for source in sources):
-            raise MatchFailure(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+            raise MatchFailure(
+                f"'{node.name}' needs a value that is computed outside the region from a value inside it"
+            )
 
 
 def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
     """Where a check fails, the owner starts over; a region, which has no forward of its own, could not."""
     for node in chosen:
         if any(user.target is require for user in node.users):
-            raise MatchFailure(f"the module decides by '{node.name}', a value that is computed inside of the region")
+            raise MatchFailure(
+                f"the module's control flow depends on '{node.name}', which is computed inside the region"
+            )
 
 
 def _region(

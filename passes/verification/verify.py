@@ -240,7 +240,7 @@ class _Check:
         after = self._attempt("stream", sample, self.after.state)
         check_bits(translation.quantities(before, self.reference.state), _quantities(after))
         if not torch.equal(before.random_state, after.random_state):
-            raise Objection("the random stream is not advanced as before")
+            raise Objection("the random stream does not advance as before")
 
 
 def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:

@@ -306,7 +306,7 @@ def _refusal(module: nn.Module) -> str | None:
     if is_torch_wrapper(type(module)):
         return f"it is a {type(module).__name__} wrapper"
     if not inspect.isfunction(type(module).forward):
-        return "its forward is no plain function"
+        return "its forward is not a plain function"
     return None
 
 

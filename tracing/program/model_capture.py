@@ -101,7 +101,7 @@ def _install_checked(
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
             uninstall(names.modules[name])
             del found.captured[name]
-            found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
+            found.opaque[name] = Opaque(name, "", "its graph gives another result than its forward")
     for capture in found.captured.values():
         capture.misses.clear()
 

@@ -30,6 +30,8 @@ from ..guards import (
     same_type,
 )
 from ..values import INTERNAL, Quiet, subclass
+from .bytecode import Read, Use, Variable, uses_in
+from .reached_code import class_attribute
 
 __all__ = ["NestedReads", "items_of"]
 
@@ -138,11 +140,12 @@ class NestedReads:
         So it does not look like a tensor's, either: moving the model changes types and devices of those.
         """
         root, source = place
-        if held.get(name, self) is not value:
+        key = _key(cls, name)
+        if key is None or held.get(key, self) is not value:
             return None
         if source != Attribute(SELF, root):  # what is set on the module itself is noticed
             self._keep(of_class(source, cls, f"{source} is a {cls.__qualname__}"), root)
-        return item_of(Dictionary(source), name)
+        return item_of(Dictionary(source), key)
 
     def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
         self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
@@ -191,6 +194,22 @@ class NestedReads:
 
     def _keep(self, guard: Guard, root: str) -> None:
         self._read.setdefault(guard, root)
+
+
+def _key(cls: type, name: str) -> str | None:
+    """Return under which name objects of a class hold an attribute: a property may return another one, and only that.
+
+    None where some other code decides.
+    """
+    found = class_attribute(cls, name)
+    if not isinstance(found, property):
+        return None if hasattr(cast("type[Any]", type(found)), "__set__") else name
+    code = getattr(found.fget, "__code__", None)
+    match uses_in(code) if isinstance(code, types.CodeType) else ():
+        case [_, Use("RETURN_VALUE", taken=(Read(Variable("local"), key),))]:  # before it, the read itself
+            return key
+        case _:
+            return None
 
 
 def _is_array(value: Any) -> bool:

@@ -29,7 +29,7 @@ def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasti
         marks: whether the graph is to announce changes to its callers; False where it makes none.
 
     Raises:
-        Untraceable: if a check comes after a change that cannot be taken back.
+        Untraceable: if a check comes after a change that cannot be undone.
     """
     _Order(graph, module, decisions, lasting).run(marks=marks)
 
@@ -93,7 +93,9 @@ class _Order:
 
     def _refuse(self, check: fx.Node) -> NoReturn:
         what = "the data in a tensor" if check in self._decisions.by_data else "an intermediate value"
-        raise Untraceable(f"it decides by {what} after a change that cannot be taken back", check.meta["source"])
+        raise Untraceable(
+            f"its control flow depends on {what} after a change that cannot be undone", check.meta["source"]
+        )
 
     def _callee(self, node: fx.Node) -> nn.Module:
         return self._module.get_submodule(str(node.target))

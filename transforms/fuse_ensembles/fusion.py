@@ -166,7 +166,7 @@ def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str
 
 def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
     if isinstance(holder.module, Region):
-        return "they are called in a region, which does not own them"
+        return "they are called in a region that does not own them"
     if not holder.regions:
         return None
     other = used_by(program, owner, [name for operand in place.ensemble.parameters for name in operand.names])

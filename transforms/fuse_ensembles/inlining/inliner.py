@@ -187,7 +187,7 @@ class _Builder:
             return None
         specialization = specialization_of_call(module, capture, given, self.flipped)
         if specialization is None:
-            self.conditional[prefix + node.name] = "its graph differs by kind of call"
+            self.conditional[prefix + node.name] = "it has different graphs for different calls"
             return None
         inputs = _received(specialization, given)
         if inputs is None or not has_plain_output(specialization.graph):
@@ -280,7 +280,7 @@ class _Builder:
         if guards and (checks is None or not self.may_restart):
             return f"its graph holds only where {guards[0]} ({guards[0].reason})"
         if checks_on_the_way(specialization.graph) and not self.may_restart:
-            return "it checks values on its way, and what calls it cannot start over once it has written something"
+            return "it checks values in the middle, and its caller cannot start again after it has written something"
         if checks is not None:
             written, inputs = checks
             self.run(written, prefix=f"{prefix}{node.name}/check_", inputs=inputs, call=call)

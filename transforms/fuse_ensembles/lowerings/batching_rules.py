@@ -145,7 +145,7 @@ def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
 def _recurrent(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     inputs = len(pack.operands) - len(pack.state)
     if inputs != 1:
-        raise MatchFailure("the members' recurrent layers are given states to begin with")
+        raise MatchFailure("the members' recurrent layers are called with initial states")
     state = dict(zip(pack.state, values[inputs:], strict=True))
     training = state.pop("training")
     options = {name: pack.options[name] for name in _RECURRENT}

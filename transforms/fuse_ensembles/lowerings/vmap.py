@@ -64,7 +64,7 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
         )
         values[pack] = _write_member(pack, slots, args, kwargs, graph)
     if any(pack.result == "common" for pack in exits):
-        raise MatchFailure("somebody else reads a number that the members compute")
+        raise MatchFailure("another operation reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
     structured = any(pack.operator == "module" for pack in exits)

@@ -94,7 +94,7 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> l
         elif _is_for_one_mode(places[0], other, program.module(owner)):
             continue
         elif _reads_any(inlined, [name for operand in ensemble.parameters for name in operand.names]):
-            raise MatchFailure(f"{_described(other, program, owner)} computes with its members otherwise")
+            raise MatchFailure(f"{_described(other, program, owner)} uses its members in another way")
     return places
 
 
