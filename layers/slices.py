@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ ADVICE = "fxopt.restore(model) gives the original structure back, with the curre
 class Slice(Tensor):
     """A slice of a stacked parameter: setting its `data` writes there; what is computed from it is a plain tensor."""
 
-    __torch_function__: Any = nn.Parameter.__torch_function__  # pyright: ignore[reportIncompatibleMethodOverride]
+    __torch_function__ = cast("Any", nn.Parameter.__torch_function__)
 
     @property
     def data(self) -> Tensor:
