@@ -225,15 +225,15 @@ class _FreeSizes:
 
     def with_rows(self, call: Inputs, count: int) -> Inputs:
         """Return the call with `count` rows: its own, over and over."""
-        flags = iter(self.batched)
+        batched = dict(zip(map(id, _tensors(call)), self.batched, strict=True))
 
         def repeated(tensor: Tensor) -> Tensor:
-            if not next(flags):
+            if not batched[id(tensor)]:
                 return tensor
             return tensor[torch.arange(count, device=tensor.device) % tensor.shape[0]]
 
-        args = map_tensors(repeated, call.args)
-        return Inputs(*args, **map_tensors(repeated, call.kwargs))
+        args, kwargs = map_tensors(repeated, (call.args, call.kwargs))
+        return Inputs(*args, **kwargs)
 
 
 def _tensors(call: Inputs) -> list[Tensor]:

@@ -19,8 +19,8 @@ __all__ = [
     "Registration",
     "function_name",
     "method_name",
-    "module_name",
     "operator_info",
+    "operator_of_module",
     "register_operator",
 ]
 
@@ -145,6 +145,6 @@ def method_name(method: str) -> str | None:
     return _table().methods.get(method)
 
 
-def module_name(cls: type) -> str | None:
-    """Return the operator that modules of exactly this class compute; None where that is not known."""
+def operator_of_module(cls: type) -> str | None:
+    """Return the operator that modules of exactly this class compute, or None: that of `nn.GELU` is `gelu`."""
     return _table().modules.get(cls)

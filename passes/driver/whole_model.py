@@ -46,7 +46,7 @@ class WholeModel:
             timings = self._timings()
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
-                return _as_timings(timing_figures(timings, "before", "after"))
+                return _as_timings(timing_figures(timings, "after"))
             self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
         return None
 

@@ -285,7 +285,7 @@ class Edit:
         module.train(self.holder.module.training)
         for holder in holders:
             self._journal.keep(holder)
-        self.holder.lend(free, module)
+        self.holder.share(free, module)
         self.program.touch()
         return free
 

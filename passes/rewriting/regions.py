@@ -16,7 +16,7 @@ from ...compat import has_hooks
 from ...errors import MatchFailure
 from ...tracing.graphs import Capture, ContextRegion, Region, Specialization, capture_of, install
 from ...tracing.guards import Argument, require
-from ...tracing.values import Signature, map_structure
+from ...tracing.values import Signature, map_leaves
 from .edit import Edit
 from .inlining import unmet_guard
 
@@ -148,9 +148,7 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
             values[node] = edit.graph.node_copy(node, values.__getitem__)
             values[node].target = _outer_target(node, str(call.target), module)
             new.append(values[node])
-    result = map_structure(
-        graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf
-    )
+    result = map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
     _hand_over(edit, call, result)
     if isinstance(module, Region):
         edit.remove_module(str(call.target))
@@ -200,7 +198,7 @@ def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
         return
     for user in list(call.users):
         if user.op == "output":
-            user.args = map_structure(user.args, lambda leaf: result if leaf is call else leaf)
+            user.args = map_leaves(lambda leaf: result if leaf is call else leaf, user.args)
             continue
         if user.target is not operator.getitem or user.args[0] is not call:
             raise MatchFailure(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")

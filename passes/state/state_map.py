@@ -243,10 +243,14 @@ def check_fits(
         raise StateError("the state dict does not fit the model; " + "; ".join(faults))
 
 
-def listing(names: Sequence[str], limit: int = 4) -> str:
+_MOST_NAMES = 4
+"""So many names are written out in a message."""
+
+
+def listing(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
-    shown = ", ".join(f"'{name}'" for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
 def _apply(values: dict[str, Tensor], sources: Sequence[str], targets: Sequence[str], function: Any) -> None:

@@ -15,7 +15,7 @@ __all__ = [
     "check_attachment",
     "check_bits",
     "check_form",
-    "check_presence",
+    "check_same_quantities",
     "check_sharing",
     "check_structure",
     "largest_gap",
@@ -61,7 +61,7 @@ def check_attachment(before: Run, after: Run) -> None:
         raise Objection(f"{name} now carries gradients")
 
 
-def check_presence(before: Quantities, after: Quantities) -> None:
+def check_same_quantities(before: Quantities, after: Quantities) -> None:
     """Object to gradients that are lost or new, and to buffers that are gone."""
     for label, expected in before.items():
         found = after.get(label)

@@ -15,8 +15,8 @@ import fxopt
 from fxopt.operators import (
     OpInfo,
     canonical_name,
-    draws,
     function_path,
+    has_random_effects,
     mutates,
     operator_info,
     operator_of_module,
@@ -100,7 +100,7 @@ def test_schemas_say_what_custom_operators_do(name: str, pure: bool, random: boo
     for target in (packet, packet.default):
         node = called(target, Tensor)
         assert canonical_name(node) == f"fxopt_tests::{name}"
-        assert (mutates(node), draws(node)) == (name == "fill", random)
+        assert (mutates(node), has_random_effects(node)) == (name == "fill", random)
         assert resolve(function_path(node)) == target
 
 
@@ -142,9 +142,9 @@ def test_what_operators_of_torch_ops_write(node: object, written: bool) -> None:
 
 def test_attention_without_dropout_draws_nothing() -> None:
     arguments = (Tensor, Tensor, Tensor)
-    assert not draws(called(F.scaled_dot_product_attention, *arguments))
-    assert draws(called(F.scaled_dot_product_attention, *arguments, dropout_p=0.1))
-    assert draws(called(F.dropout, Tensor)) and not draws(called(F.dropout, Tensor, 0.0))
+    assert not has_random_effects(called(F.scaled_dot_product_attention, *arguments))
+    assert has_random_effects(called(F.scaled_dot_product_attention, *arguments, dropout_p=0.1))
+    assert has_random_effects(called(F.dropout, Tensor)) and not has_random_effects(called(F.dropout, Tensor, 0.0))
 
 
 # -- registration --------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("meta")
 
-    return tuple(Inputs(*map_tensors(to_meta, i.args), **map_tensors(to_meta, i.kwargs)) for i in inputs)
+    return tuple(Inputs(*args, **kwargs) for args, kwargs in map_tensors(to_meta, tuple(map(tuple, inputs))))
 
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:

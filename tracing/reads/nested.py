@@ -29,7 +29,7 @@ from ..guards import (
     of_class,
     same_type,
 )
-from ..values import INTERNAL, Quiet, subclass
+from ..values import INTERNAL, Quiet, parts_of, subclass
 from .bytecode import Read, Use, Variable, uses_in
 from .reached_code import class_attribute
 
@@ -235,8 +235,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     kind = cast("type[Any]", type(value))
     if kind not in (list, tuple, dict) or len(value) > _LONGEST:
         return []
-    pairs = cast("dict[Any, Any]", value).items() if kind is dict else enumerate(cast("list[Any]", value))
-    return [(key, item) for key, item in pairs if type(key) in (int, str)]
+    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str)]
 
 
 def _holds_tensors_only(value: Any) -> bool:

@@ -213,7 +213,7 @@ def _phase(places: Sequence[Place], program: Program, owner: str) -> tuple[Phase
     other = used_by(program, owner, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
-    trained = [place.inlined for place in places if place.is_for(training=True, now=module.training)]
+    trained = [place.inlined for place in places if place.is_for_training(now=module.training)]
     reach = program.analyses[GradientReach]
     if any(len(set(reach.reached(inlined, members))) > 1 for inlined in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"
