@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
+    "REGISTERS",
     "UNCHANGED",
     "DispatchMode",
     "all_modules",
@@ -67,6 +68,9 @@ __all__ = [
     "written_arguments",
 ]
 
+
+REGISTERS = ("_parameters", "_buffers")
+"""The entries of a module's `__dict__` that hold its own parameters and buffers, by name."""
 
 UNCHANGED = "{0}._version == {1} and {0}.data_ptr() == {2}"
 """In generated code: a tensor has been changed in place so often, and its memory is there."""

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters, own_tensor
+from ..compat import REGISTERS, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.graphs import Capture, capture_of, install, own_class
 from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
+from .register import Register
 
 __all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
 
@@ -70,12 +71,11 @@ def attach_member(
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
-    taken = [(register, dict(register)) for register in _registers(module) if not slices.keys().isdisjoint(register)]
+    taken = [(key, module.__dict__[key]) for key in REGISTERS if not slices.keys().isdisjoint(module.__dict__[key])]
     undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
-    # The names stay, without a value: that keeps their order, and stops what looks for them there.
-    for register, _ in taken:
-        register.update({name: None for name in register if name in slices})
+    for key, register in taken:
+        module.__dict__[key] = Register(register, slices)
     return partial(_give_back, module, undo, slices, taken, listed)
 
 
@@ -83,20 +83,16 @@ def _give_back(
     module: nn.Module,
     undo: Callable[[], None],
     slices: Collection[str],
-    taken: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    taken: Sequence[tuple[str, dict[str, Any]]],
     listed: Any,
 ) -> None:
     undo()
-    for register, old in taken:
-        now = {name: tensor for name, tensor in register.items() if name not in slices}
-        register.clear()
-        register.update(old | now)
+    for key, old in taken:
+        now = {name: tensor for name, tensor in module.__dict__[key].items() if name not in slices}
+        old.update(now)
+        module.__dict__[key] = old
     if listed is not None:
         module.__dict__["_flat_weights"] = listed
-
-
-def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return own_parameters(module), own_buffers(module)
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:

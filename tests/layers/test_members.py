@@ -491,3 +491,18 @@ def test_slices_that_do_not_fit(name: str, view: tuple[str, int], message: str):
         attach_member(linear, {"bias": (store, "b", 1), name: (store, *view)})
     assert type(linear) is nn.Linear
     assert isinstance(linear.bias, nn.Parameter)
+
+
+def test_functional_calls_under_old_names_are_refused(fused: Model):
+    before = fused(inputs())
+    with pytest.raises(FusedMemberError, match=r"named_parameters"):
+        torch.func.functional_call(fused, {"heads.0.layers.0.weight": torch.zeros(1)}, (inputs(),))
+    assert torch.equal(fused(inputs()), before)
+
+
+def test_setting_the_data_of_a_members_parameter_writes_to_the_stacked_one(fused: Model):
+    fused.heads[1].scale.data = torch.tensor(7.0)
+    assert fused.store.scale[1] == 7
+    with pytest.raises(FusedMemberError, match="keeps its shape"):
+        fused.heads[1].scale.data = torch.ones(2)
+    assert type(fused.heads[1].scale + 1) is Tensor

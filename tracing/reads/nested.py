@@ -157,6 +157,8 @@ class NestedReads:
         guard = equal(source, value)
         if guard is not None:
             self._keep(guard, root)
+            if type(value) in (int, float):  # 1 == 1.0 == True, which give tensors of other types
+                self._keep(same_type(source, value, guard.reason), root)
             return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
             self.arrays.append((root, source, value))
