@@ -141,7 +141,7 @@ def _phase(phase: str | Phase | None) -> Phase | None:
 def capture(model: nn.Module, example_inputs: object = None) -> Program:
     """Return the model's `Program`: `.model` runs the graphs, `.graphs` are they, `.coverage()` says what was captured.
 
-    What asks for the exact classes of modules runs its own forward, and so does what is inside it.
+    Modules that check exact types run the original forward, and so do the modules inside them.
 
     Args:
         model: any module; it is copied, not changed.
@@ -318,7 +318,7 @@ def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
         raise StateError(
-            f"this {type(model).__name__} was not optimized by fxopt (or is only a part of a model that was)"
+            f"this {type(model).__name__} was not optimized by fxopt; give the whole model that fxopt.optimize returned"
         )
     return record
 

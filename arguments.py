@@ -70,7 +70,9 @@ def factory_for(model: str) -> str | None:
     if not Path(model).is_file():
         return model
     if kind_of_file(Path(model)) is not FileKind.RECIPE:
-        raise UsageError(f"{model} does not say how its model is built, so no archive can; leave -o out, or export it")
+        raise UsageError(
+            f"{model} does not say how its model is built, so it cannot be saved; leave -o out, or use fxopt export"
+        )
     return factory_of(model)
 
 

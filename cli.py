@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 
 app = typer.Typer(
     name="fxopt",
-    help="Rewrite PyTorch models with torch.fx: proven equal, measured, reversible.",
+    help="Rewrite PyTorch models with torch.fx: checked, measured, reversible.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -47,7 +47,8 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:fact
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors) first.")]
 Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors); see the docs.")]
 Trust = Annotated[
-    list[str] | None, typer.Option(metavar="PACKAGE", help="Let a saved MODEL import this package; all: run anything.")
+    list[str] | None,
+    typer.Option(metavar="PACKAGE", help="Allow a saved MODEL to import this package; all: allow any code."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
@@ -77,7 +78,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Hold the options that stand before the command."""
 
@@ -95,8 +98,8 @@ def optimize(
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
-    measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that pay.")] = None,
-    seed: Annotated[int, typer.Option(help="Of verification's random inputs.")] = 0,
+    measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that are faster.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of verification's random inputs.")] = 0,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
@@ -138,7 +141,7 @@ def export(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Write what a model computes in evaluation mode as a .pt2 file, which runs without its code.
+    """Export a model in evaluation mode as a .pt2 file, which runs without the model's code.
 
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
@@ -155,12 +158,12 @@ def inspect(
     weights: Weights = None,
     inputs: Inputs = None,
     graph: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root): of the model.")
+        str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root) is the model itself.")
     ] = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Show what of a model can be captured, and what was done to a saved one.
+    """Show which modules can be captured, and what was done to a saved model.
 
     Example: fxopt inspect zoo.models:heads --graph heads.0
     """
@@ -207,13 +210,13 @@ def verify(
     inputs: Inputs = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Compare gradients too.")] = False,
     phase: Annotated[PhaseOption, typer.Option(help="The mode to compare in.")] = PhaseOption.EVAL,
-    seed: Annotated[int, typer.Option(help="Of noise, upstream gradients and random draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the noise, the upstream gradients and the random numbers.")] = 0,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Run two models on the same inputs and compare what they give, in float64 too; exit with 1 if they differ.
+    """Run two models on the same inputs and compare their results, in float64 too; exit with 1 if they differ.
 
-    The inputs are those of A, or else those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
+    The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
     from .arguments import open_model
     from .errors import UsageError
@@ -232,7 +235,7 @@ def verify(
 
 @app.command()
 def passes(
-    name: Annotated[str | None, typer.Argument(metavar="PASS", help="Say all about this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="PASS", help="Describe this pass.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the passes and presets, or describe one pass.
@@ -260,7 +263,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    compile_: Annotated[bool, typer.Option("--compile", help="Time torch.compile too; it takes a minute.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Also time torch.compile; this takes a minute.")] = False,
     heads: Annotated[int, typer.Option(min=1, help="Members of the ensemble.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the input.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
@@ -286,7 +289,7 @@ def _open(
 
     opened, example_inputs = open_model(model, weights, inputs, trust)
     if example_inputs is None:
-        typer.echo("fxopt: no example inputs, so nothing can be checked or timed", err=True)
+        typer.echo("fxopt: there are no example inputs, so nothing can be checked or timed", err=True)
     return opened, example_inputs
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
+    "REGISTERS",
     "UNCHANGED",
     "DispatchMode",
     "all_modules",
@@ -67,6 +68,9 @@ __all__ = [
     "written_arguments",
 ]
 
+
+REGISTERS = ("_parameters", "_buffers")
+"""The entries of a module's `__dict__` that hold its own parameters and buffers, by name."""
 
 UNCHANGED = "{0}._version == {1} and {0}.data_ptr() == {2}"
 """In generated code: a tensor has been changed in place so often, and its memory is there."""
@@ -346,19 +350,19 @@ def transient_buffers(module: nn.Module) -> set[str]:
 
 def untraceable_entries() -> list[tuple[Any, str, str]]:
     """Return owner, name and description of each function behind which a forward does what no graph can say."""
-    kernels = [(*setter, "the kernels of attention are chosen") for setter in _setters("sdp_", "math_sdp_")]
-    settings = [(*setter, f"a setting of torch is changed ({setter[1]})") for setter in _setters(*_SETTINGS)]
+    kernels = [(*setter, "it chooses the kernels of attention") for setter in _setters("sdp_", "math_sdp_")]
+    settings = [(*setter, f"it changes a setting of torch ({setter[1]})") for setter in _setters(*_SETTINGS)]
     modes = ("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled")
-    autocast = [(torch, name, "autocast is switched by hand") for name in modes]
+    autocast = [(torch, name, "it switches autocast by hand") for name in modes]
     return [
         *kernels,
         *settings,
         *autocast,
-        (TorchFunctionMode, "__enter__", "a torch function mode is entered"),
-        (TorchDispatchMode, "__enter__", "a torch dispatch mode is entered"),
-        (torch.autograd.graph.saved_tensors_hooks, "__enter__", "what autograd saves is hooked into"),
-        (torch.cuda.StreamContext, "__enter__", "another CUDA stream is chosen"),
-        (torch.cuda.device, "__enter__", "another CUDA device is chosen"),
+        (TorchFunctionMode, "__enter__", "it enters a torch function mode"),
+        (TorchDispatchMode, "__enter__", "it enters a torch dispatch mode"),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", "it sets hooks on the tensors that autograd saves"),
+        (torch.cuda.StreamContext, "__enter__", "it chooses another CUDA stream"),
+        (torch.cuda.device, "__enter__", "it chooses another CUDA device"),
     ]
 
 

@@ -153,13 +153,13 @@ class _Description:
         aliases: dict[str, Any] = self._of_type("aliases", dict)
         for alias, name in aliases.items():
             if alias in state or not isinstance(name, str) or name not in state:
-                raise ArchiveError(f"{self.where} is damaged: {alias!r} is said to be tied to {name!r}")
+                raise ArchiveError(f"{self.where} is damaged: {alias!r} cannot be tied to {name!r}")
         return state | {alias: state[name] for alias, name in aliases.items()}
 
     def _of_type(self, key: str, kind: type) -> Any:
         value = self.manifest.get(key)
         if type(value) is not kind:
-            raise ArchiveError(f"{self.where} is damaged: its manifest has no proper {key!r}")
+            raise ArchiveError(f"{self.where} is damaged: in its manifest {key!r} is missing or wrong")
         return value
 
 
@@ -179,8 +179,8 @@ def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
         raise ArchiveError(f"{where} is damaged: {one_line(error)}") from error
     if not trusted:
         raise ArchiveError(
-            f"{where} would import and call {factory!r}; pass trust=[{package!r}] "
-            f"(--trust {package} on the command line) to let it, or model="
+            f"loading {where} would import and call {factory!r}; pass trust=[{package!r}] "
+            f"(--trust {package} on the command line) to allow it, or pass model="
         )
     if isinstance(trust, bool):
         return build_model(factory)
@@ -188,7 +188,7 @@ def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
     if not is_trusted(owner, trust):
         # Else a file could have anything called that a trusted module happens to import.
         raise ArchiveError(
-            f"{where} would call {factory!r}, which comes from {owner!r}; trust that too, or pass model="
+            f"loading {where} would call {factory!r}, which comes from {owner!r}; add it to trust=, or pass model="
         )
     return build_model(factory)
 

@@ -101,7 +101,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError) as error:
         raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
     if not stat.S_ISREG(mode):
-        raise ArchiveError(f"{where} is not a readable fxopt archive: it is no regular file")
+        raise ArchiveError(f"{where} is not a readable fxopt archive: it is not a regular file")
     return where
 
 
@@ -137,7 +137,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _not_json(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
@@ -158,7 +158,7 @@ def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = 
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise ArchiveError(
-                f"{where}: {entry.filename!r} is compressed or encrypted, so nobody can tell what it unpacks to"
+                f"{where}: {entry.filename!r} is compressed or encrypted, so its unpacked size is not known"
             )
     if sum(entry.file_size for entry in entries) > (where.stat().st_size if length is None else length):
         raise ArchiveError(f"{where}: its members claim more bytes than the file has")

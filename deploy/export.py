@@ -92,7 +92,7 @@ def _reason(error: Exception) -> str:
     if fixed:
         found = " and ".join(f"{where.replace('.size()', '.shape')} to {size}" for where, size in fixed)
         return (
-            f"its code fixes {found} here, which was to be free; give dynamic_batch=False (--no-dynamic-batch), "
+            f"its code fixes {found}, but the batch size must be free; give dynamic_batch=False (--no-dynamic-batch) "
             "and example calls of one size"
         )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -106,7 +106,7 @@ def _read_back(temporary: Path, path: Path) -> nn.Module:
         return load_exported(temporary)[0]
     except ArchiveError as error:
         text = str(error).replace(str(temporary), str(path))
-        raise ArchiveError(f"torch exported the model as what fxopt would not read: {text}") from error
+        raise ArchiveError(f"fxopt could not read the exported file: {text}") from error
 
 
 class _Comparison:
@@ -162,7 +162,7 @@ class _Comparison:
 
     def _objection(self, where: str, what: str) -> ArchiveError:
         return ArchiveError(
-            f"{self.path} was not written: {where}, what torch exported {what}. Give example calls of one kind; "
+            f"{self.path} was not written: {where}, the exported model {what}. Give example calls of one kind; "
             "dynamic_batch=False (--no-dynamic-batch) exports the example's batch size alone"
         )
 
@@ -225,15 +225,15 @@ class _FreeSizes:
 
     def with_rows(self, call: Inputs, count: int) -> Inputs:
         """Return the call with `count` rows: its own, over and over."""
-        flags = iter(self.batched)
+        batched = dict(zip(map(id, _tensors(call)), self.batched, strict=True))
 
         def repeated(tensor: Tensor) -> Tensor:
-            if not next(flags):
+            if not batched[id(tensor)]:
                 return tensor
             return tensor[torch.arange(count, device=tensor.device) % tensor.shape[0]]
 
-        args = map_tensors(repeated, call.args)
-        return Inputs(*args, **map_tensors(repeated, call.kwargs))
+        args, kwargs = map_tensors(repeated, (call.args, call.kwargs))
+        return Inputs(*args, **kwargs)
 
 
 def _tensors(call: Inputs) -> list[Tensor]:
@@ -249,7 +249,7 @@ def _check_values(model: nn.Module) -> None:
 def _check_calls(calls: Sequence[Inputs]) -> None:
     """Make sure that there is a call, that all have plain arguments, and that they differ in sizes and numbers only."""
     if not calls:
-        raise UsageError("there is nothing to export the model with; give example inputs")
+        raise UsageError("export needs an example call; give example inputs")
     for number, call in enumerate(calls):
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
             _check_plain(value, f"example call {number}: argument {name!r}", _TAKEN, UsageError)

@@ -62,7 +62,7 @@ def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
         with zipfile.ZipFile(path) as archive:
             checked = _checked(path, archive)
     except (*UNREADABLE, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ArchiveError(f"{path} is no readable .pt2 file: {one_line(error)}") from error
+        raise ArchiveError(f"{path} is not a readable .pt2 file: {one_line(error)}") from error
     try:
         with weights_only():
             program = load_exported_program(checked)
@@ -70,7 +70,7 @@ def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
         return program.module(), None if inputs is None else Inputs(*inputs[0], **inputs[1])
     except Exception as error:  # the reader asserts what it expects, and raises whatever it meets
         first = one_line(Exception((str(error).strip().splitlines() or [""])[0]))
-        raise ArchiveError(f"{path} is no readable .pt2 file: {type(error).__name__}: {first}") from error
+        raise ArchiveError(f"{path} is not a readable .pt2 file: {type(error).__name__}: {first}") from error
 
 
 def _checked(path: Path, archive: zipfile.ZipFile) -> io.BytesIO:
@@ -112,7 +112,7 @@ def _checked_inputs(path: Path, data: bytes) -> bytes:
 def _check_pickle(path: Path, data: bytes) -> None:
     for operation, argument, _ in pickletools.genops(data):
         if operation.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
-            raise ArchiveError(f"{path} is refused: {argument!r} is none that fxopt reads in its example inputs")
+            raise ArchiveError(f"{path} is refused: fxopt does not read {argument!r} in example inputs")
 
 
 def _check_payloads(
@@ -125,7 +125,7 @@ def _check_payloads(
         target, pickled, meta = (payload.get(key) for key in ("path_name", "use_pickle", "tensor_meta"))
         entry = entries.get(f"{root}/{folder}/{target}")
         if not isinstance(target, str) or not _PAYLOAD.fullmatch(target) or entry is None or pickled:
-            raise ArchiveError(f"{path} holds {target!r}, which is no plain tensor")
+            raise ArchiveError(f"{path} holds {target!r}, which is not a plain tensor")
         sizes = [size["as_int"] for size in meta["sizes"]]
         if entry.file_size == 0 and 0 not in sizes:
             raise ArchiveError(f"{path}: the tensor {target!r} has no data")

@@ -100,7 +100,7 @@ class _Checker:
         return plain and named and all(map(self._is_structure, spec["children_spec"]))
 
     def _refusal(self, what: str, text: str) -> ArchiveError:
-        return ArchiveError(f"{self.path} is refused: {what} {text[:80]!r} is none that fxopt reads from a .pt2 file")
+        return ArchiveError(f"{self.path} is refused: fxopt does not read {what} {text[:80]!r} from a .pt2 file")
 
 
 def _is_arithmetic(text: str) -> bool:

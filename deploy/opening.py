@@ -46,7 +46,7 @@ def open_file(
     if kind is FileKind.RECIPE:
         return archive.load(path, replay=replay, model=model, trust=trust)
     if model is not None:
-        raise UsageError(f"{path} is no fxopt archive: it holds the whole model, so leave model= out")
+        raise UsageError(f"{path} is not an fxopt archive: it holds the whole model, so do not pass model=")
     if kind is FileKind.EXPORTED:
         return load_exported(path)[0]
     return load_pickle(path, trusted=trust is True)
@@ -106,5 +106,7 @@ def load_pickle(path: Path, *, trusted: bool) -> nn.Module:
     except Exception as error:  # unpickling runs the classes' own code
         raise ArchiveError(f"{path} cannot be unpickled: {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(found, nn.Module):
-        raise InputError(f"{path} holds a {type(found).__name__}, expected a torch.nn.Module; weights go to --weights")
+        raise InputError(
+            f"{path} holds a {type(found).__name__}, expected a torch.nn.Module; pass weights by --weights"
+        )
     return found

@@ -270,8 +270,8 @@ def members_training(*flags: bool) -> bool:
     """
     if len(set(flags)) > 1:
         raise FusedMemberError(
-            "some members of a fused ensemble are in training mode and others are not; they compute together, so set "
-            "them alike, or get the original structure back by fxopt.restore(model)"
+            "some members of a fused ensemble are in training mode and others are not; set "
+            "all to one mode, or call fxopt.restore(model) to get the original structure back"
         )
     return flags[0]
 

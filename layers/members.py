@@ -7,18 +7,20 @@ for `model.heads[3][0].weight` reads and writes the slice of the stacked paramet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import own_buffers, own_parameters, own_tensor
+from ..compat import REGISTERS, own_tensor
 from ..errors import FusedMemberError
 from ..tracing.graphs import Capture, capture_of, install, own_class
+from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
+from .register import Register
 
-__all__ = ["FusedMembers", "attach_member", "seal"]
+__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
 
 
 class FusedMembers(nn.Module):
@@ -69,12 +71,11 @@ def attach_member(
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
-    taken = [(register, dict(register)) for register in _registers(module) if not slices.keys().isdisjoint(register)]
+    taken = [(key, module.__dict__[key]) for key in REGISTERS if not slices.keys().isdisjoint(module.__dict__[key])]
     undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
-    # The names stay, without a value: that keeps their order, and stops what looks for them there.
-    for register, _ in taken:
-        register.update({name: None for name in register if name in slices})
+    for key, register in taken:
+        module.__dict__[key] = Register(register, slices)
     return partial(_give_back, module, undo, slices, taken, listed)
 
 
@@ -82,20 +83,16 @@ def _give_back(
     module: nn.Module,
     undo: Callable[[], None],
     slices: Collection[str],
-    taken: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    taken: Sequence[tuple[str, dict[str, Any]]],
     listed: Any,
 ) -> None:
     undo()
-    for register, old in taken:
-        now = {name: tensor for name, tensor in register.items() if name not in slices}
-        register.clear()
-        register.update(old | now)
+    for key, old in taken:
+        now = {name: tensor for name, tensor in module.__dict__[key].items() if name not in slices}
+        old.update(now)
+        module.__dict__[key] = old
     if listed is not None:
         module.__dict__["_flat_weights"] = listed
-
-
-def _registers(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return own_parameters(module), own_buffers(module)
 
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
@@ -111,6 +108,22 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     return _change(parent, {SEALED: _with_sealed(parent, names)})
 
 
+def settings_of(module: nn.Module) -> list[str]:
+    """Return the names of a module's plain attributes, which its forward may read: a slope, a stride."""
+    return [name for name in vars(module) if not name.startswith("_") and name not in INTERNAL]
+
+
+def ways_to(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Return the path of each module above some others -> the names of its children on the way to these."""
+    ways: dict[str, set[str]] = {}
+    for path in paths:
+        while path:
+            parent, _, last = path.rpartition(".")
+            ways.setdefault(parent, set()).add(last)
+            path = parent
+    return ways
+
+
 def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
     known = sealed_names(module)
     return known.union(names) if known else frozenset(names)
@@ -119,7 +132,7 @@ def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
 def _check_slice(module: nn.Module, name: str, view: View) -> None:
     parameter = own_tensor(module, name)
     if parameter is None:
-        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own to take away")
+        raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own")
     stacked = view.stacked
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(

@@ -19,6 +19,7 @@ from ..compat import modules_by_name, own_tensor, version_of
 from ..errors import FusedMemberError
 from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, qualified, subclass, user_class
+from .slices import ADVICE, Slice, write
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
@@ -52,23 +53,16 @@ class View(NamedTuple):
         """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
         stacked = self.stacked
         member = stacked[self.position]
-        if not torch.compiler.is_compiling() and stacked.is_leaf and stacked.grad is not None:
+        if torch.compiler.is_compiling():
+            return member
+        member = member.as_subclass(Slice)
+        if stacked.is_leaf and stacked.grad is not None:
             member.grad = stacked.grad[self.position]
         return member
 
     def write(self, value: Tensor, what: str) -> None:
         """Copy a tensor of the same shape into the slice."""
-        with torch.no_grad():
-            member = self.stacked[self.position]
-            if value.shape != member.shape:
-                raise FusedMemberError(
-                    f"{what} is a slice of a stacked parameter and keeps its shape {list(member.shape)}; a tensor of "
-                    f"shape {list(value.shape)} cannot be copied into it. {ADVICE}"
-                )
-            member.copy_(value)
-
-
-ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
+        write(self.stacked[self.position], value, what)
 
 
 def _hook_registration(name: str) -> Callable[..., Any]:
@@ -227,7 +221,7 @@ class FusedPart(nn.Module):
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:
     return FusedMemberError(
-        f"this {type(part).__name__} is, or holds, what was fused or folded and is computed otherwise: {what}. {ADVICE}"
+        f"this {type(part).__name__} was fused or folded, or holds a module that was: {what}. {ADVICE}"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..tracing.values import map_structure
+from ..tracing.values import map_leaves
 
 __all__ = ["Slot", "Template"]
 
@@ -40,8 +40,8 @@ class Template(nn.Module):
     def forward(self, *operands: Any) -> Any:
         """Return what the module gives; buffers that it writes are written in the operands."""
         inputs = len(operands) - len(self.state)
-        args, kwargs = map_structure(
-            self.arguments, lambda leaf: operands[leaf.index] if isinstance(leaf, Slot) else leaf
+        args, kwargs = map_leaves(
+            lambda leaf: operands[leaf.index] if isinstance(leaf, Slot) else leaf, self.arguments, Slot
         )
         tensors: dict[str, Tensor] = {}
         for name, value in zip(self.state, operands[inputs:], strict=True):

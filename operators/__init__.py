@@ -3,19 +3,18 @@
 from .arguments import CallArguments, normalized_arguments
 from .calls import (
     canonical_name,
-    draws,
     function_of,
     function_path,
+    has_random_effects,
     in_place_signature,
     info_of,
     is_known_function,
     mutates,
-    operator_of_module,
     resolve,
 )
 from .derived import Derived, derived
 from .info import Chance, OpInfo
-from .registry import Registration, operator_info, register_operator
+from .registry import Registration, operator_info, operator_of_module, register_operator
 
 __all__ = [
     "CallArguments",
@@ -25,9 +24,9 @@ __all__ = [
     "Registration",
     "canonical_name",
     "derived",
-    "draws",
     "function_of",
     "function_path",
+    "has_random_effects",
     "in_place_signature",
     "info_of",
     "is_known_function",

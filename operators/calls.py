@@ -12,23 +12,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ..compat import is_registered_operator, native_functions, overloads_of, written_arguments
 from .derived import Derived
 from .info import OpInfo, registered_operator
-from .registry import NAMESPACES, function_name, method_name, module_name, operator_info
+from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
     "canonical_name",
-    "draws",
     "function_of",
     "function_path",
+    "has_random_effects",
     "in_place_signature",
     "info_of",
     "is_known_function",
     "mutates",
-    "operator_of_module",
     "resolve",
 ]
 
@@ -132,11 +131,6 @@ def resolve(path: str) -> Callable[..., Any]:
     return function
 
 
-def operator_of_module(module_type: type[nn.Module]) -> str | None:
-    """Return the operator that a class of modules computes, or None: `nn.Linear` is `linear`, `nn.GELU` `gelu`."""
-    return module_name(module_type)
-
-
 def mutates(node: fx.Node) -> bool:
     """Say whether a node writes into one of its operands."""
     if node.op == "call_method":
@@ -187,7 +181,7 @@ def _in_place_signature(name: str) -> inspect.Signature | None:
     return signature if "inplace" in signature.parameters else None
 
 
-def draws(node: fx.Node) -> bool:
+def has_random_effects(node: fx.Node) -> bool:
     """Say whether a call of a known operator may draw random numbers: dropout with a probability of 0 does not."""
     info = info_of(node)
     return bool(info.random) and not _has_no_chance(node, info)

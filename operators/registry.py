@@ -19,8 +19,8 @@ __all__ = [
     "Registration",
     "function_name",
     "method_name",
-    "module_name",
     "operator_info",
+    "operator_of_module",
     "register_operator",
 ]
 
@@ -41,7 +41,7 @@ class _Table:
 
     def add(self, info: OpInfo) -> None:
         if info.name in self.rows:
-            raise UsageError(f"operator '{info.name}' is in the table already; each is described once")
+            raise UsageError(f"operator '{info.name}' is already in the table; describe each operator once")
         for keys, known in self._places(info):
             for key in keys:
                 if key in known:
@@ -102,7 +102,7 @@ def register_operator(info: OpInfo) -> Registration:
         info: what is known; the name of an operator of `torch.ops` is its qualified one (`"acme::swish"`).
 
     Raises:
-        UsageError: if the name, a function or a class of modules is in the table already, or `torch.ops` has no such
+        UsageError: if the name, a function or a class of modules is already in the table, or `torch.ops` has no such
             operator.
     """
     if not info.name:
@@ -145,6 +145,6 @@ def method_name(method: str) -> str | None:
     return _table().methods.get(method)
 
 
-def module_name(cls: type) -> str | None:
-    """Return the operator that modules of exactly this class compute; None where that is not known."""
+def operator_of_module(cls: type) -> str | None:
+    """Return the operator that modules of exactly this class compute, or None: that of `nn.GELU` is `gelu`."""
     return _table().modules.get(cls)

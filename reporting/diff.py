@@ -42,7 +42,7 @@ def _section(names: Sequence[str], lines: Sequence[str], before: Mapping[str, st
     body = collapse(lines)
     title = _title(names)
     old = f"--- {title}" + ("" if first in before else " (new)")
-    new = f"+++ {title}" + ("" if first in after else " (no graph of its own any more)")
+    new = f"+++ {title}" + ("" if first in after else " (no longer has its own graph)")
     return "\n".join([old, new, *map(_shorten, body)]) + "\n"
 
 

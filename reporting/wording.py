@@ -114,9 +114,9 @@ def _speed(figures: Mapping[str, Any]) -> str:
 
 
 def _shared(figures: Mapping[str, Any]) -> str:
-    """Say that the figures are those of several sites of one graph together."""
-    count = figures.get("together", 1)
-    return f", {count} sites together" if isinstance(count, int) and count > 1 else ""
+    """Say that the figures are those of a group of several sites of one graph."""
+    count = figures.get("group_size", 1)
+    return f", group of {count} sites" if isinstance(count, int) and count > 1 else ""
 
 
 def _time(figures: Mapping[str, Any]) -> str:

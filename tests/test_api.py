@@ -524,7 +524,7 @@ FUNCTIONS = {
     add_module: ("applied", ""),
     negate: ("undone", "output differs"),
     other_activation: ("undone", "output differs"),
-    other_weights: ("refused", "it puts another 'a' in its place"),
+    other_weights: ("refused", "it replaces 'a'"),
 }
 
 
@@ -592,8 +592,8 @@ FAILING = {
     scales_data: "changed 'a.weight' in place",
     clears_buffer: "changed 'k' in place",
     changes_settings: "changed 'a.in_features' in place",
-    calls_nothing: "its graph refers to 'nowhere', which is not there",
-    takes_more: "its inputs were x, and now are more, x",
+    calls_nothing: "its graph refers to 'nowhere', which does not exist",
+    takes_more: "its inputs changed from x to more, x",
 }
 
 

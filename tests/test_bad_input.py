@@ -280,7 +280,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxopt.passes.contract.base import Pass
+from fxopt.passes.contract import Pass
 from fxopt.passes.sites import Site
 
 

@@ -206,7 +206,7 @@ def test_an_exported_model_needs_no_trust_and_no_class(fxopt: Fxopt, zoo: Path):
     assert fxopt("inspect", "heads.pt2").code == 0
     again = fxopt("optimize", "heads.pt2", "-p", "inference", "-o", "again.fxopt", "--no-measure")
     assert again.code == 2
-    assert "does not say how its model is built, so no archive can; leave -o out, or export it" in again.err
+    assert "does not say how its model is built, so it cannot be saved; leave -o out, or use fxopt export" in again.err
     done = fxopt("export", "heads.pt2", *inputs, "-o", "fixed.pt2", "--no-dynamic-batch", "--json")
     assert (done.code, done.json["path"]) == (0, "fixed.pt2"), done.err
 

@@ -99,7 +99,7 @@ class Import:
 
 
 def imports(path: Path) -> list[Import]:
-    """Return every import from fxopt in a file: at the top, in functions and for annotations alike."""
+    """Return every import from fxopt in a file of the package: at the top, in functions and for annotations alike."""
     package = path.relative_to(ROOT).parts[:-1]
     found: list[Import] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -138,6 +138,7 @@ FILES = sources()
 IDS = [str(p.relative_to(ROOT)) for p in FILES]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
+each_test = pytest.mark.parametrize("path", TESTS, ids=[str(p.relative_to(ROOT)) for p in TESTS])
 
 
 def test_every_component_has_a_level():
@@ -258,13 +259,58 @@ def test_no_package_among_the_tests():
     assert not (ROOT / "conftest.py").exists()
 
 
-@pytest.mark.parametrize("path", TESTS, ids=[str(p.relative_to(ROOT)) for p in TESTS])
+@each_test
 def test_tests_mirror_the_rooms(path: Path):
     folder = path.relative_to(ROOT / "tests").parent
     if path.name == "conftest.py" or folder in NOT_MIRRORED:
         return
     assert (ROOT / folder / "__init__.py").exists(), f"there is no {folder}/ that {path.name} could be a test of"
     assert str(folder) not in ROOMS, f"{path.name} belongs into a room of {folder}/"
+
+
+def room(parts: Sequence[str]) -> tuple[str, ...]:
+    """Return the room that a module or a folder of tests belongs to: two floors deep where there are rooms."""
+    return tuple(parts[: 2 if parts[:1] and parts[0] in (*ROOMS, "transforms") else 1])
+
+
+def imports_of_test(path: Path) -> list[Import]:
+    """Return every name that a test imports from fxopt, the modules among them, and those that its texts name."""
+    found: list[Import] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fxopt":
+            source = tuple((node.module or "").split(".")[1:])
+            found += [Import(path, node.lineno, *_split(source, alias.name)) for alias in node.names]
+        if isinstance(node, ast.Import):
+            named = [alias.name.split(".") for alias in node.names]
+            found += [Import(path, node.lineno, tuple(parts[1:]), "*") for parts in named if parts[0] == "fxopt"]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = [text.split(".")[1:] for text in re.findall(r"\bfxopt(?:\.\w+)+", node.value)]
+            found += [Import(path, node.lineno, *_split(tuple(parts[:-1]), parts[-1])) for parts in named]
+    return found
+
+
+@each_test
+def test_tests_enter_rooms_by_their_front_door(path: Path):
+    """A test may look into the room that it is a test of, the folder of its name; any other it sees as users do."""
+    own = room(path.relative_to(ROOT / "tests").parts[:-1])
+    for found in imports_of_test(path):
+        entered = room(found.source)
+        if entered != own or not own:
+            assert len(found.source) <= len(entered), f"{found.place}: import it from {'.'.join(entered)}"
+            assert not found.name.startswith("_"), f"{found.place}: a private name of another room"
+
+
+@each_test
+def test_tests_read_no_private_name_of_a_module_of_another_room(path: Path):
+    own = room(path.relative_to(ROOT / "tests").parts[:-1])
+    modules = {
+        each.source[-1]
+        for each in imports_of_test(path)
+        if each.source and each.name == "*" and room(each.source) != own
+    }
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            assert not re.match("_[^_]", node.attr), f"{path}:{node.lineno}: {node.value.id}.{node.attr}"
 
 
 def test_versions_agree():

@@ -12,7 +12,7 @@ from ..passes.contract import Pass
 from ..passes.rewriting import handed_out, has_effects, writes
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
-from ..tracing.values import map_structure
+from ..tracing.values import map_leaves
 
 if TYPE_CHECKING:
     from ..passes.rewriting import Edit
@@ -75,7 +75,7 @@ def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, 
 
 
 def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:
-    arguments = map_structure((node.args, dict(sorted(node.kwargs.items()))), lambda leaf: _Leaf(leaf, same))
+    arguments = map_leaves(lambda leaf: _Leaf(leaf, same), (node.args, dict(sorted(node.kwargs.items()))))
     return node.op, node.target, repr(arguments)
 
 

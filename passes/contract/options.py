@@ -119,7 +119,7 @@ def read_value(value: Text, wanted: Any) -> Any:
         return _word_of({_enum_word(member): member for member in wanted}, value, type_text(wanted))
     reader = _READERS.get(wanted)
     if reader is None:
-        raise ValueMismatch(f"a {type_text(wanted)}, which only code can make (pass an instance)", value)
+        raise ValueMismatch(f"a {type_text(wanted)}, which text cannot express (pass an instance)", value)
     return reader(value)
 
 

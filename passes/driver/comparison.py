@@ -98,10 +98,10 @@ class Comparison:
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
 
 
-def timing_figures(timings: timing.Timings, before: str, after: str) -> dict[str, float]:
-    """Return the timings of two candidates as figures for a plan, their ratio with its interval."""
-    speed = timings.ratio(before, after)
+def timing_figures(timings: timing.Timings, after: str) -> dict[str, float]:
+    """Return the timings of a candidate and of what was before as figures for a plan, their ratio with its interval."""
+    speed = timings.ratio("before", after)
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
-        "before_us": timings.microseconds(before), "after_us": timings.microseconds(after),
+        "before_us": timings.microseconds("before"), "after_us": timings.microseconds(after),
     }  # fmt: skip

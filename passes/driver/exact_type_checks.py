@@ -9,7 +9,7 @@ from torch import nn
 
 from ...compat import all_modules
 from ...tracing.graphs import capture_of, own, recompile
-from ...tracing.program import askers_without_answer, asking_around_changes
+from ...tracing.program import type_checkers_around_changes, type_checkers_without_answer
 
 if TYPE_CHECKING:
     from ...tracing.program import Program
@@ -18,7 +18,7 @@ __all__ = ["TypeCheckers", "forbid_type_checking_forwards"]
 
 
 class TypeCheckers:
-    """What asks for classes where no graph has the answer.
+    """The modules that check exact types where no graph has the answer.
 
     Attributes:
         around: module -> what refusals say of one of those around it.
@@ -32,17 +32,17 @@ class TypeCheckers:
         modules = program.names.modules.values()
         captured = {module for module in modules if capture_of(module) is not None}
         around: dict[nn.Module, str] = {}
-        for module, place in askers_without_answer(modules, captured).items():
+        for module, place in type_checkers_without_answer(modules, captured).items():
             name = program.name_of(module) or "(root)"
-            reason = f"the code of module {name!r}, in no graph, asks for classes by `type` ({place})"
+            reason = f"module {name!r} has no graph, and its code checks an exact type ({place})"
             around.update(dict.fromkeys(all_modules(module), reason))
         return cls(around)
 
 
 def forbid_type_checking_forwards(modules: Collection[nn.Module]) -> None:
-    """Let modules of a model that ask for the class of a rewritten one raise GuardError where no graph fits a call."""
-    for module, place in asking_around_changes(modules).items():
+    """Let modules that check the exact type of a rewritten one raise GuardError where no graph fits a call."""
+    for module, place in type_checkers_around_changes(modules).items():
         capture = capture_of(module)
         if capture is not None and capture.specializations and not capture.lost:
-            own(module).lost = f"it asks for the class of a rewritten module by `type` ({place})"
+            own(module).lost = f"it checks the exact type of a rewritten module ({place})"
             recompile(module)

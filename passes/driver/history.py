@@ -131,7 +131,7 @@ def _by_site(decision: Decision, group: Group) -> list[Decision]:
     """Return a decision on several sites as one for each; the figures of all together stand in all of them."""
     if group.is_single:
         return [decision]
-    figures = {**decision.figures, "together": len(group.sites)}
+    figures = {**decision.figures, "group_size": len(group.sites)}
     return [
         dataclasses.replace(
             decision, key=site.key, label=site.label or site.owner or "(root)", choice=site.choice, detail=site.detail,

@@ -51,7 +51,7 @@ def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Reco
     if stated is OwnForward.ACCEPTABLE:
         return
     if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
-        yield f"pass '{name}' made it compute something else"
+        yield f"pass '{name}' changed what it computes"
     known = {*record.state_map.names, *record.state_map.targets}
     borrowed = module.origins if isinstance(module, Region) else {}
     for node in (node for specialization in capture.specializations for node in specialization.graph.nodes):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of, deactivate_again
-from ...tracing.values import map_structure
+from ...tracing.values import map_leaves, tensors_in
 from .record import Record
 
 __all__ = ["restored", "transplanted"]
@@ -81,12 +82,9 @@ def _constants(module: nn.Module) -> set[str]:
 
 def _cut_off_history(value: Any, memo: dict[int, Any]) -> None:
     """Note copies of tensors that a forward left behind: with the graph they come from they cannot be copied."""
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Tensor) and not leaf.is_leaf:
-            memo.setdefault(id(leaf), leaf.detach().clone())
-
-    map_structure(value, note)
+    for tensor in tensors_in(value):
+        if not tensor.is_leaf:
+            memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
@@ -101,8 +99,8 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
         # New modules and entries may hold surviving ones: views of fused members do. (Ordered dicts hold hooks.)
         new: dict[str, Any] = {
             name: value
-            if isinstance(value, OrderedDict)
-            else map_structure(value, lambda leaf: same.get(id(leaf), leaf))
+            if isinstance(value, OrderedDict) or is_dataclass(value)
+            else map_leaves(lambda leaf: same.get(id(leaf), leaf), value)
             for name, value in vars(module).items()
             if target is module or name not in vars(target) or name in _REGISTERS or _is_ours(name)
         }

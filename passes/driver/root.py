@@ -12,10 +12,10 @@ from ...tracing.values import class_recipe, subclass, user_class
 from ..state import RECORD_KEY, LoadsOriginalNames
 from .record import Record
 
-__all__ = ["crown"]
+__all__ = ["make_root"]
 
 
-def crown(model: nn.Module, record: Record) -> None:
+def make_root(model: nn.Module, record: Record) -> None:
     """Make `model` the root of an optimized model, whether or not its own forward could be captured."""
     capture = capture_of(model)
     uninstall(model, keep_regions=True)

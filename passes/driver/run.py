@@ -25,7 +25,7 @@ from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .record import Record, record_of
-from .root import crown
+from .root import make_root
 
 __all__ = ["Request", "copied", "run_session"]
 
@@ -92,7 +92,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
     if manager.rewrites or record_of(fast) is not None:
-        crown(fast, record)
+        make_root(fast, record)
     else:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.rewrites, record)

@@ -341,7 +341,7 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     speed = race.timings.ratio("before", race.best)
     figures = {
         **comparison.figures(race.candidates[race.best].verdict),
-        **timing_figures(race.timings, "before", race.best),
+        **timing_figures(race.timings, race.best),
         "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
     }
     if speed.low > 1.0 or comparison.group.required:

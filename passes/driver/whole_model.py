@@ -46,7 +46,7 @@ class WholeModel:
             timings = self._timings()
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
-                return _as_timings(timing_figures(timings, "before", "after"))
+                return _as_timings(timing_figures(timings, "after"))
             self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
         return None
 
@@ -106,7 +106,7 @@ class WholeModel:
         except PassError as error:
             candidate = Candidate(rewrite.group, str(error))
         if candidate.edit is None:
-            self._history.undo(rewrite, f"it stood on a rewrite that was taken back: {candidate.failure}")
+            self._history.undo(rewrite, f"it depended on a rewrite that was undone: {candidate.failure}")
             return
         rewrite.edit = candidate.edit
         self._history.rewrites.append(rewrite)

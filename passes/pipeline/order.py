@@ -77,4 +77,4 @@ def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:
     opposite = next((why for early, late, why in rules if (early, late) == (broken[1], broken[0])), None)
     if opposite is None:
         return "and no other order works either"
-    return f"the other way round is ruled out too, as {opposite}, so they cannot be used together"
+    return f"the other order is not possible either: {opposite}, so they cannot be used together"

@@ -26,12 +26,12 @@ from ...tracing.graphs import (
 )
 from ...tracing.guards import in_evaluation
 from ...tracing.program import Program
-from ...tracing.recording import AttributeState
 from ...tracing.values import meta_of
 from ..sites import Site
 from ..state import StateMap, StateStep, holder_of
 from .effects import has_effects
 from .foreign import run_function
+from .journal import Journal
 from .well_formed import check_well_formed
 
 __all__ = ["Edit"]
@@ -46,6 +46,7 @@ class Edit:
     Attributes:
         program: the program being changed.
         site: the place being rewritten; of several, the first.
+        owner: the module that the site is in.
         failed_at: which of several sites an error is about, where it is known.
         holder: of the children that the site's graph calls; for what runs under a context the module around it.
         trainable: a rewrite for evaluation leaves the model as it is in training.
@@ -58,9 +59,8 @@ class Edit:
         self.pass_name = pass_name
         self.owner = program.module(site.owner)
         self.holder = holder_of(program.model, site.owner)
-        self._undo: list[Callable[[], object]] = []
+        self._journal = Journal()
         self._steps: list[StateStep] = []
-        self._journalled: set[nn.Module] = set()
         self._before = capture_of(self.owner)
         self._owned = False
         self._made_from: list[int] | None = None
@@ -76,17 +76,20 @@ class Edit:
 
     def _own_graph(self, instead: fx.Graph | None = None) -> None:
         """Give the owner graphs that nobody else has: copies, or for the site's own graph another one."""
+        if self._takes_graphs() or instead is not None:
+            with_graph(self.owner, self.site.specialization, instead)
+            self.program.touch()
+
+    def _takes_graphs(self) -> bool:
+        """Say whether this is the first change of the owner's graphs; then note what they are."""
         before = self._before
         if before is None:
             raise CaptureError(f"module '{self.site.owner}' has no graph to edit")
-        if not self._owned:
-            self._undo.append(lambda: install(self.owner, before))
-            self._owned = True
-            with_graph(self.owner, self.site.specialization, instead)
-            self.program.touch()
-        elif instead is not None:
-            with_graph(self.owner, self.site.specialization, instead)
-            self.program.touch()
+        if self._owned:
+            return False
+        self._journal.note(lambda: install(self.owner, before))
+        self._owned = True
+        return True
 
     @contextmanager
     def in_specialization(self, specialization: int) -> Generator[None]:
@@ -127,10 +130,7 @@ class Edit:
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""
-        known = {node.name for node in self.site.graph.nodes}
-        for node in graph.nodes:
-            if node.name not in known:
-                self.sign(node)
+        self._sign_new(graph, self.site.graph)
         self._own_graph(instead=graph)
 
     def set_specializations(self, specializations: Sequence[Specialization], made_from: Sequence[int]) -> None:
@@ -140,18 +140,10 @@ class Edit:
             specializations: the graphs, with what they hold under; nobody else may have them.
             made_from: for each the number of the graph that it was made from.
         """
-        before = self._before
-        if before is None:
-            raise CaptureError(f"module '{self.site.owner}' has no graph to edit")
-        if not self._owned:
-            self._undo.append(lambda: install(self.owner, before))
-        earlier = range(len(before.specializations)) if self._made_from is None else self._made_from
-        self._owned, self._made_from = True, [earlier[number] for number in made_from]
+        self._takes_graphs()
+        self._made_from = [number if self._made_from is None else self._made_from[number] for number in made_from]
         for new, old in zip(specializations, self._graphs_made_from(), strict=True):
-            known = {node.name for node in old.nodes}
-            for node in new.graph.nodes:
-                if node.name not in known:
-                    self.sign(node)
+            self._sign_new(new.graph, old)
         with_specializations(self.owner, specializations)
         self.program.touch()
 
@@ -253,6 +245,12 @@ class Edit:
         """Note on a new node which pass and site made it, unless that is noted already."""
         node.meta.setdefault("provenance", (self.pass_name, self.site.key))
 
+    def _sign_new(self, graph: fx.Graph, before: fx.Graph) -> None:
+        known = {node.name for node in before.nodes}
+        for node in graph.nodes:
+            if node.name not in known:
+                self.sign(node)
+
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
         """Give the site's graph to a function as a `GraphModule` and take the graph it returns; see `run_function`."""
         self.set_graph(run_function(function, self.owner, self.graph, self._adopt))
@@ -261,7 +259,7 @@ class Edit:
         """Take over a module or tensor that a function made; a tensor as a buffer that no state dict holds."""
         path, _, name = target.rpartition(".")
         holder = self.owner.get_submodule(path)
-        self._journal(holder)
+        self._journal.keep(holder)
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             holder.register_buffer(name, value, persistent=False)
         else:
@@ -286,14 +284,14 @@ class Edit:
         free = self._free_name(name, *holders)
         module.train(self.holder.module.training)
         for holder in holders:
-            self._journal(holder)
-        self.holder.lend(free, module)
+            self._journal.keep(holder)
+        self.holder.share(free, module)
         self.program.touch()
         return free
 
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the owner; nothing may call it any more."""
-        self._journal(self.owner)
+        self._journal.keep(self.owner)
         delattr(self.owner, name)
         self.program.touch()
 
@@ -315,19 +313,13 @@ class Edit:
         return free
 
     def _set_child(self, name: str, value: Any) -> None:
-        self._journal(self.owner)
+        self._journal.keep(self.owner)
         setattr(self.owner, name, value)
         self.program.touch()
 
-    def _journal(self, module: nn.Module) -> None:
-        """Note what a module holds, in its order, to put it back on undoing."""
-        if module not in self._journalled:
-            self._journalled.add(module)
-            self._undo.append(AttributeState(module).restore)
-
     def on_undo(self, undo: Callable[[], object]) -> None:
         """Journal a change that was made through another module's own interface."""
-        self._undo.append(undo)
+        self._journal.note(undo)
         self.program.touch()
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -369,12 +361,11 @@ class Edit:
 
     def settle(self) -> None:
         """Let go of what was there before, members' own parameters too: the rewrite stays."""
-        self._undo.clear()
+        self._journal.clear()
 
     def undo(self) -> None:
         """Put everything back, last change first."""
-        while self._undo:
-            self._undo.pop()()
+        self._journal.undo()
         self._steps.clear()
         self._owned, self._made_from = False, None
         self.program.touch()

@@ -9,7 +9,15 @@ import torch
 from torch import fx, nn
 
 from ...compat import has_hooks, is_registered_operator
-from ...operators import OpInfo, draws, info_of, is_known_function, mutates, operator_info, operator_of_module
+from ...operators import (
+    OpInfo,
+    has_random_effects,
+    info_of,
+    is_known_function,
+    mutates,
+    operator_info,
+    operator_of_module,
+)
 from ...tracing.graphs import Capture, capture_of
 from ...tracing.guards import require
 from ...tracing.recording import Likeness
@@ -50,9 +58,9 @@ def has_effects(node: fx.Node, program: Program, owner: str) -> bool:
             )
         case "call_method":
             known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
-            return mutates(node) or draws(node) or not known
+            return mutates(node) or has_random_effects(node) or not known
         case _:
-            return mutates(node) or draws(node) or not _only_computes(node) or _renormalises(node)
+            return mutates(node) or has_random_effects(node) or not _only_computes(node) or _renormalises(node)
 
 
 def _is_of_object(node: fx.Node) -> bool:
@@ -135,7 +143,7 @@ def writes(node: fx.Node, program: Program, owner: str) -> bool:
         return _module_writes(program.callee(owner, node), program, qualified(owner, str(node.target)))
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
-    return mutates(node) or (has_effects(node, program, owner) and not draws(node))
+    return mutates(node) or (has_effects(node, program, owner) and not has_random_effects(node))
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:

@@ -68,7 +68,7 @@ def _unchanged(owner: nn.Module) -> Generator[None]:
                 if name in values:
                     tensors[name].copy_(values[name])
     if changed:
-        raise UsageError(f"changed '{changed[0]}' in place; a pass function changes the graph it is given, and no more")
+        raise UsageError(f"changed '{changed[0]}' in place; a pass function may change only the graph it is given")
 
 
 def _same(tensor: Tensor, value: Tensor) -> bool:
@@ -83,11 +83,11 @@ def _take_over(target: str, returned: fx.GraphModule, owner: nn.Module, adopt: A
     """Let the owner have what the returned graph calls `target`."""
     value, present = _attribute(returned, target), _attribute(owner, target)
     if value is Absent:
-        raise CaptureError(f"its graph refers to '{target}', which is not there")
+        raise CaptureError(f"its graph refers to '{target}', which does not exist")
     if present is value:
         return
     if present is not Absent and (_has_tensors(value) or _has_tensors(present)):
-        raise MatchFailure(f"it puts another '{target}' in its place, and checkpoints would not fit; use a new name")
+        raise MatchFailure(f"it replaces '{target}', so checkpoints would not fit; use a new name")
     adopt(target, value)
 
 

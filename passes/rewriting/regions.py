@@ -16,7 +16,7 @@ from ...compat import has_hooks
 from ...errors import MatchFailure
 from ...tracing.graphs import Capture, ContextRegion, Region, Specialization, capture_of, install
 from ...tracing.guards import Argument, require
-from ...tracing.values import Signature, map_structure
+from ...tracing.values import Signature, map_leaves
 from .edit import Edit
 from .inlining import unmet_guard
 
@@ -58,14 +58,18 @@ def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
         if node not in inside and outside_path:
             tainted.add(node)
         elif node in inside and any(source in tainted for source in sources):
-            raise MatchFailure(f"'{node.name}' needs a value that is computed outside of the region from inside of it")
+            raise MatchFailure(
+                f"'{node.name}' needs a value that is computed outside the region from a value inside it"
+            )
 
 
 def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
     """Where a check fails, the owner starts over; a region, which has no forward of its own, could not."""
     for node in chosen:
         if any(user.target is require for user in node.users):
-            raise MatchFailure(f"the module decides by '{node.name}', a value that is computed inside of the region")
+            raise MatchFailure(
+                f"the module's control flow depends on '{node.name}', which is computed inside the region"
+            )
 
 
 def _region(
@@ -144,9 +148,7 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
             values[node] = edit.graph.node_copy(node, values.__getitem__)
             values[node].target = _outer_target(node, str(call.target), module)
             new.append(values[node])
-    result = map_structure(
-        graph.output_node().args[0], lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf
-    )
+    result = map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
     _hand_over(edit, call, result)
     if isinstance(module, Region):
         edit.remove_module(str(call.target))
@@ -196,7 +198,7 @@ def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
         return
     for user in list(call.users):
         if user.op == "output":
-            user.args = map_structure(user.args, lambda leaf: result if leaf is call else leaf)
+            user.args = map_leaves(lambda leaf: result if leaf is call else leaf, user.args)
             continue
         if user.target is not operator.getitem or user.args[0] is not call:
             raise MatchFailure(f"'{user.name}' takes the whole result of '{call.name}', which is a structure")

@@ -33,7 +33,7 @@ def check_well_formed(graph: fx.Graph, before: fx.Graph, owner: nn.Module) -> No
 def _check_inputs(graph: fx.Graph, before: fx.Graph) -> None:
     names, given = ([node.name for node in g.find_nodes(op="placeholder")] for g in (before, graph))
     if names != given:
-        raise ValueError(f"its inputs were {', '.join(names)}, and now are {', '.join(given)}")
+        raise ValueError(f"its inputs changed from {', '.join(names)} to {', '.join(given)}")
 
 
 def _check_targets(graph: fx.Graph, owner: nn.Module) -> None:

@@ -8,7 +8,7 @@ from ...tracing.graphs import capture_of
 
 __all__ = ["VOLATILE", "is_volatile"]
 
-VOLATILE = "attributes of it are set while the model runs"
+VOLATILE = "its attributes are set while the model runs"
 
 
 def is_volatile(module: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class Holder:
         """Return every module that has to hold a child for the owner to call it."""
         return (*self.regions, self.module)
 
-    def lend(self, name: str, module: nn.Module) -> None:
+    def share(self, name: str, module: nn.Module) -> None:
         """Register a new child of the holder, and let the regions borrow it under the same name."""
         setattr(self.module, name, module)
         children = own_children(self.module)

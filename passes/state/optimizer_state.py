@@ -204,15 +204,16 @@ class _Move:
         absent = [name for name in sources if name not in self.places.by_name]
         if absent:
             raise StateError(
-                f"the optimizer holds '{held[0]}' and not {listing(absent)}, which are one tensor '{targets[0]}' now"
+                f"the optimizer has '{held[0]}' but not {listing(absent)}, and they are now one tensor '{targets[0]}'"
             )
         unknown = [name for name in targets if name not in self.parameters]
         if unknown:
-            raise StateError(f"'{sources[0]}' would become {listing(unknown)}, which the model has no parameter called")
+            raise StateError(f"'{sources[0]}' would become {listing(unknown)}, but the model has no such parameter")
         for name in held:
             if self.places.by_name[name][0] != self.places.by_name[held[0]][0]:
                 raise StateError(
-                    f"'{held[0]}' and '{name}' are in different parameter groups, and one tensor '{targets[0]}' now"
+                    f"'{held[0]}' and '{name}' are in different parameter groups, but they are now "
+                    f"one tensor '{targets[0]}'"
                 )
 
     def _translate(self, sources: Sequence[str], targets: Sequence[str]) -> None:
@@ -254,7 +255,7 @@ def _check_same_kind(first: str, first_state: Mapping[str, Any], name: str, stat
         return
     key = next(iter(first_state.keys() ^ state.keys()))
     having, lacking = (first, name) if key in first_state else (name, first)
-    raise StateError(f"the optimizer has '{key}' for '{having}' and not for '{lacking}', and they are one tensor now")
+    raise StateError(f"the optimizer has '{key}' for '{having}' but not for '{lacking}', and they are now one tensor")
 
 
 def _equal_value(key: str, values: Mapping[str, Any]) -> Any:
@@ -263,7 +264,7 @@ def _equal_value(key: str, values: Mapping[str, Any]) -> Any:
         if type(other) is not type(value) or not bool(other == value):
             shown, others = (v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in (value, other))
             raise StateError(
-                f"the optimizer's '{key}' of '{first}' is {shown} and that of '{name}' is {others}; they are one "
-                "tensor now, so they must be equal"
+                f"the optimizer's '{key}' of '{first}' is {shown} and that of '{name}' is {others}; they are now "
+                "one tensor, so they must be equal"
             )
     return value

@@ -187,7 +187,7 @@ class StateMap:
             if not self.sources.intersection((alias, name)):
                 continue
             if alias in given and name in given and not _same(given[alias], given[name]):
-                raise StateError(f"'{alias}' and '{name}' are one tensor in the model, and differ in the state dict")
+                raise StateError(f"'{alias}' and '{name}' are one tensor in the model, but differ in the state dict")
             for one, other in ((alias, name), (name, alias)):
                 if one in given and other not in given and other in self.sources:
                     given[other] = given[one]
@@ -213,7 +213,7 @@ class StateMap:
             if len(absent) == len(names) or not absent:
                 continue
             if any(name not in known for name in absent):
-                raise StateError(f"{listing(absent)} missing: '{target}' cannot be made of the others alone")
+                raise StateError(f"{listing(absent)} missing: '{target}' cannot be computed from the others alone")
             given_one = next(given[name] for name in names if name in given)
             values.update({name: known[name].to(given_one) for name in absent})
         return values
@@ -243,10 +243,14 @@ def check_fits(
         raise StateError("the state dict does not fit the model; " + "; ".join(faults))
 
 
-def listing(names: Sequence[str], limit: int = 4) -> str:
+_MOST_NAMES = 4
+"""So many names are written out in a message."""
+
+
+def listing(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
-    shown = ", ".join(f"'{name}'" for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
 
 
 def _apply(values: dict[str, Tensor], sources: Sequence[str], targets: Sequence[str], function: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...compat import version_of
 from ...tracing.recording import preserved
-from ...tracing.values import Arguments, Inputs, flatten, replaced_tensors, state_of
+from ...tracing.values import Arguments, Inputs, flatten, map_tensors, state_of
 
 __all__ = ["Runner", "runner"]
 
@@ -82,7 +82,7 @@ class _Call:
             wanted = tensor.requires_grad if input_gradients is None else tensor.dtype.is_floating_point
             return tensor.detach().clone().requires_grad_(training and wanted)
 
-        self.arguments: Arguments = replaced_tensors(arguments, argument)
+        self.arguments: Arguments = map_tensors(argument, arguments)
         leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.wanted = [*parameters, *leaves] if training else []
         self.copies = self._changes_arguments(training)
@@ -94,12 +94,12 @@ class _Call:
             torch.autograd.grad(losses, self.wanted, allow_unused=True)
 
     def _forward(self) -> Mapping[str, Any]:
-        args, kwargs = replaced_tensors(self.arguments, torch.clone) if self.copies else self.arguments
+        args, kwargs = map_tensors(torch.clone, self.arguments) if self.copies else self.arguments
         return flatten(self.module(*args, **kwargs))
 
     def _changes_arguments(self, training: bool) -> bool:
         """Say whether the module changes its arguments, caches among them, so that each call must be given copies."""
-        args, kwargs = replaced_tensors(self.arguments, torch.clone)
+        args, kwargs = map_tensors(torch.clone, self.arguments)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
         before = [version_of(tensor) for tensor in given]
         state = state_of([args, kwargs])

@@ -15,7 +15,7 @@ __all__ = [
     "check_attachment",
     "check_bits",
     "check_form",
-    "check_presence",
+    "check_same_quantities",
     "check_sharing",
     "check_structure",
     "largest_gap",
@@ -42,7 +42,7 @@ def check_structure(before: Run, after: Run) -> None:
     for name in before.inputs.keys() - after.inputs.keys():
         raise Objection(f"{name} is no longer changed in place")
     for name in after.inputs.keys() - before.inputs.keys():
-        raise Objection(f"{name} is changed in place, which it was not")
+        raise Objection(f"{name} is now changed in place")
     for name in sorted(after.rewritten - before.rewritten):
         raise Objection(f"the constant {name} is written to, so a second call would compute something else")
 
@@ -50,7 +50,7 @@ def check_structure(before: Run, after: Run) -> None:
 def check_sharing(before: Run, after: Run) -> None:
     """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
     for output, owner in sorted(after.shared - before.shared):
-        raise Objection(f"{output} lies in the memory of {owner}, so that writing into it would change that, too")
+        raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
 
 
 def check_attachment(before: Run, after: Run) -> None:
@@ -58,10 +58,10 @@ def check_attachment(before: Run, after: Run) -> None:
     for name in sorted(before.attached - after.attached):
         raise Objection(f"{name} no longer carries gradients")
     for name in sorted(after.attached - before.attached):
-        raise Objection(f"{name} carries gradients, which it did not")
+        raise Objection(f"{name} now carries gradients")
 
 
-def check_presence(before: Quantities, after: Quantities) -> None:
+def check_same_quantities(before: Quantities, after: Quantities) -> None:
     """Object to gradients that are lost or new, and to buffers that are gone."""
     for label, expected in before.items():
         found = after.get(label)

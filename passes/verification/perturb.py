@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...tracing.values import replaced_tensors
+from ...tracing.values import map_tensors
 from .float64 import widened
 
 __all__ = ["jittered", "perturbed_inputs", "perturbed_state"]
@@ -46,7 +46,7 @@ def perturbed_inputs(arguments: Any, seed: int) -> Any:
         keep_sign = not tensor.is_complex() and bool((tensor >= 0).all()) and bool(tensor.any())
         return _moved_buffer(tensor, generator) if keep_sign else _moved_parameter(tensor, generator)
 
-    return replaced_tensors(arguments, move)
+    return map_tensors(move, arguments)
 
 
 def jittered(value: Any, step: float, wide: torch.dtype | None, seed: int) -> Any:
@@ -59,7 +59,7 @@ def jittered(value: Any, step: float, wide: torch.dtype | None, seed: int) -> An
         exact = tensor.detach().to(tensor.dtype if wide is None else widened(tensor.dtype, wide))
         return exact + exact * (step * _noise(tensor, generator)).to(exact.dtype)
 
-    return replaced_tensors(value, move)
+    return map_tensors(move, value)
 
 
 def _can_move(tensor: Tensor) -> bool:

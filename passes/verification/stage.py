@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing.recording import AttributeState
-from ...tracing.values import INTERNAL, RandomState, TensorFunction, qualified, replaced_tensors
+from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 
 __all__ = ["Stage", "random_state_kept"]
 
@@ -98,9 +98,10 @@ class Stage:
                 cast.setdefault(id(tensor), stand_ins[name])
         return cast
 
-    def standing(self, kind: str) -> dict[str, Tensor]:
-        """Return the `parameters` or `buffers` that stand in the module now, during or after a run."""
-        return self._named(f"_{kind}")
+    @property
+    def buffers_now(self) -> dict[str, Tensor]:
+        """Return the buffers that the module has now, during or after a run."""
+        return self._named("_buffers")
 
 
 class _Belongings:
@@ -129,7 +130,7 @@ class _Belongings:
                 if tensor is not None:
                     register[name] = stand_in(tensor)
         for name, value in self.held.items():
-            self.own[name] = replaced_tensors(value, stand_in)
+            self.own[name] = map_tensors(stand_in, value)
 
     def restore(self) -> None:
         for dictionary, content in (*self.registers, (self.own, self.attributes)):

@@ -95,10 +95,12 @@ class Translation:
         slack = 16 * coarsest_epsilon(((), {}), self.reference.state)
         for name, expected in self.mapped.items():
             if name not in actual:
-                raise Objection(f"{name} is gone, though the state map leads to it")
+                raise Objection(f"{name} is missing, but the state map produces it")
             found = actual[name].detach()
             if found.shape != expected.shape:
-                raise Objection(f"{name} has shape {list(found.shape)}, the state map makes it {list(expected.shape)}")
+                raise Objection(
+                    f"{name} has shape {list(found.shape)}, but the state map gives it {list(expected.shape)}"
+                )
             if distance(expected, found, Tolerance(slack, 0.0)).problem:
                 raise Objection(f"{name} does not have the values of the original tensors")
 
@@ -112,11 +114,11 @@ class Translation:
                 warnings.simplefilter("ignore")  # that values changed on the way is found out below
                 back = self.steps.backward(self.steps.forward(state))
         except Exception as error:
-            raise Objection(f"the state map does not lead back: {type(error).__name__}: {error}") from error
+            raise Objection(f"the state map cannot be reversed: {type(error).__name__}: {error}") from error
         for name, tensor in state.items():
             problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
             if problem:
-                raise Objection(f"{name} {problem} after the state map's way there and back")
+                raise Objection(f"{name} {problem} after the state map is applied and reversed")
 
     def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""

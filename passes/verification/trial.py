@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import checkpoints_off, version_of
 from ...tracing.recording import ParameterData
-from ...tracing.values import Arguments, flatten, replaced_tensors, structure
+from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
 from .interpret import graph_forward
 from .sharing import shared_memory
@@ -142,7 +142,7 @@ class Trial:
             inputs={name: _detached(given[name]) for name, at in versions.items() if version_of(given[name]) != at},
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
-            buffers={name: _detached(tensor) for name, tensor in self.stage.standing("buffers").items()},
+            buffers={name: _detached(tensor) for name, tensor in self.stage.buffers_now.items()},
             shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
             rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
             random_state=random_state,
@@ -154,11 +154,11 @@ class Trial:
         def leaf_of(tensor: Tensor) -> Tensor:
             return self._convert(tensor).requires_grad_(wanted and differentiable(tensor))
 
-        leaves = replaced_tensors(arguments, leaf_of)
+        leaves = map_tensors(leaf_of, arguments)
         if not wanted:
             return {}, leaves
         named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
-        return named, replaced_tensors(leaves, torch.clone)
+        return named, map_tensors(torch.clone, leaves)
 
     def _gradients(
         self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]

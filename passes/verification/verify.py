@@ -14,7 +14,7 @@ from .demands import (
     check_attachment,
     check_bits,
     check_form,
-    check_presence,
+    check_same_quantities,
     check_sharing,
     check_structure,
     largest_gap,
@@ -173,7 +173,7 @@ class _Check:
         check_structure(sample.exact, exact)
         check_attachment(sample.exact, exact)
         found = _quantities(exact)
-        check_presence(before.exact, found)
+        check_same_quantities(before.exact, found)
 
         def judge() -> float:
             allowed = tolerances.for_meaning(before, self.runs.wide)
@@ -197,7 +197,7 @@ class _Check:
         state: Mapping[str, Tensor],
     ) -> None:
         native, found = before.native or {}, _quantities(self._native(sample, state))
-        check_presence(before.exact, found)
+        check_same_quantities(before.exact, found)
         if self.keeps_meaning:
             check_form(native, found)
         if self.numerics is Numerics.EXACT and not self.reference.random:
@@ -240,7 +240,7 @@ class _Check:
         after = self._attempt("stream", sample, self.after.state)
         check_bits(translation.quantities(before, self.reference.state), _quantities(after))
         if not torch.equal(before.random_state, after.random_state):
-            raise Objection("the random stream is not advanced as before")
+            raise Objection("the random stream does not advance as before")
 
 
 def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:

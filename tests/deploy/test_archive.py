@@ -137,7 +137,7 @@ def test_code_is_imported_only_from_trusted_packages(zoo: Any, tmp_path: Path):
 def test_trust_in_a_package_covers_no_others_that_it_imports(factory: str, zoo: Any, tmp_path: Path):
     zoo.sys = sys
     path = save(zoo.Tied(), tmp_path / "m", factory=factory)
-    assert "; trust that too, or pass model=" in refusal(path, trust=["zoo"])
+    assert "; add it to trust=, or pass model=" in refusal(path, trust=["zoo"])
 
 
 def test_weights_of_other_types_come_back_with_them(zoo: Any, tmp_path: Path):
@@ -195,13 +195,13 @@ def test_a_model_on_the_meta_device_gets_no_values(zoo: Any, tmp_path: Path):
         ),
         ("kind", "other", "is of kind 'other'; this fxopt loads 'recipe'"),
         ("kind", None, "is of kind None"),
-        ("training", 1, "no proper 'training'"),
-        ("frozen", None, "no proper 'frozen'"),
-        ("aliases", {"b.weight": "nowhere"}, "'b.weight' is said to be tied to 'nowhere'"),
-        ("aliases", {"a.bias": "a.weight"}, "'a.bias' is said to be tied to 'a.weight'"),
-        ("aliases", [], "no proper 'aliases'"),
-        ("aliases", {"b.weight": []}, "'b.weight' is said to be tied to []"),
-        ("factory", 3, "no proper 'factory'"),
+        ("training", 1, "'training' is missing or wrong"),
+        ("frozen", None, "'frozen' is missing or wrong"),
+        ("aliases", {"b.weight": "nowhere"}, "'b.weight' cannot be tied to 'nowhere'"),
+        ("aliases", {"a.bias": "a.weight"}, "'a.bias' cannot be tied to 'a.weight'"),
+        ("aliases", [], "'aliases' is missing or wrong"),
+        ("aliases", {"b.weight": []}, "'b.weight' cannot be tied to []"),
+        ("factory", 3, "'factory' is missing or wrong"),
         ("factory", "os:system('x')", "is damaged: \"os:system('x')\" does not name a model"),
     ],
 )

@@ -15,8 +15,8 @@ import fxopt
 from fxopt.operators import (
     OpInfo,
     canonical_name,
-    draws,
     function_path,
+    has_random_effects,
     mutates,
     operator_info,
     operator_of_module,
@@ -24,7 +24,7 @@ from fxopt.operators import (
     resolve,
 )
 from fxopt.operators.table import TABLE
-from fxopt.passes.verification import float64
+from fxopt.passes.verification import Float64Mode
 
 
 @torch.library.custom_op("fxopt_tests::halve", mutates_args=())
@@ -100,7 +100,7 @@ def test_schemas_say_what_custom_operators_do(name: str, pure: bool, random: boo
     for target in (packet, packet.default):
         node = called(target, Tensor)
         assert canonical_name(node) == f"fxopt_tests::{name}"
-        assert (mutates(node), draws(node)) == (name == "fill", random)
+        assert (mutates(node), has_random_effects(node)) == (name == "fill", random)
         assert resolve(function_path(node)) == target
 
 
@@ -142,9 +142,9 @@ def test_what_operators_of_torch_ops_write(node: object, written: bool) -> None:
 
 def test_attention_without_dropout_draws_nothing() -> None:
     arguments = (Tensor, Tensor, Tensor)
-    assert not draws(called(F.scaled_dot_product_attention, *arguments))
-    assert draws(called(F.scaled_dot_product_attention, *arguments, dropout_p=0.1))
-    assert draws(called(F.dropout, Tensor)) and not draws(called(F.dropout, Tensor, 0.0))
+    assert not has_random_effects(called(F.scaled_dot_product_attention, *arguments))
+    assert has_random_effects(called(F.scaled_dot_product_attention, *arguments, dropout_p=0.1))
+    assert has_random_effects(called(F.dropout, Tensor)) and not has_random_effects(called(F.dropout, Tensor, 0.0))
 
 
 # -- registration --------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_registered_operators_are_known_until_they_are_removed() -> None:
 def test_an_operator_is_described_once() -> None:
     registration = register_operator(OpInfo("fxopt_tests::halve", modules=(Halve,)))
     try:
-        with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::halve' is in the table already"):
+        with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::halve' is already in the table"):
             register_operator(OpInfo("fxopt_tests::halve", elementwise=True))
         with pytest.raises(fxopt.UsageError, match=r"'fxopt_tests::fill' cannot have .*Halve.* 'fxopt_tests::halve'"):
             register_operator(OpInfo("fxopt_tests::fill", modules=(Halve,)))
@@ -210,7 +210,7 @@ def test_an_operator_is_described_once() -> None:
 @pytest.mark.parametrize(
     ("info", "reason"),
     [
-        (OpInfo("relu"), "'relu' is in the table already"),
+        (OpInfo("relu"), "'relu' is already in the table"),
         (OpInfo("rectify", spellings=("relu",)), "'rectify' cannot have .*'relu'"),
         (OpInfo("fxopt_tests::missing"), "torch.ops has no operator 'fxopt_tests::missing'"),
         (OpInfo(""), "needs a name"),
@@ -234,11 +234,11 @@ def test_the_order_of_registrations_does_not_matter() -> None:
 
 def test_a_reference_stands_in_where_there_is_no_float64_kernel() -> None:
     x = torch.randn(3, dtype=torch.float64)
-    with pytest.raises(NotImplementedError), float64.Float64Mode():
+    with pytest.raises(NotImplementedError), Float64Mode():
         halve(x)
     registration = register_operator(OpInfo("fxopt_tests::halve", reference=lambda x, factor=0.5: x.float() * factor))
     try:
-        mode = float64.Float64Mode()
+        mode = Float64Mode()
         with mode:
             result = halve(x)
         assert mode.promoted and torch.equal(result, x * 0.5)

@@ -58,7 +58,7 @@ def test_equal_changes_are_shown_once():
 
 def test_modules_come_and_go():
     text = diff_graphs({"old": "a"}, {"new": "b"})
-    assert "--- old\n+++ old (no graph of its own any more)" in text
+    assert "--- old\n+++ old (no longer has its own graph)" in text
     assert "--- new (new)\n+++ new" in text
 
 

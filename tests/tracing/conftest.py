@@ -19,8 +19,7 @@ def _run(model: nn.Module, call: Inputs, seed: int) -> tuple[Any, list[Any], lis
     """Return output, gradients of parameters, buffers and inputs after one call."""
     torch.manual_seed(seed)
     model.zero_grad()
-    args = map_tensors(lambda t: t.detach().clone(), call.args)
-    kwargs = map_tensors(lambda t: t.detach().clone(), call.kwargs)
+    args, kwargs = map_tensors(lambda t: t.detach().clone(), (call.args, call.kwargs))
     output = model(*args, **kwargs)
     losses = [t.sum() for t in tensors_in(output) if t.requires_grad]
     if losses:

@@ -90,7 +90,7 @@ class Capture:
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
         rewritten: whether a graph was put in here in the place of one that was captured.
-        inactive: whether the module runs its own forward, and the graphs are kept for who asks; see `deactivate`.
+        inactive: whether the original forward runs, and the graphs are only kept; see `deactivate`.
         regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
     """
 
@@ -190,7 +190,7 @@ def _rebuild_capture(
 
 
 def capture_of(module: nn.Module) -> Capture | None:
-    """Return the graphs that `module` runs from, or None; while it rests, those that are what it would run from."""
+    """Return the graphs that `module` runs from, or None; while it is inactive, those it would run from."""
     capture: Capture | None = module.__dict__.get("_fxopt_capture")
     return capture if capture is None or is_as_found(module, capture.base) else None
 

@@ -165,7 +165,7 @@ def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mi
     reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
     which = handler_of(module).refuse(module, reason)
     raise GuardError(
-        f"no graph of {which} fits this call: {reason}. Its original forward would be wrong, for "
+        f"no graph of {which} fits this call: {reason}. The original forward would be wrong: "
         f"{required_capture(module).lost}. Add this call to example_inputs, or record it with fxopt.recording"
     )
 
@@ -331,8 +331,8 @@ def own_class(module: nn.Module) -> type[nn.Module]:
         return _under(cls)
     if issubclass(cls, Captured):
         raise CaptureError(
-            f"the class of this captured {cls.__name__} was changed after capture (by FSDP or a parametrization, say); "
-            "rewrite the model first, then shard or parametrize it"
+            f"the class of this captured {cls.__name__} was changed after capture (for example by FSDP or a "
+            "parametrization); rewrite the model first, then shard or parametrize it"
         )
     return cls
 

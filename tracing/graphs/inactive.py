@@ -29,7 +29,7 @@ def note_found(module: nn.Module, reads: Iterable[str]) -> None:
 
 
 def is_as_found(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Tell whether the graphs of a module, of the class `base`, are what it would run from: awake it says so itself."""
+    """Say whether the graphs of a module, of the class `base`, are those it would run from; an active one does."""
     found: dict[str, Any] | None = module.__dict__.get(FOUND)
     if found is None:
         return True

@@ -31,7 +31,7 @@ class Region(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Run the region's graph; it has no other forward."""
-        raise CaptureError("this region lost its graph")
+        raise CaptureError("this region has no graph any more")
 
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
         """Write nothing: the owner's own names cover the children."""

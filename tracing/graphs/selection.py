@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..guards import reader
+from ..guards import Equals, Guard, Is, reader
 from .capture import Capture, Specialization, required_capture
 
 __all__ = ["call_names", "explain_miss", "fitting", "select"]
@@ -45,7 +45,16 @@ def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         next((g for g in specialization.guards if not g.holds(names)), None)
         for specialization in capture.specializations
     )
-    return "; ".join(f"{guard} ({guard.reason})" for guard in failed if guard is not None)
+    return "; ".join(_told(guard) for guard in failed if guard is not None)
+
+
+def _told(guard: Guard) -> str:
+    """Return the condition, and what was assumed where that says more."""
+    match guard:
+        case Guard(source, Equals(expected) | Is(expected), reason) if reason == f"{source} is {expected}":
+            return str(guard)
+        case _:
+            return f"{guard} ({guard.reason})"
 
 
 def call_names(module: nn.Module, capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

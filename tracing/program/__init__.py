@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from .capturing import Opaque
-from .inactive_modules import askers_without_answer, asking_around_changes, deactivate, deactivate_type_checkers
+from .inactive_modules import (
+    deactivate,
+    deactivate_type_checkers,
+    type_checkers_around_changes,
+    type_checkers_without_answer,
+)
 from .program import Program, capture_program
 
 __all__ = [
     "Opaque",
     "Program",
-    "askers_without_answer",
-    "asking_around_changes",
     "capture_program",
     "deactivate",
     "deactivate_type_checkers",
+    "type_checkers_around_changes",
+    "type_checkers_without_answer",
 ]

@@ -119,7 +119,7 @@ class _Capturer:
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
         self._likeness = Likeness()
-        self._awake: dict[int, tuple[Capture, Capture]] = {}
+        self._active: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
@@ -163,7 +163,7 @@ class _Capturer:
         """Return the capture itself, or where modules are inactive, one that the same modules share and run from."""
         if not capture.inactive:
             return capture
-        known = self._awake.setdefault(id(capture), (capture, capture.set_inactive(False)))
+        known = self._active.setdefault(id(capture), (capture, capture.set_inactive(False)))
         return known[1]
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
@@ -306,7 +306,7 @@ def _refusal(module: nn.Module) -> str | None:
     if is_torch_wrapper(type(module)):
         return f"it is a {type(module).__name__} wrapper"
     if not inspect.isfunction(type(module).forward):
-        return "its forward is no plain function"
+        return "its forward is not a plain function"
     return None
 
 

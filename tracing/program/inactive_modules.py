@@ -1,4 +1,4 @@
-"""Let modules run their own forward, their graphs kept: those that no pass changed, and those that ask for classes."""
+"""Let modules run the original forward and keep their graphs: if no pass changed them, or if they check exact types."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..reads import checks_exact_types
 from ..values import ModelNames, all_inside, user_class
 
 __all__ = [
-    "askers_without_answer",
-    "asking_around_changes",
     "deactivate",
     "deactivate_type_checkers",
     "inactive_inside_type_checkers",
+    "type_checkers_around_changes",
+    "type_checkers_without_answer",
 ]
 
 
@@ -28,9 +28,9 @@ def deactivate(modules: Collection[nn.Module]) -> None:
     of a module that a pass has changed goes on to run from its graph, which has the answer.
     """
     able = [module for module in modules if _may_be_inactive(module)]
-    asking = _askers(able)
-    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
-    _deactivate_all(module for module in able if module not in asking or module not in around)
+    checkers = _type_checkers(able)
+    around = _around(modules, _changed(modules)) if checkers else set[nn.Module]()
+    _deactivate_all(module for module in able if module not in checkers or module not in around)
 
 
 def _may_be_inactive(module: nn.Module) -> bool:
@@ -83,21 +83,21 @@ def _around(modules: Iterable[nn.Module], changed: Collection[nn.Module]) -> set
     return found
 
 
-def _askers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.Module, str]:
+def _type_checkers(modules: Iterable[nn.Module], *, forwards: bool = True) -> dict[nn.Module, str]:
     """Return those of `modules` that may ask for a module's exact class, each with the line where it does.
 
     Args:
         modules: of one model.
         forwards: count what their own forwards ask, and not only what runs around these, such as hooks.
     """
-    asking = list(modules)
-    if not checks_exact_types(asking, forwards=forwards):
+    checkers = list(modules)
+    if not checks_exact_types(checkers, forwards=forwards):
         return {}
-    asked = {module: checks_exact_types([module], forwards=forwards) for module in asking}
+    asked = {module: checks_exact_types([module], forwards=forwards) for module in checkers}
     return {module: place for module, place in asked.items() if place}
 
 
-def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.Module]) -> dict[nn.Module, str]:
+def type_checkers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.Module]) -> dict[nn.Module, str]:
     """Return those of `modules` that may ask for a module's exact class where no graph has the answer, each with where.
 
     Args:
@@ -106,31 +106,31 @@ def askers_without_answer(modules: Iterable[nn.Module], captured: Collection[nn.
     """
     modules = list(dict.fromkeys(modules))
     opaque = [module for module in modules if module not in captured]
-    return {**_askers(modules, forwards=False), **_askers(opaque)}
+    return {**_type_checkers(modules, forwards=False), **_type_checkers(opaque)}
 
 
-def asking_around_changes(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
-    """Return the modules of a model that ask for classes and are changed, or hold what is, each with where it asks."""
-    asking = _askers(modules)
-    around = _around(modules, _changed(modules)) if asking else set[nn.Module]()
-    return {module: place for module, place in asking.items() if module in around}
+def type_checkers_around_changes(modules: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return the modules that check exact types and are changed, or hold changed modules, each with that place."""
+    checkers = _type_checkers(modules)
+    around = _around(modules, _changed(modules)) if checkers else set[nn.Module]()
+    return {module: place for module, place in checkers.items() if module in around}
 
 
 def deactivate_type_checkers(model: nn.Module) -> None:
-    """Let what asks for classes, and all that is inside it, run its own forward, of the user's very class."""
-    inside = all_inside(_askers(all_modules(model)))
+    """Make modules with exact type checks, and all modules inside them, inactive: of the user's very class."""
+    inside = all_inside(_type_checkers(all_modules(model)))
     _deactivate_all(module for module in inside if _may_be_inactive(module))
 
 
 def inactive_inside_type_checkers(names: ModelNames, captured: Mapping[str, Capture]) -> dict[str, Capture]:
-    """Return captures, inactive those of modules that something may ask for their class where no graph has the answer.
+    """Return captures, inactive those of modules whose exact type may be checked where no graph has the answer.
 
     Args:
         names: of the model.
         captured: name -> capture, nothing of it installed yet.
     """
     having = {names.modules[name] for name in captured}
-    inside = all_inside(askers_without_answer(names.modules.values(), having))
+    inside = all_inside(type_checkers_without_answer(names.modules.values(), having))
     if not inside:
         return dict(captured)
     inactive = {id(capture): capture.set_inactive(True) for capture in captured.values()}

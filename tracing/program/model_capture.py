@@ -33,7 +33,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("meta")
 
-    return tuple(Inputs(*map_tensors(to_meta, i.args), **map_tensors(to_meta, i.kwargs)) for i in inputs)
+    return tuple(Inputs(*args, **kwargs) for args, kwargs in map_tensors(to_meta, tuple(map(tuple, inputs))))
 
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
@@ -101,7 +101,7 @@ def _install_checked(
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
             uninstall(names.modules[name])
             del found.captured[name]
-            found.opaque[name] = Opaque(name, "", "its graph gave another result than its forward")
+            found.opaque[name] = Opaque(name, "", "its graph gives another result than its forward")
     for capture in found.captured.values():
         capture.misses.clear()
 

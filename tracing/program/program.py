@@ -202,7 +202,7 @@ class Program:
             InputError: if the program has no example inputs, or the model fails on them.
         """
         if not self.inputs:
-            raise InputError("this needs example_inputs, and the model was captured without")
+            raise InputError("this needs example_inputs, but the model was captured without them")
         key = None if modules is None else frozenset(modules)
         if key not in self._recordings:
             with in_phase(self.model, self.training):

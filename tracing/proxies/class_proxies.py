@@ -11,7 +11,7 @@ _Make = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Standing(type):
-    """The class of stand-ins."""
+    """The class of class proxies."""
 
     fxopt_class: Any
     fxopt_make: _Make

@@ -40,7 +40,9 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
 def call_memo(tracer: Recorder, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call of a memoised function, which asks the memo whenever the graph runs."""
     if not _has_name(function):
-        tracer.fail(f"it calls the memoised function {function.__name__}, which is no attribute of a module or class")
+        tracer.fail(
+            f"it calls the memoised function {function.__name__}, which is not an attribute of a module or class"
+        )
     with tracer.session.aside():
         values = tracer.values((args, kwargs))
         map_leaves(functools.partial(_check, tracer, function), values)

@@ -1,4 +1,4 @@
-"""Stand-ins for the values of a forward while it is traced: they record what is done to them, and know an example."""
+"""Proxies for the values of a forward while it is traced: they record what is done to them, and know an example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a trace may ask of the tracer: to add nodes, to give the module up, to look aside."""
+"""What proxies and the session may ask of a tracer: to record what is done to values, and to answer questions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from torch import fx, nn
+from torch import nn
 
-from ..guards import Source
-from ..reads import DataFlow
 from ..recording import Change, Changes
-from ..values import ModelNames, Untraceable
 
 __all__ = ["Interception", "Questions", "Recorder"]
 
@@ -66,30 +63,14 @@ class Interception(Protocol):
 
 
 class Recorder(Protocol):
-    """A tracer, as its parts and the proxies that it hands out know it.
+    """A tracer, as the proxies that it hands out know it.
 
     Attributes:
-        graph: what is recorded.
-        module, owner: the traced module, and its qualified name.
-        names: of the whole model.
-        examples: the example value of each node.
-        places: name of a placeholder -> where its value is in the forward's arguments.
-        liftable: whether what decides may be asked before the graph runs: no tensor was reshaped in place so far.
-        data: which values hang on the data in tensors.
-        failure: why the module was given up; None as long as it was not.
         changes: what the forward changes that outlives the call.
+        session: the ways out of the interception.
         decisions: answers the questions that steer.
     """
 
-    graph: fx.Graph
-    module: nn.Module
-    owner: str
-    names: ModelNames
-    examples: dict[fx.Node, Any]
-    data: DataFlow
-    places: dict[str, Source]
-    liftable: bool
-    failure: Untraceable | None
     changes: Changes
 
     @property
@@ -104,10 +85,6 @@ class Recorder(Protocol):
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up."""
-        ...
-
-    def give_up(self, reason: str, location: str | None = None) -> Untraceable:
-        """Note that the module cannot be captured, and let the forward run on."""
         ...
 
     def add(
@@ -125,32 +102,16 @@ class Recorder(Protocol):
         """Add a node whose example value is `value`; return what the traced code sees of it."""
         ...
 
-    def note_lasting(self, node: fx.Node, change: Change) -> None:
-        """Note what a node changes that outlives the call."""
-        ...
-
     def note_class(self, module: nn.Module) -> None:
         """Note that traced code asks for the class of a module."""
-        ...
-
-    def seen_names(self) -> set[str]:
-        """Return the names of the traced module's own attributes that were read so far."""
         ...
 
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation, and do it on the example values."""
         ...
 
-    def source_node(self, kind: str, target: Any, value: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Add a node whose value comes from outside."""
-        ...
-
     def values(self, arguments: Any) -> Any:
         """Return `arguments` with example values in place of proxies."""
-        ...
-
-    def constant(self, value: Any) -> Any:
-        """Return a plain value as a node argument."""
         ...
 
     def torch_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ...operators import draws, info_of
+from ...operators import has_random_effects, info_of
 from ..guards import DESCRIPTIONS
 from ..values import is_leaf_function, is_object, tensors_in
 
@@ -96,7 +96,7 @@ class DataFlow:
         return node in self._made
 
     def _is_made(self, node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method") or draws(node) or "empty" in _name(node):
+        if node.op not in ("call_function", "call_method") or has_random_effects(node) or "empty" in _name(node):
             return False
         return all(
             used in self._made or (used not in self._tensors and used not in self._objects and not self.decides(used))

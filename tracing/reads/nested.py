@@ -29,7 +29,9 @@ from ..guards import (
     of_class,
     same_type,
 )
-from ..values import INTERNAL, Quiet, subclass
+from ..values import INTERNAL, Quiet, parts_of, subclass
+from .bytecode import Read, Use, Variable, uses_in
+from .reached_code import class_attribute
 
 __all__ = ["NestedReads", "items_of"]
 
@@ -138,11 +140,12 @@ class NestedReads:
         So it does not look like a tensor's, either: moving the model changes types and devices of those.
         """
         root, source = place
-        if held.get(name, self) is not value:
+        key = _key(cls, name)
+        if key is None or held.get(key, self) is not value:
             return None
         if source != Attribute(SELF, root):  # what is set on the module itself is noticed
             self._keep(of_class(source, cls, f"{source} is a {cls.__qualname__}"), root)
-        return item_of(Dictionary(source), name)
+        return item_of(Dictionary(source), key)
 
     def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
         self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
@@ -154,6 +157,8 @@ class NestedReads:
         guard = equal(source, value)
         if guard is not None:
             self._keep(guard, root)
+            if type(value) in (int, float):  # 1 == 1.0 == True, which give tensors of other types
+                self._keep(same_type(source, value, guard.reason), root)
             return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
             self.arrays.append((root, source, value))
@@ -191,6 +196,22 @@ class NestedReads:
         self._read.setdefault(guard, root)
 
 
+def _key(cls: type, name: str) -> str | None:
+    """Return under which name objects of a class hold an attribute: a property may return another one, and only that.
+
+    None where some other code decides.
+    """
+    found = class_attribute(cls, name)
+    if not isinstance(found, property):
+        return None if hasattr(cast("type[Any]", type(found)), "__set__") else name
+    code = getattr(found.fget, "__code__", None)
+    match uses_in(code) if isinstance(code, types.CodeType) else ():
+        case [_, Use("RETURN_VALUE", taken=(Read(Variable("local"), key),))]:  # before it, the read itself
+            return key
+        case _:
+            return None
+
+
 def _is_array(value: Any) -> bool:
     """Tell whether a value is an array of numpy's."""
     kind = cast("type[Any]", type(value))
@@ -214,8 +235,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     kind = cast("type[Any]", type(value))
     if kind not in (list, tuple, dict) or len(value) > _LONGEST:
         return []
-    pairs = cast("dict[Any, Any]", value).items() if kind is dict else enumerate(cast("list[Any]", value))
-    return [(key, item) for key, item in pairs if type(key) in (int, str)]
+    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str)]
 
 
 def _holds_tensors_only(value: Any) -> bool:

@@ -54,7 +54,7 @@ class OutsideReads:
         for function, names in reached_functions([module], hooks=False):
             stored = stored_outside(function, module)
             if stored is not None:
-                raise Untraceable(f"it sets what is not the module's: {stored[0]}", stored[1])
+                raise Untraceable(f"it sets a value outside the module: {stored[0]}", stored[1])
             for value, content in names:
                 if not _is_constant(function, value):
                     self._note(self._source(function, value), content, told(value))

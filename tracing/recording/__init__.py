@@ -10,7 +10,12 @@ from .likeness import Alike, Described, Likeness
 from .output_check import disagreeing, expectations
 from .parameter_data import ParameterData
 from .preserve import AttributeState, ModelState, in_phase, preserved, restoring
-from .random_effects import draws, function_draws_on_host, module_draws, tree_draws_on_host
+from .random_effects import (
+    function_uses_host_random,
+    has_random_effects,
+    module_has_random_effects,
+    tree_uses_host_random,
+)
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
 
@@ -31,15 +36,15 @@ __all__ = [
     "change_count",
     "copy_inputs",
     "disagreeing",
-    "draws",
     "expectations",
     "fallback_of",
-    "function_draws_on_host",
+    "function_uses_host_random",
+    "has_random_effects",
     "hold",
     "in_phase",
     "is_repeatable",
     "misses_in",
-    "module_draws",
+    "module_has_random_effects",
     "patching",
     "plain_tensors",
     "preserved",
@@ -48,5 +53,5 @@ __all__ = [
     "redirect",
     "release",
     "restoring",
-    "tree_draws_on_host",
+    "tree_uses_host_random",
 ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import threading
 import warnings
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError
-from ..values import Inputs, has_attributes, map_tensors
+from ..values import Inputs, has_attributes, map_tensors, parts_of
 
 __all__ = ["recording"]
 
@@ -84,15 +83,13 @@ class _Notes:
 
 def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Return a call with copies of its tensors and objects; a tensor that is there twice is copied once."""
-    copies: dict[int, Tensor] = {}
 
-    def copy_once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return copies[id(tensor)]
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     with torch.inference_mode(False):
-        return Inputs(*map_tensors(copy_once, args), **map_tensors(copy_once, kwargs))
+        args, kwargs = map_tensors(copy, (args, kwargs))
+    return Inputs(*args, **kwargs)
 
 
 def _kind(value: Any, depth: int, *, held: bool = False) -> Hashable:
@@ -104,17 +101,5 @@ def _kind(value: Any, depth: int, *, held: bool = False) -> Hashable:
         return cls if held and isinstance(value, (int, float)) and cls is not bool else (cls, repr(value))
     if depth == _DEEPEST:
         return cls
-    parts, inside = _parts(value), held or has_attributes(value)
+    parts, inside = parts_of(value), held or has_attributes(value)
     return cls, tuple((key, _kind(part, depth + 1, held=inside)) for key, part in parts)
-
-
-def _parts(value: object) -> list[tuple[str, Any]]:
-    """Return what a container or an object holds, and where."""
-    parts = list(vars(value).items()) if has_attributes(value) else list[tuple[str, Any]]()
-    if isinstance(value, Mapping):
-        return [*parts, *((repr(key), item) for key, item in cast("Mapping[Any, Any]", value).items())]
-    if isinstance(value, (tuple, list)):
-        return [*parts, *(("", item) for item in cast("tuple[Any, ...]", value))]
-    if dataclasses.is_dataclass(value) and not parts:
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return parts

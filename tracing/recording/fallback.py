@@ -31,7 +31,7 @@ __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
-_DROPPED = "most calls decided otherwise by the data in a tensor: the graph was dropped"
+_DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
 
 
 @dataclass
@@ -69,13 +69,19 @@ class Fallback:
     def note(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
-        """Count a call, and warn of the first; a graph goes whose check of data mostly misses."""
+        """Count a call, and warn of the first; a graph goes whose check of data mostly misses.
+
+        No warning tells of a mode that no graph is for, such as training after norms were folded: no call to add.
+        """
         self.misses[reason] += 1
         if tally is not None and tally.is_hopeless():
             self.notes[reason] = _DROPPED
             drop_specializations(module, lambda specialization: _checks(specialization, reason), _DROPPED)
         elif tally is None and self.misses[reason] == 1:
-            advice = f"{_ADD}: {_described(args, kwargs)}" if required_capture(module).specializations else _AGAIN
+            graphs = required_capture(module).specializations
+            if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
+                return
+            advice = f"{_ADD}: {_described(args, kwargs)}" if graphs else _AGAIN
             warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 
     def during_call(self) -> AbstractContextManager[None]:

@@ -13,12 +13,12 @@ import torch
 from torch import fx, nn
 
 from ...compat import all_modules, own_children
-from ...operators import draws as draws_by_table
+from ...operators import has_random_effects as has_random_effects_by_table
 from ...operators import info_of, is_known_function, operator_info, operator_of_module
 from ..guards import require
 from ..values import cached_by_class, is_container, is_leaf, is_library, keep, runs_as_sequential
 
-__all__ = ["draws", "function_draws_on_host", "module_draws", "tree_draws_on_host"]
+__all__ = ["function_uses_host_random", "has_random_effects", "module_has_random_effects", "tree_uses_host_random"]
 
 _WORDS = ("Attention", "LSTM", "GRU", "RNN", "Transformer")
 """What is in the names of torch's modules that may draw, and compute more than one operator."""
@@ -26,13 +26,13 @@ _CHECKS = (bool, slice, setattr, require, keep)
 """What graphs call to decide, set and check; it draws nothing."""
 
 
-def draws(node: fx.Node) -> bool:
+def has_random_effects(node: fx.Node) -> bool:
     """Tell whether a node that calls no module may draw random numbers."""
     if node.op not in ("call_function", "call_method"):
         return False
     info = info_of(node)
     if info.random is not None:
-        return draws_by_table(node)
+        return has_random_effects_by_table(node)
     if node.op == "call_method":
         name = str(node.target)
         return not hasattr(torch.Tensor, name) and not _only_holds(cast("fx.Node", node.args[0]), name)
@@ -47,7 +47,7 @@ def _only_holds(owner: fx.Node, method: str) -> bool:
     return isinstance(kind, type) and kind.__module__ == "transformers.cache_utils"
 
 
-def module_draws(module: nn.Module) -> bool:
+def module_has_random_effects(module: nn.Module) -> bool:
     """Tell whether a module itself, and not one inside it, may draw random numbers."""
     if is_container(module) or runs_as_sequential(module):
         return False
@@ -57,31 +57,31 @@ def module_draws(module: nn.Module) -> bool:
     return any(word in type(module).__name__ for word in _WORDS) if random is None else random
 
 
-def function_draws_on_host(function: Any) -> bool:
+def function_uses_host_random(function: Any) -> bool:
     """Tell whether a function that is not torch's, or one in its file, draws from Python's generator or numpy's."""
     if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
         return False
-    return _any_draws([function, *inspect.unwrap(function).__globals__.values()])
+    return _any_uses_host_random([function, *inspect.unwrap(function).__globals__.values()])
 
 
-def tree_draws_on_host(module: nn.Module) -> bool:
+def tree_uses_host_random(module: nn.Module) -> bool:
     """Tell whether a module or one inside it may draw from Python's generator or numpy's."""
     if not own_children(module):
-        return _class_draws_from_host(type(module))
-    return any(map(_class_draws_from_host, {type(inner) for inner in all_modules(module)}))
+        return _class_uses_host_random(type(module))
+    return any(map(_class_uses_host_random, {type(inner) for inner in all_modules(module)}))
 
 
 @cached_by_class
-def _class_draws_from_host(cls: type) -> bool:
+def _class_uses_host_random(cls: type) -> bool:
     """Tell whether a method of a class, or a function in its files, draws from Python's generator or numpy's."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
     owners = {base.__module__ for base in bases if base.__module__ in sys.modules}
-    return _any_draws(
+    return _any_uses_host_random(
         value for space in (*bases, *map(sys.modules.get, owners)) for value in list(vars(space).values())
     )
 
 
-def _any_draws(values: Iterable[Any]) -> bool:
+def _any_uses_host_random(values: Iterable[Any]) -> bool:
     names: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
     for value in list(values):
         held = getattr(value, "fget", None) if isinstance(value, property) else getattr(value, "__func__", value)

@@ -323,14 +323,12 @@ def calls_intercepted(handler: Callable[[Callable[..., Any], nn.Module, Any, Any
 
 def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
     """Copy the tensors of a call, each once, so that a forward that works in place does not change them."""
-    copies: dict[int, Tensor] = {}
 
-    def copy_once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = copied(tensor).requires_grad_(grad and tensor.requires_grad)
-        return copies[id(tensor)]
+    def copy(tensor: Tensor) -> Tensor:
+        return copied(tensor).requires_grad_(grad and tensor.requires_grad)
 
-    return Inputs(*map_tensors(copy_once, call.args), **map_tensors(copy_once, call.kwargs))
+    args, kwargs = map_tensors(copy, (call.args, call.kwargs))
+    return Inputs(*args, **kwargs)
 
 
 def _failure(model: nn.Module, culprit: nn.Module, error: BaseException) -> str:

@@ -41,7 +41,7 @@ def patch_functions(session: TracingSession) -> None:
 def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...]) -> Any:
     """Record a call; whether it writes into its arguments is seen on the example values."""
     if is_reentrant_checkpoint(function):
-        tracer.fail("checkpoint is used with use_reentrant=True")
+        tracer.fail("it uses checkpoint with use_reentrant=True")
     with tracer.session.aside():
         values = tracer.values(args)
         counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
@@ -89,7 +89,7 @@ def _record_check(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -
     if type(condition) is ValueProxy:
         holds = condition.all() if isinstance(condition.fxopt_value, Tensor) else condition
         if not holds:
-            tracer.fail("a check of its own does not hold")
+            tracer.fail("one of its own checks fails")
     elif not _all(condition):
         return original(*args, **kwargs)
     tracer.messages.close(user_frame())

@@ -90,9 +90,9 @@ def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
 def _patch_refused(session: TracingSession) -> None:
     """Give up on what fx would drop or break open without a word."""
     refusals = [
-        (torch, "manual_seed", "the random seed is set inside the forward"),
-        (torch, "set_rng_state", "the random state is set inside the forward"),
-        (torch.autograd, "grad", "gradients are computed inside the forward"),
+        (torch, "manual_seed", "it sets the random seed"),
+        (torch, "set_rng_state", "it sets the random state"),
+        (torch.autograd, "grad", "it computes gradients"),
         *untraceable_entries(),
     ]
     for owner, name, reason in refusals:

@@ -54,7 +54,8 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error
     if tracer.decisions.flags:
         raise CaptureError(
-            f"{type(module).__name__} cannot be traced: {' and '.join(map(str, tracer.decisions.flags))} decides"
+            f"{type(module).__name__} cannot be traced: its control flow depends on "
+            f"{' and '.join(map(str, tracer.decisions.flags))}"
         )
     return graph
 

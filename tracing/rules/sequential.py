@@ -11,7 +11,7 @@ from ...compat import own_children
 from ..graphs import Capture, Specialization
 from ..guards import Argument, Equals, Guard, IsNot, key_of
 from ..reads import OWN_CHILDREN
-from ..recording import Call, tree_draws_on_host
+from ..recording import Call, tree_uses_host_random
 from ..values import Meta, meta_key, meta_of, signature_of
 
 __all__ = ["SequentialCaptures"]
@@ -31,7 +31,7 @@ class SequentialCaptures:
         """Return the capture of `module`, for one call of it (None where there are no example inputs)."""
         metas = None if call is None else _metas(call, len(own_children(module)))
         children = tuple(
-            (key, type(child), child is not None and tree_draws_on_host(child))
+            (key, type(child), child is not None and tree_uses_host_random(child))
             for key, child in own_children(module).items()
         )
         key = (type(module), children, None if metas is None else meta_key(tuple(metas)))

@@ -23,9 +23,10 @@ from ..guards import (
     module_at,
     same_type,
 )
-from ..proxies import Recorder, ValueProxy
+from ..proxies import ValueProxy
 from ..recording import Change
 from ..values import INTERNAL, Absent, qualified
+from .protocol import Tracer
 
 __all__ = ["Assignments", "State", "assign"]
 
@@ -63,7 +64,7 @@ class Assignments:
 
     def __init__(
         self,
-        tracer: Recorder,
+        tracer: Tracer,
         by_calls: Mapping[nn.Module, frozenset[str]],
         state: State,
         keep: Callable[[Tensor], object],

@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import in_place_format
 from ..guards import Source, attribute_at, question
-from ..proxies import Recorder, ValueProxy
+from ..proxies import ValueProxy
 from ..reads import NestedReads, items_of
 from ..values import INTERNAL, copied, has_attributes, qualified
 from .assignments import Assignments
 from .child_reads import ChildReads
 from .open_contexts import OpenContexts
+from .protocol import Tracer
 
 __all__ = ["Attributes"]
 
@@ -36,7 +37,7 @@ class Attributes:
 
     def __init__(
         self,
-        tracer: Recorder,
+        tracer: Tracer,
         answers: Mapping[Source, bool],
         questions: ChildReads,
         contexts: OpenContexts,
@@ -75,7 +76,7 @@ class Attributes:
             return self.proxy(name, tensor)
         held = self._held.get(id(tensor)) or self._in_container(tensor)
         if held is None:
-            self._tracer.fail("it uses a tensor that is no parameter, buffer or attribute of the module")
+            self._tracer.fail("it uses a tensor that is not a parameter, buffer or attribute of the module")
         self._held[id(tensor)] = held
         return held
 
@@ -194,7 +195,7 @@ class Attributes:
         """
         for root, source, array in self._nested.arrays:
             if id(array) not in self._handed_on and (not root or root in plain):
-                self._tracer.fail(f"it reads {source}, which is numpy's and may change; a buffer would do", "")
+                self._tracer.fail(f"it reads the numpy value {source}, which may change; make it a buffer", "")
 
     def _target(self, module: nn.Module, name: str) -> str | None:
         path = self._tracer.names.relative(self._tracer.owner, module)

@@ -8,7 +8,13 @@ from typing import Any, NoReturn
 from torch import fx, nn
 
 from ..guards import require
-from ..recording import Change, draws, function_draws_on_host, module_draws, tree_draws_on_host
+from ..recording import (
+    Change,
+    function_uses_host_random,
+    has_random_effects,
+    module_has_random_effects,
+    tree_uses_host_random,
+)
 from ..values import Path, Untraceable, keep
 from .cleanup import late_checks
 from .decisions import Decisions
@@ -29,7 +35,7 @@ def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasti
         marks: whether the graph is to announce changes to its callers; False where it makes none.
 
     Raises:
-        Untraceable: if a check comes after a change that cannot be taken back.
+        Untraceable: if a check comes after a change that cannot be undone.
     """
     _Order(graph, module, decisions, lasting).run(marks=marks)
 
@@ -44,7 +50,7 @@ class _Order:
             self._graph, lambda node: self._lasting(node) is not None, by_data, self._decisions.read_later
         )
         # Checks by data are careful with random numbers too: they miss although the model is used as it was.
-        drawn = self._by_data_after(self._draws)
+        drawn = self._by_data_after(self._has_random_effects)
         checks = list(dict.fromkeys((*late, *drawn)))
         kept = self._kept(checks, random=bool(drawn)) if checks else None
         for check in checks:
@@ -53,7 +59,7 @@ class _Order:
             check.args = (*check.args[:3], kept or False, *check.args[4:])
         if marks:
             self._mark_changes(set() if kept is None else set(_up_to_last(self._graph, checks)))
-        self._mark_draws()
+        self._mark_random_effects()
 
     def _mark_changes(self, noted: Collection[fx.Node]) -> None:
         """Mark what changes objects and is not noted here before: the generated forward announces it to its callers."""
@@ -62,24 +68,24 @@ class _Order:
             if change is not None and (change.objects or change.paths):
                 node.meta["changes"] = node.op == "call_module" or node not in noted
 
-    def _mark_draws(self) -> None:
+    def _mark_random_effects(self) -> None:
         """Mark what draws from generators outside torch, and what draws before a check that starts over by itself.
 
         The generated forward takes the latter back; it announces the former, for a caller may have to take it back.
         """
         checks = self._graph.find_nodes(op="call_function", target=require)
         before = set(_up_to_last(self._graph, checks) if checks else ())
-        from_host = tree_draws_on_host(self._module)
+        from_host = tree_uses_host_random(self._module)
         for node in self._graph.nodes:
-            if self._draws_from_host(node, modules=from_host) and self._draws(node):
+            if self._uses_host_random(node, modules=from_host) and self._has_random_effects(node):
                 node.meta["draws"] = "host"
-            elif node in before and self._draws(node):
+            elif node in before and self._has_random_effects(node):
                 node.meta["draws"] = "torch"
 
-    def _draws_from_host(self, node: fx.Node, *, modules: bool) -> bool:
+    def _uses_host_random(self, node: fx.Node, *, modules: bool) -> bool:
         if node.op == "call_module":
-            return modules and tree_draws_on_host(self._callee(node))
-        return node.op == "call_function" and function_draws_on_host(node.target)
+            return modules and tree_uses_host_random(self._callee(node))
+        return node.op == "call_function" and function_uses_host_random(node.target)
 
     def _by_data_after(self, first: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return the checks by data that come after a node for which `first` holds."""
@@ -93,7 +99,9 @@ class _Order:
 
     def _refuse(self, check: fx.Node) -> NoReturn:
         what = "the data in a tensor" if check in self._decisions.by_data else "an intermediate value"
-        raise Untraceable(f"it decides by {what} after a change that cannot be taken back", check.meta["source"])
+        raise Untraceable(
+            f"its control flow depends on {what} after a change that cannot be undone", check.meta["source"]
+        )
 
     def _callee(self, node: fx.Node) -> nn.Module:
         return self._module.get_submodule(str(node.target))
@@ -104,22 +112,22 @@ class _Order:
         changes = {node: change for node in before if (change := self._lasting(node)) is not None}
         if not all(change.revocable for change in changes.values()):
             return None
-        first = next(node for node in before if node in changes or (random and self._draws(node)))
+        first = next(node for node in before if node in changes or (random and self._has_random_effects(node)))
         with self._graph.inserting_before(first):
             options: dict[str, Any] = {"random": True} if random else {}
             setters = dict.fromkeys(place for change in changes.values() for place in change.attributes)
             if setters:
                 options["attributes"] = tuple((self._graph.get_attr(target), name) for target, name in setters)
             if not options and all(node.op == "call_module" for node in changes):
-                options["asks"] = True
+                options["subscribes"] = True
             kept = self._graph.call_function(keep, _paths(changes.values()), options)
         kept.meta["source"] = next(iter(checks)).meta["source"]
         return kept
 
-    def _draws(self, node: fx.Node) -> bool:
+    def _has_random_effects(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return any(map(module_draws, self._callee(node).modules()))
-        return draws(node)
+            return any(map(module_has_random_effects, self._callee(node).modules()))
+        return has_random_effects(node)
 
 
 def _up_to_last(graph: fx.Graph, checks: Collection[fx.Node]) -> list[fx.Node]:

@@ -17,9 +17,9 @@ from torch import nn
 
 from ...compat import own_children
 from ..guards import Attribute, Guard, Lacks, Method, equal, key_of, module_at, of_class, type_of
-from ..proxies import Recorder
 from ..reads import NestedReads, class_attribute, frames_of_trace, guards_on, is_users
 from ..values import CONTAINERS, user_class
+from .protocol import Tracer
 
 __all__ = ["ChildReads"]
 
@@ -35,7 +35,7 @@ class ChildReads:
         read: names of the module's own children that were read for more than to be called.
     """
 
-    def __init__(self, tracer: Recorder, nested: NestedReads) -> None:
+    def __init__(self, tracer: Tracer, nested: NestedReads) -> None:
         self.read: set[str] = set()
         self._tracer = tracer
         self._nested = nested

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import all_modules
-from ..proxies import UNKNOWN, Recorder, ValueProxy
+from ..proxies import UNKNOWN, ValueProxy
 from ..recording import Call, Change, Changes, Computed, Watch
 from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in
 from .child_reads import ChildReads
+from .protocol import Tracer
 
 __all__ = ["Children"]
 
@@ -28,7 +29,7 @@ class Children:
         changes: what the forward changes that outlives the call.
     """
 
-    def __init__(self, tracer: Recorder, call: Call | None, questions: ChildReads, changes: Changes) -> None:
+    def __init__(self, tracer: Tracer, call: Call | None, questions: ChildReads, changes: Changes) -> None:
         self._tracer = tracer
         self._questions = questions
         self._changes = changes

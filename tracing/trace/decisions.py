@@ -27,12 +27,13 @@ from ..guards import (
     source_of_node,
     type_of,
 )
-from ..proxies import UNKNOWN, Messages, Recorder, ValueProxy, proxies_in
+from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
 from ..reads import source_of, user_frame
+from .protocol import Tracer
 
 __all__ = ["BY_DATA", "Decisions"]
 
-BY_DATA = "it decides by the data in a tensor"
+BY_DATA = "its control flow depends on the data in a tensor"
 _MOST_BY_DATA = 8
 """A forward that decides more often (it loops, say) is not unrolled."""
 
@@ -57,7 +58,7 @@ class Decisions:
         by_data: the `require` nodes that ask what the data in a tensor decide.
     """
 
-    def __init__(self, tracer: Recorder, messages: Messages) -> None:
+    def __init__(self, tracer: Tracer, messages: Messages) -> None:
         self._messages = messages
         self.guards: dict[Guard, None] = {}
         self.flags: dict[Source, bool] = {}
@@ -99,7 +100,7 @@ class Decisions:
         """Answer a use of a proxy as a plain integer."""
         value = proxy.fxopt_value
         if value is UNKNOWN or isinstance(value, Tensor):
-            raise TypeError(f"the value of {proxy.node.name} is needed as a plain integer while tracing")
+            raise TypeError(f"tracing needs the value of {proxy.node.name} as a plain integer")
         answer = operator.index(value)
         self._pending.append(_Pending(proxy, frame, frame.f_lasti, source_of()))
         return answer
@@ -226,7 +227,7 @@ class Decisions:
 
     def _known(self, proxy: ValueProxy) -> Any:
         if proxy.fxopt_value is UNKNOWN:
-            self._tracer.fail("it decides by a value that only example inputs can give")
+            self._tracer.fail("its control flow depends on a value that only example inputs can give")
         return proxy.fxopt_value
 
     def _hangs_on_data(self, proxy: ValueProxy) -> bool:
@@ -240,7 +241,7 @@ class Decisions:
         is_tensor = isinstance(proxy.fxopt_value, Tensor)
         asked = self._tracer.create_proxy("call_function", bool, (proxy,), {}) if is_tensor else proxy
         node, place = asked.node, source_of()
-        reason = f"{proxy.node.name}, which hangs on data, was {answer} at capture, which decided something at {place}"
+        reason = f"{proxy.node.name} depends on data and was {answer} at capture; the control flow at {place} needs it"
         check = self._tracer.graph.call_function(require, (node, answer, reason, True, cast("Any", Tally())))
         check.meta.update(val=None, source=place)
         self.by_data.add(check)
@@ -274,7 +275,7 @@ class Decisions:
     def _require(self, node: fx.Node, value: Any, place: str, *, structural: bool) -> None:
         if any(user.target is require and user.args[1] == value for user in node.users):
             return
-        reason = f"{node.name} was {value!r} at capture, which decided something at {place}"
+        reason = f"{node.name} was {value!r} at capture, and the control flow at {place} needs it"
         graph = self._tracer.graph
         with graph.inserting_after(node):
             check = graph.call_function(require, (node, self._tracer.constant(value), reason, True))

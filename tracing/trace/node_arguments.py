@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..proxies import PLAIN, Recorder, ValueProxy
+from ..proxies import PLAIN, ValueProxy
 from ..values import is_namedtuple
 from .attributes import Attributes
+from .protocol import Tracer
 
 __all__ = ["NodeArguments"]
 
@@ -20,7 +21,7 @@ _CONSTANTS = (enum.Enum, range)
 class NodeArguments:
     """Replace proxies by their nodes and tensors by get_attr nodes, containers included."""
 
-    def __init__(self, tracer: Recorder, attributes: Attributes) -> None:
+    def __init__(self, tracer: Tracer, attributes: Attributes) -> None:
         self._tracer = tracer
         self._attributes = attributes
 
@@ -77,7 +78,7 @@ class NodeArguments:
         """Rebuild a dataclass (a model output, say) in the graph, from its fields."""
         fields = dataclasses.fields(value)
         if not all(field.init for field in fields):
-            self._tracer.fail(f"it builds a {type(value).__name__}, whose fields cannot all be given")
+            self._tracer.fail(f"it builds a {type(value).__name__}, and not all of its fields can be set")
         kwargs = {field.name: self.value(getattr(value, field.name)) for field in fields}
         present = {name: item for name, item in kwargs.items() if item is not None}
         return self._tracer.graph.call_function(cast("type[Any]", type(value)), (), present)

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from ...compat import operator_format
 from ..guards import require
-from ..proxies import Recorder
 from ..reads import source_of, user_frame
 from .cleanup import only_reads
 from .decisions import Decisions
+from .protocol import Tracer
 
 __all__ = ["NoneGuards", "is_statement"]
 
@@ -33,7 +33,7 @@ class NoneGuards:
         decisions: keep the checks.
     """
 
-    def __init__(self, tracer: Recorder, decisions: Decisions) -> None:
+    def __init__(self, tracer: Tracer, decisions: Decisions) -> None:
         self._tracer = tracer
         self._decisions = decisions
         self._found: dict[fx.Node, str] = {}

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graphs import Context
-from ..proxies import Recorder, ValueProxy
+from ..proxies import ValueProxy
 from ..reads import source_of
+from .protocol import Tracer
 from .spans import mark
 
 __all__ = ["OpenContexts"]
@@ -29,7 +30,7 @@ class OpenContexts:
         used: whether any was opened.
     """
 
-    def __init__(self, tracer: Recorder) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         self.used = False
         self._tracer = tracer
         self._open: list[_Open] = []

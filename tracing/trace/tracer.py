@@ -116,7 +116,7 @@ class ModuleTracer:
             state.restore()
             self.assignments.end()
         if seen.set_on_class:
-            raise Untraceable(f"it sets what is not the module's: {min(seen.set_on_class)} of its class")
+            raise Untraceable(f"it sets a value outside the module: {min(seen.set_on_class)} of its class")
         self._finish()
         if self.contexts.used and walks_children(self.module, seen.names):
             raise Untraceable("it opens a context, and loops over its own children")
@@ -186,7 +186,7 @@ class ModuleTracer:
         if changed is not None:
             self.fail(f"it changes self.{changed}")
         if self.session.host_draws(forward) != draws:
-            self.fail("it draws from random numbers that are not torch's")
+            self.fail("it uses random numbers that are not torch's")
 
     def _finish(self) -> None:
         self.decisions.settle()
@@ -314,7 +314,7 @@ class ModuleTracer:
         if isinstance(function, _ACCESSOR):
             return self._property(name, function, args)
         if name in ("_set_grad_enabled", "set_grad_enabled"):
-            self.fail("the grad mode is switched inside the forward")
+            self.fail("it switches the grad mode")
         if name == "__get__" or is_tensor_method(function, name):
             return self._method(name, args, kwargs)
         return self.create_proxy("call_function", function, args, kwargs)

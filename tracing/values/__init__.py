@@ -11,12 +11,23 @@ from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, is_container, is_leaf, is_library, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, qualified, tensors_by_name
-from .objects import copied_object, has_attributes, is_object, is_whole, objects_in, state_of, tensors_within
+from .objects import (
+    copied_object,
+    has_attributes,
+    is_namedtuple,
+    is_object,
+    is_whole,
+    objects_in,
+    parts_of,
+    state_of,
+    tensors_in,
+    tensors_within,
+)
 from .plain_types import PLAIN_TYPES, is_plain_structure
 from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
 from .signature import Absent, Signature, given, signature_of
-from .structure import aliased, are_plain, copied, is_namedtuple, map_leaves, map_structure, map_tensors, tensors_in
-from .tree import Arguments, TensorFunction, flatten, plain, replaced_tensors, structure
+from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
+from .tree import flatten, plain, structure
 from .untraceable import Untraceable
 
 __all__ = [
@@ -68,15 +79,14 @@ __all__ = [
     "keep",
     "leaf_function_places",
     "map_leaves",
-    "map_structure",
     "map_tensors",
     "meta_key",
     "meta_of",
     "normalize_inputs",
     "objects_in",
+    "parts_of",
     "plain",
     "qualified",
-    "replaced_tensors",
     "runs_as_sequential",
     "same_kind",
     "signature_of",

@@ -2,7 +2,7 @@
 
 To note the state of Python's generator and of numpy's takes longer than most modules run, and graphs draw from neither:
 only a module's own forward does, or a function that a graph calls whole. So a graph that might have to take such draws
-back asks to be told of them (`generators_now`), and what may draw says so before it does (`announce`).
+back subscribes to them (`generators_now`), and what may draw random numbers says so before it does (`announce`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class _HostDraws:
         self.state: Any = None
 
 
-class _Asking(threading.local):
-    """Know what the forwards of this thread hold who ask for the next announcement; nothing where no such one runs."""
+class _Subscription(threading.local):
+    """Know what the forwards of this thread hold that subscribe to the next announcement; else nothing."""
 
     draws: weakref.ref[_HostDraws] | None = None
 
 
-_asking = _Asking()
+_subscription = _Subscription()
 
 
 def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | None:
@@ -79,20 +79,20 @@ def take_back(noted: tuple[_TorchState, _HostDraws | None] | None) -> None:
 
 
 def announce() -> None:
-    """Say that Python's generator or numpy's may be drawn from, for the forwards that ask."""
-    if torch.compiler.is_compiling() or _asking.draws is None:
+    """Say that Python's generator or numpy's may be drawn from, for the forwards that subscribe."""
+    if torch.compiler.is_compiling() or _subscription.draws is None:
         return
-    draws, _asking.draws = _asking.draws(), None
+    draws, _subscription.draws = _subscription.draws(), None
     if draws is not None:
         draws.state = _host_state()
 
 
 def _next_announced() -> _HostDraws:
-    """Return what the next announcement fills, the same for all who ask until then."""
-    draws = None if _asking.draws is None else _asking.draws()
+    """Return what the next announcement fills, the same for all subscribers until then."""
+    draws = None if _subscription.draws is None else _subscription.draws()
     if draws is None:
         draws = _HostDraws()
-        _asking.draws = weakref.ref(draws)
+        _subscription.draws = weakref.ref(draws)
     return draws
 
 

@@ -1,4 +1,4 @@
-"""Objects that forwards are given and hand on (caches, graphs of nodes and edges): copies of them, and their state."""
+"""What values hold: containers, and objects that forwards are given and hand on (caches, graphs of nodes and edges)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from .plain_types import PLAIN_TYPES
 __all__ = [
     "copied_object",
     "has_attributes",
+    "is_namedtuple",
     "is_object",
     "is_whole",
     "makes_objects",
     "objects_in",
+    "parts_of",
     "state_of",
+    "tensors_in",
     "tensors_within",
 ]
 
@@ -58,31 +61,42 @@ def is_whole(cls: type) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in _WHOLE for base in cls.__mro__)
 
 
+def is_namedtuple(value: object) -> bool:
+    """Tell whether `value` is a tuple with named fields that its class takes one by one."""
+    return isinstance(value, tuple) and hasattr(cast("object", value), "_fields")
+
+
+def parts_of(value: object) -> list[tuple[Any, Any]]:
+    """Return what a container, a dataclass or an object holds, each with its key, its place or its name."""
+    if isinstance(value, Mapping):
+        return list(cast("Mapping[Any, Any]", value).items())
+    if isinstance(value, (tuple, list, set)):
+        items: Any = cast("Any", value)
+        return list(zip(items._fields if is_namedtuple(items) else range(len(items)), items, strict=True))
+    if has_attributes(value):
+        return list(vars(value).items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return []
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, in order; what objects hold is not looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) not in _HOLDING_NOTHING and not is_object(value):
+        for _, part in parts_of(value):
+            yield from tensors_in(part)
+
+
 def objects_in(value: Any) -> list[Any]:
     """Return the objects in `value`, in order; what they hold themselves is not looked into."""
-    found: list[Any] = []
-    _collect_objects(value, found)
-    return found
+    if type(value) in _HOLDING_NOTHING:  # as most arguments are
+        return []
+    return [value] if is_object(value) else [found for _, part in parts_of(value) for found in objects_in(part)]
 
 
-def _collect_objects(value: object, found: list[Any]) -> None:
-    kind = type(value)
-    if kind in _NO_OBJECTS:  # as most arguments are
-        return
-    if makes_objects(kind):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in cast("tuple[Any, ...]", value):
-            _collect_objects(item, found)
-    elif isinstance(value, Mapping):
-        for item in cast("Mapping[Any, Any]", value).values():
-            _collect_objects(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect_objects(getattr(value, field.name, None), found)
-
-
-_NO_OBJECTS = frozenset((Tensor, nn.Parameter, *PLAIN_TYPES))
+_HOLDING_NOTHING = frozenset((Tensor, nn.Parameter, *PLAIN_TYPES))
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
@@ -90,21 +104,26 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
     yield from (item for item in _reachable(value, set()) if isinstance(item, Tensor))
 
 
-def _shared(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def copied_object(value: Any, change: Callable[[Tensor], Any] = _shared) -> Any:
+def copied_object(
+    value: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor, done: dict[int, Any] | None = None
+) -> Any:
     """Return a copy of an object with `change` of each tensor in it, or the tensors themselves; modules are shared.
 
     One that cannot be copied is returned itself.
+
+    Args:
+        value: the object.
+        change: of a tensor.
+        done: what has been copied already, by its id; more is added.
     """
-    pinned: dict[int, Any] = {}
+    pinned: dict[int, Any] = {} if done is None else done
     for item in _reachable(value, set()):
-        pinned[id(item)] = change(item) if isinstance(item, Tensor) else item
+        if id(item) not in pinned:
+            pinned[id(item)] = change(item) if isinstance(item, Tensor) else item
     try:
         return copy.deepcopy(value, pinned)
     except Exception:  # classes may refuse copies in any way; such an object is used as it is
+        pinned[id(value)] = value
         return value
 
 
@@ -115,21 +134,11 @@ def _reachable(value: Any, seen: set[int]) -> Iterator[Any]:
             seen.add(id(value))
             yield value
         return
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts and id(value) not in seen:
         seen.add(id(value))
-        for part in parts:
+        for _, part in parts:
             yield from _reachable(part, seen)
-
-
-def _parts(value: object) -> list[Any]:
-    """Return what a container or an object holds."""
-    found: list[Any] = list(vars(value).values()) if has_attributes(value) else []
-    if isinstance(value, (tuple, list, set)):
-        found += cast("list[Any]", value)
-    if isinstance(value, Mapping):
-        found += cast("Mapping[Any, Any]", value).values()
-    return found
 
 
 def has_attributes(value: object) -> bool:
@@ -158,13 +167,9 @@ def _state(value: Any, depth: int, described: dict[int, tuple[int, Any]]) -> Any
     if depth == 0:
         return kind
     described[id(value)] = depth, value
-    return kind, _keys(value), [_state(part, depth - 1, described) for part in _parts(value)]
+    parts = parts_of(value)
+    return kind, [key for key, _ in parts], [_state(part, depth - 1, described) for _, part in parts]
 
 
 def _holds_others(value: object) -> bool:
     return is_object(value) or isinstance(value, (tuple, list, set, Mapping))
-
-
-def _keys(value: object) -> list[Any]:
-    found: list[Any] = list(vars(value)) if is_object(value) else []
-    return [*found, *cast("Mapping[Any, Any]", value)] if isinstance(value, Mapping) else found

@@ -1,7 +1,7 @@
 """Take back what a forward did to the objects it was given (a cache that grew), so that it can start over.
 
-A graph that changes them notes before what is in them. One that only calls modules which do so notes nothing: it asks
-to be told of their notes. What is no graph notes nothing either: it is announced, and who asks notes everything then.
+A graph that changes them notes before what is in them. One that only calls modules which do so notes nothing: it
+subscribes to their notes. Code without a graph notes nothing either: it notifies subscribers, which note everything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from .class_cache import cached_by_class
 from .generators import RandomState
-from .objects import copied_object, makes_objects, state_of
+from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
 
 __all__ = ["Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep"]
@@ -42,13 +42,13 @@ class Kept:
         contents: what they held, one by one.
         attributes: dictionaries of modules, with the name of an attribute and its value.
         random: the state of the random generators, where that was noted.
-        told: what others have noted for this one since.
+        notes: what others have noted for this one since.
         wanted: what is to be noted once something is announced: objects and paths, as for `keep`.
     """
 
     attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
     random: RandomState | None = None
-    told: tuple[Kept, ...] = ()
+    notes: tuple[Kept, ...] = ()
     wanted: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Kept:
 
     def restore(self) -> None:
         """Put everything back."""
-        for later in reversed(self.told):
+        for later in reversed(self.notes):
             later.restore()
         for container, held in zip(self.containers, self.contents, strict=True):
             container.clear()
@@ -95,29 +95,34 @@ class Kept:
             self.random.restore()
 
 
-class _Asking(threading.local):
-    """Know who in this thread asks to be told of notes; those whose forwards have ended are gone."""
+class _Subscriptions(threading.local):
+    """Know who in this thread subscribes to notes; those whose forwards have ended are gone."""
 
-    askers: tuple[weakref.ref[Kept], ...] = ()
-
-
-_asking = _Asking()
+    subscribers: tuple[weakref.ref[Kept], ...] = ()
 
 
-def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = (), asks: bool = False) -> Kept:
+_subscriptions = _Subscriptions()
+
+
+def keep(
+    *kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = (), subscribes: bool = False
+) -> Kept:
     """Note, in a graph, what is in the objects that it is going to change.
 
     Args:
         kept: an object and paths in it, again and again; what leads to a path and what lies under it is noted.
         random: note the random state, too.
         attributes: the `__setattr__` of modules, and names of attributes to note.
-        asks: only called modules change the objects; note nothing but what they do, or what is announced.
+        subscribes: only called modules change the objects; note nothing but what they do, or what is announced.
     """
     compiling = torch.compiler.is_compiling()
     found = Kept()
-    if asks and not compiling:
+    if subscribes and not compiling:
         found.wanted = kept
-        _asking.askers = (*(asker for asker in _asking.askers if asker() is not None), weakref.ref(found))
+        _subscriptions.subscribers = (
+            *(subscriber for subscriber in _subscriptions.subscribers if subscriber() is not None),
+            weakref.ref(found),
+        )
         return found
     if attributes:
         found.attributes = tuple(_attribute(setter, name) for setter, name in attributes)
@@ -125,26 +130,26 @@ def keep(*kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]]
         found.random = RandomState()
     _hold(found, kept)
     if not compiling:
-        _tell(found, _asking.askers)
+        _notify(found, _subscriptions.subscribers)
     return found
 
 
 def announce_changes() -> None:
-    """Say that objects may be changed by what notes nothing before; who asks notes everything now."""
-    if torch.compiler.is_compiling() or not _asking.askers:
+    """Say that objects may be changed by what notes nothing before; subscribers note everything now."""
+    if torch.compiler.is_compiling() or not _subscriptions.subscribers:
         return
-    askers, _asking.askers = _asking.askers, ()
-    for asker in askers:
-        found = asker()
+    subscribers, _subscriptions.subscribers = _subscriptions.subscribers, ()
+    for subscriber in subscribers:
+        found = subscriber()
         if found is not None:
-            _tell(_hold(Kept(), found.wanted), (asker,))
+            _notify(_hold(Kept(), found.wanted), (subscriber,))
 
 
-def _tell(found: Kept, askers: tuple[weakref.ref[Kept], ...]) -> None:
-    for asker in askers:
-        told = asker()
-        if told is not None:
-            told.told += (found,)
+def _notify(found: Kept, subscribers: tuple[weakref.ref[Kept], ...]) -> None:
+    for subscriber in subscribers:
+        notified = subscriber()
+        if notified is not None:
+            notified.notes += (found,)
 
 
 def _hold(found: Kept, kept: tuple[Any, ...]) -> Kept:
@@ -184,8 +189,9 @@ def _holders(root: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield what holds something in `root`, itself first, with the paths there."""
     if len(path) <= _DEPTH and _containers(root):
         yield path, root
-        for step, part in _parts(root):
-            yield from _holders(part, (*path, step))
+        for step, part in parts_of(root):
+            if isinstance(step, (str, int)):
+                yield from _holders(part, (*path, step))
 
 
 def changed_paths(root: Any, before: Mapping[Path, Any]) -> list[Path]:
@@ -240,11 +246,3 @@ def _containers(value: object) -> list[Any]:
 def _ways_of_holding(kind: type) -> tuple[bool, bool]:
     """Say whether values of a type hold others as objects do, and whether they are containers."""
     return makes_objects(kind), issubclass(kind, (list, MutableMapping))
-
-
-def _parts(value: object) -> list[tuple[str | int, Any]]:
-    parts: list[tuple[Any, Any]] = []
-    for container in _containers(value):
-        listed = isinstance(container, list)
-        parts += enumerate(cast("list[Any]", container)) if listed else container.items()
-    return [(key, item) for key, item in parts if isinstance(key, (str, int))]

@@ -1,56 +1,29 @@
-"""Values with tensors in them: walk them, map them, and name the tensors inside arguments."""
+"""Rebuild values with structure: other leaves, or other tensors, in containers like those that were there."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, TypeAlias, TypeGuard, cast
 
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from .objects import copied_object, is_object
+from .objects import copied_object, is_namedtuple, is_object
+from .plain_types import PLAIN_TYPES
 
-__all__ = [
-    "aliased",
-    "are_plain",
-    "copied",
-    "is_namedtuple",
-    "map_leaves",
-    "map_structure",
-    "map_tensors",
-    "tensors_in",
-]
+__all__ = ["Arguments", "TensorFunction", "aliased", "are_plain", "copied", "map_leaves", "map_tensors"]
 
-
-def is_namedtuple(value: object) -> bool:
-    """Tell whether `value` is a tuple with named fields that its class takes one by one."""
-    return isinstance(value, tuple) and hasattr(cast("object", value), "_fields")
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in `value`, in order."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return iter(found)
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in cast("Sequence[Any]", value):
-            _collect(item, found)
-    elif isinstance(value, (dict, Mapping)):
-        for item in cast("Mapping[Any, Any]", value).values():
-            _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
+Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+"""Positional and keyword arguments of one call."""
+TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[[Tensor], Any] | None = None) -> Any:
     """Return `value` rebuilt with `function` of each tensor in it, objects copied; what holds none is kept as it is.
+
+    A tensor or an object that is there twice stays one.
 
     Args:
         function: of a tensor.
@@ -59,19 +32,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[
     """
     if type(value) is Tensor:  # as most values are
         return function(value)
-    if type(value) is tuple:
-        items = cast("tuple[Any, ...]", value)
-        if are_plain(items):  # as most arguments are
-            return tuple(map(function, items))
+    done: dict[int, Any] = {}
+    done_within = done if within is None else dict[int, Any]()
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return function(leaf)
-        return copied_object(leaf, within or function) if is_object(leaf) else leaf
+            return done[id(leaf)] if id(leaf) in done else done.setdefault(id(leaf), function(leaf))
+        return copied_object(leaf, within or function, done_within) if is_object(leaf) else leaf
 
-    if isinstance(value, (tuple, list, Mapping)) or dataclasses.is_dataclass(value):
-        return map_leaves(change, value)
-    return change(value)
+    return map_leaves(change, value)
 
 
 def are_plain(values: Iterable[object]) -> TypeGuard[Iterable[Tensor]]:
@@ -80,7 +49,6 @@ def are_plain(values: Iterable[object]) -> TypeGuard[Iterable[Tensor]]:
 
 
 _PLAIN = {Tensor}
-_SEQUENCES: tuple[Any, ...] = (tuple, list)
 
 
 def copied(value: Any) -> Any:
@@ -104,26 +72,43 @@ def _alias(tensor: Tensor) -> Tensor:
     return _copy(tensor) if type(tensor) is not Tensor or tensor.is_inference() else tensor.detach()
 
 
+_LEAVES = frozenset((Tensor, nn.Parameter, fx.Node, *PLAIN_TYPES))
+"""What is in most containers."""
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
-    """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`."""
+    """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`.
+
+    Containers are those of Python, mappings, dataclasses and slices. Lists and dictionaries of torch.fx become plain.
+    """
     kind = cast("Any", type(value))
-    if leaf is not None and issubclass(kind, leaf):
+    if kind in _LEAVES or (leaf is not None and issubclass(kind, leaf)):
         return function(value)
-    if kind in _SEQUENCES:
-        return kind(map_leaves(function, item, leaf) for item in value)
-    if kind is dict:
+    if kind is tuple:
+        return tuple([map_leaves(function, item, leaf) for item in value])
+    if kind is list or kind is immutable_list:
+        return [map_leaves(function, item, leaf) for item in value]
+    if kind is dict or kind is immutable_dict:
         return {key: map_leaves(function, item, leaf) for key, item in value.items()}
+    return _rebuild(function, value, lambda item: map_leaves(function, item, leaf))
+
+
+def _rebuild(function: Callable[[Any], Any], value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of a rarer kind with `change` of what is in it; of anything else `function`."""
+    if isinstance(value, slice):
+        limits = cast("slice[Any, Any, Any]", value)
+        return slice(*map(change, (limits.start, limits.stop, limits.step)))
     if isinstance(value, tuple):
-        value = cast("tuple[Any, ...]", value)
-        return _rebuild_tuple(value, [map_leaves(function, item, leaf) for item in value])
-    if kind is slice:
-        return slice(*(map_leaves(function, part, leaf) for part in (value.start, value.stop, value.step)))
+        items = cast("tuple[Any, ...]", value)
+        return _rebuild_tuple(items, list(map(change, items)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuild_dataclass(
-            value, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, function, leaf
-        )
-    if isinstance(value, MutableMapping):
-        return _rebuild_mapping(value, function, leaf)
+        return _rebuild_dataclass(cast("Any", value), change)
+    if isinstance(value, (list, MutableMapping)):
+        items = cast("Any", value)
+        new = copy.copy(items)
+        for key in list(items) if isinstance(value, Mapping) else range(len(items)):
+            new[key] = change(items[key])
+        return new
     return function(value)
 
 
@@ -135,37 +120,14 @@ def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
         return tuple(items)
 
 
-def _rebuild_dataclass(value: Any, fields: dict[str, Any], function: Callable[[Any], Any], leaf: type | None) -> Any:
+def _rebuild_dataclass(value: Any, function: Callable[[Any], Any]) -> Any:
     new: Any = copy.copy(value)
-    for name, item in fields.items():
-        mapped = map_leaves(function, item, leaf)
+    held = cast("dict[str, Any]", value) if isinstance(value, dict) else dict[str, Any]()
+    for name in [field.name for field in dataclasses.fields(new)]:
+        item = getattr(new, name)
+        mapped = function(item)
         if mapped is not item:
             object.__setattr__(new, name, mapped)
-            if isinstance(value, dict) and name in value:
+            if name in held:
                 dict.__setitem__(new, name, mapped)
     return new
-
-
-def _rebuild_mapping(value: Any, function: Callable[[Any], Any], leaf: type | None) -> Any:
-    new = copy.copy(value)
-    for key in list(value):
-        new[key] = map_leaves(function, value[key], leaf)
-    return new
-
-
-def map_structure(argument: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to the leaves of an fx argument: tuples, lists, dicts and slices are kept."""
-    if type(argument) is tuple:
-        return tuple([map_structure(item, function) for item in cast("tuple[Any, ...]", argument)])
-    if not isinstance(argument, (tuple, list, dict, slice)):
-        return function(argument)
-    if isinstance(argument, tuple):
-        items = [map_structure(item, function) for item in cast("tuple[Any, ...]", argument)]
-        kind: Any = type(cast("object", argument))
-        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
-    if isinstance(argument, list):
-        return [map_structure(item, function) for item in cast("list[Any]", argument)]
-    if isinstance(argument, dict):
-        return {key: map_structure(item, function) for key, item in cast("dict[Any, Any]", argument).items()}
-    parts = cast("slice[Any, Any, Any]", argument)
-    return slice(*(map_structure(part, function) for part in (parts.start, parts.stop, parts.step)))

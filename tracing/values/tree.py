@@ -1,71 +1,23 @@
-"""Find and replace the tensors inside nested arguments and results: containers, dataclasses, plain objects."""
+"""The leaves of nested arguments and results by their paths, and what is left without them."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Arguments", "TensorFunction", "flatten", "plain", "replaced_tensors", "structure"]
+from .objects import is_namedtuple, parts_of
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one call."""
-TensorFunction = Callable[[Tensor], Tensor]
+__all__ = ["flatten", "plain", "structure"]
 
 _ATOMS: tuple[type, ...] = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType, types.FunctionType,
     types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device, torch.layout, torch.Generator, nn.Module,
 )  # fmt: skip
-
-
-def replaced_tensors(value: Any, change: TensorFunction) -> Any:
-    """Return `value` with every tensor in it replaced by `change(tensor)`; one tensor used twice stays one tensor.
-
-    Containers and objects are rebuilt, never edited; what holds no tensors (modules, functions) is passed on.
-    """
-    return _map(value, change, {})
-
-
-def _map(value: Any, change: TensorFunction, done: dict[int, Any]) -> Any:
-    if isinstance(value, _ATOMS):
-        return value
-    if id(value) in done:
-        return done[id(value)]
-    if isinstance(value, Tensor):
-        return done.setdefault(id(value), change(value))
-    if isinstance(value, tuple):
-        return _map_tuple(cast("tuple[Any, ...]", value), change, done)
-    return _map_object(value, change, done)
-
-
-def _map_tuple(value: tuple[Any, ...], change: TensorFunction, done: dict[int, Any]) -> Any:
-    items = [_map(item, change, done) for item in value]
-    if type(value) is tuple:
-        return tuple(items)
-    rebuild = cast("Callable[..., Any]", type(value))
-    return rebuild(*items) if hasattr(value, "_fields") else rebuild(items)
-
-
-def _map_object(value: Any, change: TensorFunction, done: dict[int, Any]) -> Any:
-    twin: Any = copy.copy(value)
-    done[id(value)] = twin
-    if isinstance(twin, list):
-        twin[:] = [_map(item, change, done) for item in cast("list[Any]", value)]
-    elif isinstance(twin, MutableMapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
-            twin[key] = _map(item, change, done)
-    for name, item in _attributes(value).items():
-        vars(twin)[name] = _map(item, change, done)
-    return done[id(value)]
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    return dict(vars(value)) if hasattr(value, "__dict__") else {}
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -90,23 +42,18 @@ def plain(value: Any) -> Any:
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
-    parts = _parts(value)
-    yield path, value, parts is None
-    for step, item in parts or ():
+    steps = _steps(value)
+    yield path, value, not steps
+    for step, item in steps:
         yield from _walk(item, path + step)
 
 
-def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the steps from `value` to what it is made of; None for a leaf."""
-    if isinstance(value, (Tensor, *_ATOMS)):
-        return None
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", item) for key, item in cast("Mapping[Any, Any]", value).items()]
-    if isinstance(value, (list, tuple)):
-        items = cast("list[Any]", value)
-        names = getattr(items, "_fields", None)
-        steps = [f"[{index}]" for index in range(len(items))] if names is None else [f".{name}" for name in names]
-        return list(zip(steps, items, strict=True))
-    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
-    names = fields or list(_attributes(value))
-    return [(f".{name}", getattr(value, name)) for name in names] or None
+def _steps(value: object) -> list[tuple[str, Any]]:
+    """Return the parts of a value, each with how it is written after the value: `.logits`, `[0]`."""
+    if isinstance(value, (Tensor, set, *_ATOMS)):
+        return []
+    keyed = isinstance(value, (Mapping, tuple, list)) and not is_namedtuple(cast("object", value))
+    # Libraries' objects that are no `objects`, too: torch's distributions, say.
+    held = cast("Any", value)
+    parts = parts_of(held) or list(getattr(held, "__dict__", {}).items())
+    return [(f"[{step!r}]" if keyed else f".{step}", item) for step, item in parts]

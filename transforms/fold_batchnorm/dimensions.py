@@ -21,6 +21,6 @@ def expect_dimensions(x: Tensor, count: int) -> None:
     """
     if x.dim() != count:
         raise GuardError(
-            f"a batch norm was folded for inputs of {count} dimensions, and this one has {x.dim()}; give "
+            f"a batch norm was folded for inputs of {count} dimensions, but this input has {x.dim()}; give "
             "fxopt.optimize example_inputs with as many"
         )

@@ -134,13 +134,13 @@ def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
 
 def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
     if isinstance(program.module(pair.owner), Region):
-        return "they are called in a region, which does not own them"
+        return "they are called in a region that does not own them"
     for what, module in pair.both:
         reason = obstacle_to_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
         if _kind(module) is None:
-            return f"the {what} is a {type(module).__name__}, whose forward is its own"
+            return f"the {what} is a {type(module).__name__}, which has its own forward"
         if type(module) is not user_class(type(module)):
             return f"the {what} is part of something fused"
     return None
@@ -156,7 +156,7 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
 
 def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
     if any(len(call.layer.args) + len(call.layer.kwargs) > 1 for call in pair.calls):
-        return f"the {pair.layer_kind} is given more than an input"
+        return f"the {pair.layer_kind} is called with more than one argument"
     if any(len(call.layer.users) > 1 for call in pair.calls):
         return f"the {pair.layer_kind}'s output is read elsewhere too"
     graphs = _evaluated(program, pair.owner)
@@ -165,7 +165,7 @@ def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
         if program.analyses[CallSites].count(module) > 1:
             return f"the {what} is called elsewhere too"
         if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.owner, graphs)):
-            return f"the {what} is called otherwise in another graph of the same module"
+            return f"the {what} is called in another way by another graph of the same module"
     return None
 
 

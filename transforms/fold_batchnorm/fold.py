@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_parameters, padding_around
-from ...layers.members import seal
+from ...layers.members import seal, settings_of, ways_to
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.values import INTERNAL, qualified, user_class
+from ...tracing.values import qualified, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in
@@ -135,16 +135,10 @@ def _call(layer: nn.Module, node: fx.Node, weight: fx.Node, bias: fx.Node, edit:
 
 def _seal(call: Call, edit: Edit) -> None:
     """Let the settings that the graph now holds, and the way to the two modules, be what they are."""
-    sealed: dict[str, set[str]] = {}
-    for node in (call.layer, call.norm):
-        path = str(node.target)
-        module = edit.owner.get_submodule(path)
-        settings = (name for name in vars(module) if not name.startswith("_") and name not in INTERNAL)
-        sealed.setdefault(path, set()).update(settings, ("forward",))
-        while path:
-            parent, _, last = path.rpartition(".")
-            sealed.setdefault(parent, set()).add(last)
-            path = parent
+    paths = [str(call.layer.target), str(call.norm.target)]
+    sealed = ways_to(paths)
+    for path in paths:
+        sealed.setdefault(path, set()).update(settings_of(edit.owner.get_submodule(path)), ("forward",))
     for path, names in sealed.items():
         edit.on_undo(seal(edit.owner.get_submodule(path), names))
 

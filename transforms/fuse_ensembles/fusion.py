@@ -166,7 +166,7 @@ def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str
 
 def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
     if isinstance(holder.module, Region):
-        return "they are called in a region, which does not own them"
+        return "they are called in a region that does not own them"
     if not holder.regions:
         return None
     other = used_by(program, owner, [name for operand in place.ensemble.parameters for name in operand.names])
@@ -213,7 +213,7 @@ def _phase(places: Sequence[Place], program: Program, owner: str) -> tuple[Phase
     other = used_by(program, owner, [name for names in members for name in names])
     if other is not None:
         return Phase.EVAL, f"{other} uses members too, so a loss may give gradients to some of them only"
-    trained = [place.inlined for place in places if place.is_for(training=True, now=module.training)]
+    trained = [place.inlined for place in places if place.is_for_training(now=module.training)]
     reach = program.analyses[GradientReach]
     if any(len(set(reach.reached(inlined, members))) > 1 for inlined in trained):
         return Phase.EVAL, "members reach different outputs, so a loss may give gradients to some of them only"

@@ -13,10 +13,9 @@ from torch import fx, nn
 
 from ...compat import own_children, own_tensor, submodule
 from ...errors import MatchFailure
-from ...layers.members import FusedMembers, attach_member
+from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
 from ...passes.state import Holder, Stack
 from ...tracing.graphs import capture_of, required_capture
-from ...tracing.values import INTERNAL
 from .inlining import Case, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import (
@@ -121,7 +120,7 @@ def _located(site: Site, edit: Edit) -> _Located:
     ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
     with edit.at(site):
         if ensemble is None:
-            raise MatchFailure("an earlier rewrite took some of its members")
+            raise MatchFailure("an earlier rewrite already uses some of its members")
         rule = rule_called(site.choice or site.choices[0])
         return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.owner))
 
@@ -198,7 +197,7 @@ def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMember
     """Leave views of what was stacked, and refuse changes to members and inlined modules that would have no effect."""
     holder = edit.holder
     views = {holder.path(path): slices for path, slices in views.items()}
-    seals, inlined = _parents(views), dict.fromkeys(map(holder.path, inlined))
+    seals, inlined = ways_to(views), dict.fromkeys(map(holder.path, inlined))
     if holder.regions:  # they would go on with the store that they borrowed
         seals.setdefault("", set()).update(
             name for name, child in own_children(holder.module).items() if child is store
@@ -229,18 +228,7 @@ def _settings(module: nn.Module) -> Iterable[str]:
     capture = capture_of(module)
     if capture is not None:
         return *own_children(module), *capture.reads
-    return [name for name in vars(module) if not name.startswith("_") and name not in INTERNAL]
-
-
-def _parents(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return parent path -> names of the children on the way to a member."""
-    parents: dict[str, set[str]] = {}
-    for path in paths:
-        while path:
-            parent, _, last = path.rpartition(".")
-            parents.setdefault(parent, set()).add(last)
-            path = parent
-    return parents
+    return settings_of(module)
 
 
 def _store_names(ensemble: Ensemble) -> dict[tuple[str, ...], str]:

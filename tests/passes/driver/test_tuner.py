@@ -143,7 +143,7 @@ def test_sites_of_one_graph_are_verified_as_one(monkeypatch: pytest.MonkeyPatch)
     assert statuses(manager) == ALL
     assert len(references) == 1
     assert len(manager.rewrites) == 1
-    assert {decision.figures["together"] for decision in manager.decisions} == {4}
+    assert {decision.figures["group_size"] for decision in manager.decisions} == {4}
     assert {decision.figures["checked"] for decision in manager.decisions} == {"float64"}
     assert torch.allclose(manager.program.model(X), Net()(X))
 

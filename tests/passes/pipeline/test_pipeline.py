@@ -150,7 +150,7 @@ def test_reads(text: str, passes: tuple[Pass, ...]):
         ("prune", "prune", "'prune' needs the option 'amount'"),
         ("autocast, prune{amount=2}", "prune{amount=2}", "'prune' refuses these options: amount=2.0 is not between"),
         ("prune{amount=0.5,seed=1}", "seed", "'prune' has no option 'seed'"),
-        ("odd{thing=1}", "1", "expected a complex, which only code can make (pass an instance), got 1"),
+        ("odd{thing=1}", "1", "expected a complex, which text cannot express (pass an instance), got 1"),
     ],
 )
 def test_error_shows_the_span_and_what_was_meant(text: str, span: str, message: str):

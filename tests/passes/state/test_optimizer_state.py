@@ -332,15 +332,13 @@ def test_members_of_which_only_some_have_state(setting: Setting):
     optimizer = optim.SGD(setting.before.parameters(), 0.1, momentum=0.9)
     setting.before.heads[1][0].weight.grad = torch.ones(5, 3).double()
     optimizer.step()
-    message = r"has 'momentum_buffer' for 'heads.1.0.weight' and not for 'heads.0.0.weight'"
+    message = r"has 'momentum_buffer' for 'heads.1.0.weight' but not for 'heads.0.0.weight'"
     refused(setting, optimizer, message)
 
 
 def test_members_of_which_only_some_are_held(setting: Setting):
     optimizer = optim.Adam(setting.before.heads[0].parameters())
-    refused(
-        setting, optimizer, r"holds 'heads.0.0.weight' and not 'heads.1.0.weight', .*one tensor 'fused.0_weight' now"
-    )
+    refused(setting, optimizer, r"has 'heads.0.0.weight' but not 'heads.1.0.weight', .*now one tensor 'fused.0_weight'")
 
 
 def test_an_optimizer_of_another_model(setting: Setting):
@@ -350,7 +348,7 @@ def test_an_optimizer_of_another_model(setting: Setting):
 def test_a_parameter_that_is_gone(setting: Setting):
     parameters = {name: p for name, p in setting.after.named_parameters() if name != "gain"}
     optimizer = optim.Adam(setting.before.parameters())
-    with pytest.raises(StateError, match="'scale' would become 'gain', which the model has no parameter called"):
+    with pytest.raises(StateError, match="'scale' would become 'gain', but the model has no such parameter"):
         translate_optimizer(optimizer, setting.names, MAP, parameters)
 
 

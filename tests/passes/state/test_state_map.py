@@ -310,7 +310,7 @@ def test_either_name_of_a_tied_tensor_is_read_and_both_are_written():
 
 
 def test_a_tied_tensor_cannot_have_two_values():
-    with pytest.raises(StateError, match=r"'tied.w' and 'heads.0.w' are one tensor in the model, and differ"):
+    with pytest.raises(StateError, match=r"'tied.w' and 'heads.0.w' are one tensor in the model, but differ"):
         TIED.forward(heads(**{"tied.w": torch.ones(2, 3)}))
 
 

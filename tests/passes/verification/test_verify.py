@@ -179,7 +179,7 @@ WRONG = {
     "none": (lambda m, x: (x, None), lambda m, x: (x, x), "output structure changed"),
     "raises": (lambda m, x: x, lambda m, x: x.nonsense(), "the rewritten module raises AttributeError"),
     "not a number": (lambda m, x: x.clamp(min=0), lambda m, x: x.sqrt() ** 2, "nan"),
-    "in place": (lambda m, x: x + 1, lambda m, x: x.add_(1), "input[0] is changed in place"),
+    "in place": (lambda m, x: x + 1, lambda m, x: x.add_(1), "input[0] is now changed in place"),
     "no longer in place": (lambda m, x: x.add_(1), lambda m, x: x + 1, "input[0] is no longer changed in place"),
     "value": (lambda m, x: (x, 3), lambda m, x: (x, 4), "output[1] changed from 3 to 4"),
     "number": (lambda m, x: (x, x.sum().item()), lambda m, x: (x, x.mean().item()), "output[1] differs"),
@@ -285,14 +285,14 @@ def test_outputs_in_memory_that_is_not_the_callers_are_found(
     module = Lambda(before, offset=normal(3))
     other = rewritten(module, after)
     vars(other)["constant"] = torch.zeros(3)
-    assert f"lies in the memory of {owner}" in judge(module, other, normal(3)).reason
+    assert f"shares memory with {owner}" in judge(module, other, normal(3)).reason
     assert judge(other, copy.deepcopy(other), normal(3)).ok
 
 
 def test_a_tensor_that_is_gone_is_found() -> None:
     before = nn.Linear(3, 3)
     after = Lambda(lambda m, x: x @ m.weight.T, weight=before.weight)
-    assert judge(before, after, normal(2, 3)).reason == "bias is gone, though the state map leads to it"
+    assert judge(before, after, normal(2, 3)).reason == "bias is missing, but the state map produces it"
 
 
 def test_members_of_which_only_some_get_a_gradient_cannot_be_stacked() -> None:
@@ -468,7 +468,7 @@ def test_exact_covers_the_random_stream() -> None:
     x = normal(5)
     assert judge(before, copy.deepcopy(before), x, numerics=Numerics.EXACT).ok
     verdict = judge(before, after, x, numerics=Numerics.EXACT)
-    assert verdict.reason == "the random stream is not advanced as before"
+    assert verdict.reason == "the random stream does not advance as before"
     assert judge(before, after, x).ok
 
 

@@ -87,7 +87,7 @@ def test_the_first_such_call_warns_and_says_what_to_do():
     with pytest.warns(fxopt.GuardWarning) as warned:
         fast(X, True, times=2)
     (message,) = [str(each.message) for each in warned]
-    assert message.startswith("module '(root)' (Branches) used its original forward: flag is False")
+    assert message.startswith("module '(root)' (Branches) used its original forward: flag is False. Add")
     assert "Add this call to example_inputs, or record it with fxopt.recording: (Tensor[5, 6], True, 2)" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")

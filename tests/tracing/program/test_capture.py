@@ -398,7 +398,7 @@ class ReshapesArgument(nn.Module):
 
 def test_decisions_after_reshaping_an_argument_in_place(agree):
     program = agree(ReshapesArgument(), X, X2, opaque=True)
-    assert "cannot be taken back" in program.opaque[""].reason
+    assert "cannot be undone" in program.opaque[""].reason
 
 
 class Autocast(nn.Module):

@@ -53,10 +53,10 @@ OPAQUE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "it turns a tensor into a numpy array",
     ),
     "function of a tensor": (lambda self, x: self.linear(x) + torch.as_tensor(np.asarray(x)), "numpy array"),
-    "item of a table": (lambda self, x: self.linear(x) * float(self.table[1]), "it reads self.table, which is numpy's"),
-    "item of a wide table": (lambda self, x: self.linear(x) * self.doubles[1], "it reads self.doubles"),
-    "setting": (lambda self, x: self.linear(x) * float(self.settings.scale), "which is numpy's"),
-    "in a dictionary": (lambda self, x: self.linear(x) * float(self.numbers["scale"]), "which is numpy's"),
+    "item of a table": (lambda self, x: self.linear(x) * float(self.table[1]), "it reads the numpy value self.table"),
+    "item of a wide table": (lambda self, x: self.linear(x) * self.doubles[1], "it reads the numpy value self.doubles"),
+    "setting": (lambda self, x: self.linear(x) * float(self.settings.scale), "it reads the numpy value"),
+    "in a dictionary": (lambda self, x: self.linear(x) * float(self.numbers["scale"]), "it reads the numpy value"),
 }
 
 

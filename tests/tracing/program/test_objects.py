@@ -231,11 +231,11 @@ def test_what_called_modules_change_is_put_back(writer: str, lost: bool, rows: i
     assert capture_of(fast).misses.total() == 2
 
 
-def test_who_only_calls_is_told_what_others_note():
+def test_subscribers_are_notified_of_what_others_note():
     memory = Memory()
     before = state_of(memory)
-    asks = keep(memory, ((),), asks=True)
-    assert not asks.containers
+    subscriber = keep(memory, ((),), subscribes=True)
+    assert not subscriber.containers
     keep(memory, (("layers", 0), ("seen",)))
     memory.update(torch.ones(2), 0)
     between = state_of(memory)
@@ -243,10 +243,10 @@ def test_who_only_calls_is_told_what_others_note():
     memory.layers.clear()
     announce_changes()
     keep(memory, ((),))
-    assert len(asks.told) == 2
-    asks.told[-1].restore()
+    assert len(subscriber.notes) == 2
+    subscriber.notes[-1].restore()
     assert state_of(memory) == between
-    asks.restore()
+    subscriber.restore()
     assert state_of(memory) == before
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from fxopt.errors import CaptureError, InputError, UsageError
 from fxopt.tracing.graphs import capture_of, install, own, recompile, select, uninstall
 from fxopt.tracing.program import Program, capture_program
-from fxopt.tracing.values import Inputs, TensorMeta, meta_of
+from fxopt.tracing.trace import ModuleTracer
+from fxopt.tracing.values import Inputs, TensorMeta, meta_of, user_class
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -227,13 +228,11 @@ def test_wrong_example_inputs():
         capture_program(model, (X, X))
     with pytest.raises(InputError, match=r"module 'blocks.0.mix' \(Linear\) raised RuntimeError"):
         capture_program(model, (torch.randn(4, 5),))
-    assert all("_fxopt_capture" not in m.__dict__ for m in model.modules())
+    assert all(capture_of(m) is None for m in model.modules())
 
 
 def test_a_graph_that_is_wrong_is_given_up(monkeypatch):
-    from fxopt.tracing.trace import tracer as tracing
-
-    trace = tracing.ModuleTracer.trace
+    trace = ModuleTracer.trace
 
     def mistaken(self, signature):
         specialization = trace(self, signature)
@@ -244,7 +243,7 @@ def test_a_graph_that_is_wrong_is_given_up(monkeypatch):
             )
         return specialization
 
-    monkeypatch.setattr(tracing.ModuleTracer, "trace", mistaken)
+    monkeypatch.setattr(ModuleTracer, "trace", mistaken)
     model = Net()
     expected = model(X)
     program = capture_program(model, (X,))
@@ -262,7 +261,7 @@ def test_dynamic_classes_of_others_compose(program):
     install(block, capture)
     assert torch.equal(block(X), expected * 2)
     assert isinstance(block, Block)
-    assert type(block)._fxopt_base is Block
+    assert user_class(type(block)) is Block
     assert capture_of(block).base is _doubling(Block)
     recompile(block)
     other = copy.deepcopy(block)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxopt
-from fxopt.tracing.graphs import ContextRegion
+from fxopt.tracing.graphs import ContextRegion, capture_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,7 +47,7 @@ def test_rotary_embeddings_are_captured(name, attention):
     for ids in (IDS, MORE):
         torch.testing.assert_close(fast(input_ids=ids).logits, model(input_ids=ids).logits)
     embedding = fast.get_submodule(graphs[0].removesuffix(".no_grad_0"))
-    assert not embedding._fxopt_capture.misses
+    assert not capture_of(embedding).misses
     assert list(fxopt.state_dict(fast)) == list(model.state_dict())
     assert not any(isinstance(module, ContextRegion) for module in fxopt.restore(fast).modules())
 
@@ -67,8 +67,8 @@ def test_checkpointed_layers(name, settings):
     for arguments in ({"input_ids": IDS, "labels": IDS}, {"input_ids": IDS}):
         given, expected = (each(**arguments).logits for each in (captured, model))
         assert torch.equal(given, expected)
-        captured._fxopt_capture.misses.clear()
-    assert not any(capture.misses for m in captured.modules() if (capture := getattr(m, "_fxopt_capture", None)))
+        capture_of(captured).misses.clear()
+    assert not any(capture.misses for m in captured.modules() if (capture := capture_of(m)))
 
 
 def test_checkpointing_switched_on_later_is_run():

@@ -175,3 +175,19 @@ def test_an_attribute_of_a_child_may_be_set(passes, child, name):
     for changed in (model, fast):
         setattr(changed.get_submodule(child), name, 0.5)
     torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("number", [1.0, True])
+def test_numbers_that_are_equal_but_of_other_types_are_told_apart(number: float):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = types.SimpleNamespace(scale=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full(x.shape, self.config.scale)
+
+    model, x = Model(), torch.ones(3)
+    captured = fxopt.capture(model, (x,)).model
+    model.config.scale = captured.config.scale = number
+    assert captured(x).dtype == model(x).dtype

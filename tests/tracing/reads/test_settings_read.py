@@ -151,3 +151,75 @@ def test_a_guard_that_cannot_be_asked_is_a_miss():
     del fast.inner.shift
     assert torch.equal(fast(X), X + 4)
     assert [miss.calls for miss in misses_in(fast.modules())] == [1]
+
+
+read: list[str] = []
+
+
+class Counted:
+    """Notes what is read of it through its class."""
+
+    def __init__(self, attention: str = "sdpa") -> None:
+        self._attention, self.scale, self.own = attention, 2.0, Inner()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name[:2] != "__":
+            read.append(name)
+        return super().__getattribute__(name)
+
+    @property
+    def attention(self) -> str:
+        return self._attention
+
+    @property
+    def inner(self) -> Inner:
+        return self.own
+
+    @property
+    def width(self) -> float:
+        return self.scale if self._attention == "sdpa" else 1.0
+
+
+class Reads(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.config = name, Counted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = getattr(self.config, self.name)
+        return x.sin() if value == "sdpa" else x * (value.shift if isinstance(value, Inner) else value)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("attention", []), ("inner", []), ("scale", []), ("width", ["width"])])
+def test_only_properties_that_compute_are_asked_again(name: str, asked: list[str]):
+    fast = fxopt.capture(Reads(name), (X,)).model
+    read.clear()
+    fast(X)
+    assert read[: len(asked)] == asked
+    assert bool(read) == bool(asked)
+    assert not misses_in(fast.modules())
+
+
+class Elsewhere:
+    """Gives what is kept elsewhere, whatever the object holds."""
+
+    value: float | None = None
+
+    def __get__(self, holder: Any, cls: Any) -> Any:
+        return self if holder is None else Elsewhere.value
+
+    def __set__(self, holder: Any, value: Any) -> None: ...
+
+
+@pytest.mark.parametrize("shadow", [Elsewhere(), property(lambda self: Elsewhere.value)])
+def test_an_item_behind_a_descriptor_is_not_what_is_read(shadow: Any, monkeypatch: pytest.MonkeyPatch):
+    kind = type("Shadowed", (), {"value": shadow})
+    plain, fast = Reads("value"), Reads("value")
+    for net in (plain, fast):
+        net.config = kind()
+        vars(net.config)["value"] = 1.0
+    monkeypatch.setattr(Elsewhere, "value", 1.0)
+    fast = fxopt.capture(fast, (X,)).model
+    vars(fast.config)["value"] = 1.0
+    monkeypatch.setattr(Elsewhere, "value", 3.0)
+    assert torch.equal(fast(X), plain(X))

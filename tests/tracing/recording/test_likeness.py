@@ -14,7 +14,6 @@ import fxopt
 from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import Alike, Likeness
 from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
-from fxopt.transforms.fuse_ensembles.inlining import inlined_graph
 
 
 def block() -> nn.Sequential:
@@ -153,20 +152,6 @@ class Twins(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([member(x) for member in self.members])
-
-
-def test_members_of_one_kind_are_opened_alike_each_with_its_own_tensors():
-    program = capture_program(Twins(), (torch.ones(1, 2),))
-    inlined = inlined_graph(program, "")
-    linears = [operation for operation in inlined.operations if operation.operator == "linear"]
-    slopes = [operation for operation in inlined.operations if operation.operator == "leaky_relu"]
-    assert len({linear.pattern for linear in linears}) == 1
-    assert [str(linear.inputs[1].target) for linear in linears] == [f"members.{i}.0.weight" for i in range(3)]
-    assert slopes[0].pattern is slopes[1].pattern is not slopes[2].pattern
-    assert [slope.inputs[0] for slope in slopes] == linears
-    assert [path for paths in inlined.modules.values() for path in paths if path.count(".") == 1] == [
-        f"members.{i}" for i in range(3)
-    ]
 
 
 def test_names_are_those_that_torch_gives():

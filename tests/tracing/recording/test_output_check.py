@@ -105,7 +105,7 @@ def test_only_what_disagrees_is_left_out(counts: tuple[int, ...]):
     model = Stacks(*counts)
     program = capture_program(copy.deepcopy(model), (X,))
     assert {name: opaque.reason for name, opaque in program.opaque.items()} == {
-        f"stacks.{number}": "its graph gave another result than its forward" for number in range(len(counts))
+        f"stacks.{number}": "its graph gives another result than its forward" for number in range(len(counts))
     }
     assert {"", "head.0", "stacks.0.layers.0", "stacks.0.layers.0.inner"} <= program.captures.keys()
     given, expected = program.model(X), model(X)

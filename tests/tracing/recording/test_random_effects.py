@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.values import generators
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)
 
@@ -167,9 +166,9 @@ def test_draws_of_a_module_that_lost_its_graph_are_taken_back():
 )
 def test_generators_outside_torch_are_noted_where_something_draws(noise, notes, monkeypatch):
     taken = []
-    state = generators._host_state
+    state = random.getstate
     model = capture_program(PaddingUp(PaddingUp(noise())), (EVEN,)).model
-    monkeypatch.setattr(generators, "_host_state", lambda: taken.append(1) or state())
+    monkeypatch.setattr(random, "getstate", lambda: taken.append(1) or state())
     model(EVEN)
     assert len(taken) == notes
 
@@ -180,7 +179,7 @@ def test_nothing_is_noted_for_a_forward_that_ended(monkeypatch):
         capture_program(Around(NumpyNoise()), (EVEN,)),
     )
     model(EVEN)
-    monkeypatch.setattr(generators, "_host_state", lambda: pytest.fail("nobody asks"))
+    monkeypatch.setattr(random, "getstate", lambda: pytest.fail("nobody asks"))
     noise.model(EVEN)
 
 

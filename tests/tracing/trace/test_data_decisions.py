@@ -133,12 +133,12 @@ def takes_the_text_of_a_check(self, x):
 
 
 REFUSED = {
-    writes_first: "after a change that cannot be taken back",
-    counts_first: "after a change that cannot be taken back",
+    writes_first: "after a change that cannot be undone",
+    counts_first: "after a change that cannot be undone",
     loops: "more than 8 times",
-    takes_the_number: "decides by the data in a tensor",
-    takes_the_text: "decides by the data in a tensor",
-    takes_the_text_of_a_check: "decides by the data in a tensor",
+    takes_the_number: "control flow depends on the data in a tensor",
+    takes_the_text: "control flow depends on the data in a tensor",
+    takes_the_text_of_a_check: "control flow depends on the data in a tensor",
 }
 
 
@@ -197,7 +197,7 @@ class Listing(nn.Module):
 
 def test_children_that_fill_lists_are_not_called_twice(agree):
     program = agree(AfterListing(), (X,), (-X,), opaque=True)
-    assert "cannot be taken back" in program.opaque[""].reason
+    assert "cannot be undone" in program.opaque[""].reason
 
 
 def checks(self, x):

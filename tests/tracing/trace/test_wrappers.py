@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.graphs import ContextRegion, uninstall
+from fxopt.tracing.graphs import ContextRegion, capture_of, uninstall
 from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import ModelState, misses_in
 
@@ -304,7 +304,7 @@ def test_what_decides_in_a_region_starts_the_module_over(agree):
         return y + self.scale
 
     captured = agree(make(forward), X, X2).model
-    assert captured._fxopt_capture.misses
+    assert capture_of(captured).misses
 
 
 class Rotary(nn.Module):

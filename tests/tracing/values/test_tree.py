@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.tracing.values import flatten, replaced_tensors, structure
+from fxopt.tracing.values import flatten, map_tensors, structure
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -44,7 +44,7 @@ NESTED: dict[str, Any] = {
 @pytest.mark.parametrize("name", NESTED)
 def test_containers_are_rebuilt_with_other_tensors(name: str) -> None:
     value = NESTED[name]
-    doubled = replaced_tensors(value, lambda tensor: tensor * 2)
+    doubled = map_tensors(lambda tensor: tensor * 2, value)
     assert type(doubled) is type(value)
     assert structure(doubled) == structure(value)
     before, after = flatten(value), flatten(doubled)
@@ -56,7 +56,7 @@ def test_containers_are_rebuilt_with_other_tensors(name: str) -> None:
 def test_nothing_is_edited_in_place() -> None:
     inner = [ONE]
     value = {"x": inner, "object": Plain(ONE)}
-    replaced_tensors(value, lambda tensor: tensor * 2)
+    map_tensors(lambda tensor: tensor * 2, value)
     assert value["x"] is inner
     assert inner[0] is ONE
     assert value["object"].value is ONE
@@ -64,22 +64,22 @@ def test_nothing_is_edited_in_place() -> None:
 
 def test_one_tensor_or_object_used_twice_stays_one() -> None:
     shared = Plain(ONE)
-    a, b, c, d = replaced_tensors((ONE, ONE, shared, shared), lambda tensor: tensor * 2)
+    a, b, c, d = map_tensors(lambda tensor: tensor * 2, (ONE, ONE, shared, shared))
     assert a is b
     assert c is d
     assert c.value is a
 
 
 def test_cycles_end() -> None:
-    value: list[Any] = [ONE]
-    value.append(value)
-    doubled = replaced_tensors(value, lambda tensor: tensor * 2)
-    assert doubled[1] is doubled
+    value = Plain(ONE)
+    value.own = [value]
+    doubled = map_tensors(lambda tensor: tensor * 2, value)
+    assert doubled.own[0] is doubled
 
 
 def test_modules_and_functions_are_passed_on() -> None:
     module = nn.Linear(2, 2)
-    assert replaced_tensors([module, len], lambda tensor: tensor * 2) == [module, len]
+    assert map_tensors(lambda tensor: tensor * 2, [module, len]) == [module, len]
 
 
 def test_paths_read_like_python() -> None:

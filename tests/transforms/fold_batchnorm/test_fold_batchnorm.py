@@ -135,7 +135,7 @@ def test_a_call_with_other_dimensions_fails_instead_of_norming_the_wrong_one() -
     model = shaken(Block(nn.Linear(5, 6), nn.BatchNorm1d(6)))
     fast = folded(model, torch.randn(4, 5))
     model(torch.randn(4, 6, 5))
-    with pytest.raises(fxopt.GuardError, match="folded for inputs of 2 dimensions, and this one has 3"):
+    with pytest.raises(fxopt.GuardError, match="folded for inputs of 2 dimensions, but this input has 3"):
         fast(torch.randn(4, 6, 5))
 
 
@@ -320,7 +320,7 @@ class Depthwise(nn.Conv2d):
 def test_subclasses_are_folded_unless_they_compute_something_else() -> None:
     for kind in (Shouting, Doubling):
         model = shaken(Block(kind(3, 6, 3), nn.BatchNorm2d(6)))
-        assert reasons(model) == [f"the convolution is a {kind.__name__}, whose forward is its own"]
+        assert reasons(model) == [f"the convolution is a {kind.__name__}, which has its own forward"]
     model = shaken(Block(Depthwise(3), nn.BatchNorm2d(3)))
     fast = folded(model)
     assert applied(fast) == 1 and isinstance(fast.layer, Depthwise)
@@ -517,7 +517,7 @@ def test_refuses_a_convolution_that_another_graph_uses_by_itself() -> None:
     calls = [fxopt.Inputs(torch.randn(IMAGE)), fxopt.Inputs(torch.randn(IMAGE), bare=True)]
     fast = fxopt.optimize(model, FoldBatchnorm(), example_inputs=calls, measure=False)
     assert [d.reason for d in fxopt.plan(fast).decisions] == [
-        "the convolution is called otherwise in another graph of the same module"
+        "the convolution is called in another way by another graph of the same module"
     ]
 
 
@@ -860,3 +860,28 @@ def test_compiles_and_exports(compile_it: bool) -> None:
 @given(st.builds(FoldBatchnorm))
 def test_text_round_trip(pass_: FoldBatchnorm) -> None:
     assert parse(str(pass_)) == (pass_,)
+
+
+class Flagged(Block):
+    def forward(self, x: Tensor, half: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x / 2 if half else x
+
+
+def test_training_is_no_call_to_add_to_the_examples():
+    """The original forwards run then, as they should: the report counts them, and no warning asks for a call."""
+    model, x = shaken(Flagged(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))), torch.randn(2, 3, 8, 8)
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=(x,), measure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in (fast, fast.norm):
+            part.train()
+            fast(x)
+            fast.eval()
+    (missed,) = fxopt.report(fast).to_json()["missed"]
+    assert (missed["guard"], missed["calls"]) == (
+        "not self.norm.training (fold_batchnorm rewrote it for evaluation)",
+        2,
+    )
+    with pytest.warns(fxopt.GuardWarning, match="half is False. Add this call to example_inputs"):
+        fast(x, True)

@@ -210,7 +210,7 @@ def test_members_have_to_agree_on_their_mode() -> None:
     model = Shared(KINDS["batch_norm_1d"][0])
     fast = fused(model, x := example("batch_norm_1d", False))
     fast.heads[1].eval()
-    with pytest.raises(fxopt.FusedMemberError, match="set them alike"):
+    with pytest.raises(fxopt.FusedMemberError, match="set all to one mode"):
         fast(x)
     fast.heads.eval()
     torch.testing.assert_close(fast(x), model.eval()(x))

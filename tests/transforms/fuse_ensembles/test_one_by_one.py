@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxopt
+from fxopt.passes.driver import record_of
 from fxopt.tracing.graphs import capture_of
 from fxopt.tracing.recording import fallback_of, misses_in
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
@@ -142,8 +143,8 @@ def results(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor | None]:
     output = model(x, *others, **kwargs)
     output.sin().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    if hasattr(model, "_fxopt_record"):
-        gradients = model._fxopt_record.state_map.backward(gradients)
+    if record := record_of(model):
+        gradients = record.state_map.backward(gradients)
     return [output, x.grad, *(gradients[name] for name in sorted(gradients))]
 
 

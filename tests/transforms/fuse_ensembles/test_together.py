@@ -56,7 +56,7 @@ def test_ensembles_of_one_graph_are_fused_as_one(name: str, lowering: str, train
     decisions = fxopt.plan(fast).decisions
     assert len(decisions) > 1
     assert {decision.status for decision in decisions} == {"applied"}
-    assert {decision.figures["together"] for decision in decisions} == {len(decisions)}
+    assert {decision.figures["group_size"] for decision in decisions} == {len(decisions)}
     assert_equivalent(model, fast, [(X,)])
     assert fxopt.state_dict(fast).keys() == model.state_dict().keys()
     restored = fxopt.restore(fast)

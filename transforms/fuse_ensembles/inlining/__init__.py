@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batchable_modules import module_signature, state_names
-from .dataflow import InlinedGraph, Operation, is_chain
+from .dataflow import InlinedGraph, Operation, is_chain, operations_in
 from .inliner import inlined_graph
 from .mode_guards import Case, cases_of
 
@@ -15,5 +15,6 @@ __all__ = [
     "inlined_graph",
     "is_chain",
     "module_signature",
+    "operations_in",
     "state_names",
 ]

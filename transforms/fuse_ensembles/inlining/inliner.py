@@ -14,7 +14,7 @@ from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
 from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
 from ....tracing.recording import Likeness
-from ....tracing.values import map_structure
+from ....tracing.values import map_leaves
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call
 from .checks import write_checks
@@ -187,7 +187,7 @@ class _Builder:
             return None
         specialization = specialization_of_call(module, capture, given, self.flipped)
         if specialization is None:
-            self.conditional[prefix + node.name] = "its graph differs by kind of call"
+            self.conditional[prefix + node.name] = "it has different graphs for different calls"
             return None
         inputs = _received(specialization, given)
         if inputs is None or not has_plain_output(specialization.graph):
@@ -252,7 +252,7 @@ class _Builder:
                 args = sources = tuple([values[index] for index in operands])
             else:
                 read.clear()
-                args, kwargs = map_structure(o.args, value), map_structure(kwargs, value)
+                args, kwargs = map_leaves(value, (o.args, kwargs), Operation)
                 sources = tuple(read)
             if o.kind == "output":
                 return args[0]
@@ -280,7 +280,7 @@ class _Builder:
         if guards and (checks is None or not self.may_restart):
             return f"its graph holds only where {guards[0]} ({guards[0].reason})"
         if checks_on_the_way(specialization.graph) and not self.may_restart:
-            return "it checks values on its way, and what calls it cannot start over once it has written something"
+            return "it checks values in the middle, and its caller cannot start again after it has written something"
         if checks is not None:
             written, inputs = checks
             self.run(written, prefix=f"{prefix}{node.name}/check_", inputs=inputs, call=call)
@@ -334,4 +334,4 @@ def _received(specialization: Specialization, given: Mapping[str, Any]) -> Seque
 
 
 def _substitute(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-    return map_structure(argument, lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf)
+    return map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, argument)

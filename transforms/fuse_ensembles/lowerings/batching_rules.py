@@ -14,7 +14,7 @@ from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
 from ....operators import Derived, operator_info, resolve
-from ....tracing.values import map_structure
+from ....tracing.values import map_leaves
 from ..search import Operand, Pack, is_stacked
 
 __all__ = ["BatchingRule", "call", "write_layer"]
@@ -52,7 +52,7 @@ def call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], graph: fx.Gra
 
 def filled(pack: Pack, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the pack's arguments with its operands in their places."""
-    return map_structure(pack.arguments, lambda leaf: values[leaf.index] if isinstance(leaf, Slot) else leaf)
+    return _written(pack.arguments, values)
 
 
 def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
@@ -90,7 +90,7 @@ def _own_or_absent(pack: Pack, *arguments: object) -> bool:
 
 
 def _written(argument: Any, values: Values) -> Any:
-    return map_structure(argument, lambda leaf: values[leaf.index] if isinstance(leaf, Slot) else leaf)
+    return map_leaves(lambda leaf: values[leaf.index] if isinstance(leaf, Slot) else leaf, argument, Slot)
 
 
 # -- layers --------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _batch_norm(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
 def _recurrent(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     inputs = len(pack.operands) - len(pack.state)
     if inputs != 1:
-        raise MatchFailure("the members' recurrent layers are given states to begin with")
+        raise MatchFailure("the members' recurrent layers are called with initial states")
     state = dict(zip(pack.state, values[inputs:], strict=True))
     training = state.pop("training")
     options = {name: pack.options[name] for name in _RECURRENT}

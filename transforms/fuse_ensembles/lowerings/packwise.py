@@ -10,11 +10,9 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ....layers import ensemble as batched
-from ....layers.templates import Slot
 from ....operators import function_of, operator_info
-from ....tracing.values import map_structure
 from ..search import Operand, Pack, Parameters, Shared, is_stacked
-from .batching_rules import write_layer
+from .batching_rules import filled, write_layer
 from .operands import keys_of, members_dims, order_of, stacked, template_of
 from .rebuilding import Unit, Writer
 from .task import Task
@@ -78,7 +76,7 @@ def _write_layer(pack: Pack, values: Sequence[fx.Node], task: Task, writer: Writ
 
 def _write_pointwise(pack: Pack, values: Sequence[fx.Node], writer: Writer) -> fx.Node:
     aligned = [_aligned(slot, pack, values, writer) for slot in range(len(values))]
-    args, kwargs = map_structure(pack.arguments, lambda leaf: aligned[leaf.index] if isinstance(leaf, Slot) else leaf)
+    args, kwargs = filled(pack, aligned)
     return writer.graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
 
 

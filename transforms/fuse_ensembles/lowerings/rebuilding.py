@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import fx
 
 from ....errors import MatchFailure
-from ....tracing.values import map_structure
-from ..inlining import InlinedGraph, Operation
+from ....tracing.values import map_leaves
+from ..inlining import InlinedGraph, Operation, operations_in
 from ..search import writes_to_fresh_value
 
 __all__ = ["Unit", "Writer", "rebuild"]
@@ -57,7 +57,7 @@ class Writer:
         return tuple(origin if isinstance(origin, str) else call for call, origin in found)
 
     def substitute(self, argument: Any) -> Any:
-        return map_structure(argument, lambda leaf: self.values[leaf] if isinstance(leaf, Operation) else leaf)
+        return map_leaves(lambda leaf: self.values[leaf] if isinstance(leaf, Operation) else leaf, argument, Operation)
 
 
 def rebuild(
@@ -123,9 +123,9 @@ def _operation_unit(operation: Operation, origin: Any) -> Unit:
 
 
 def _node_unit(node: fx.Node, inlined: InlinedGraph, order: int, mutating: bool) -> Unit:
-    needs = [leaf for source in node.all_input_nodes for leaf in _operations(inlined.results[source.name])]
+    needs = [leaf for source in node.all_input_nodes for leaf in operations_in(inlined.results[source.name])]
     result = inlined.results[node.name]
-    gives = [leaf for leaf in _operations(result) if leaf not in needs]
+    gives = [leaf for leaf in operations_in(result) if leaf not in needs]
 
     def emit(writer: Writer) -> None:
         if node.target in (operator.getitem, len) and not gives:
@@ -143,14 +143,8 @@ def _give(result: Any, node: fx.Node, writer: Writer) -> None:
     elif isinstance(result, (tuple, list, dict)):
         items: Any = cast("Any", result)
         for key in items if isinstance(result, dict) else range(len(items)):
-            if any(True for _ in _operations(items[key])):
+            if operations_in(items[key]):
                 _give(items[key], writer.graph.call_function(operator.getitem, (node, key)), writer)
-
-
-def _operations(structure: Any) -> Iterator[Operation]:
-    found: list[Operation] = []
-    map_structure(structure, lambda leaf: found.append(leaf) if isinstance(leaf, Operation) else None)
-    return iter(found)
 
 
 def _scheduled(units: Sequence[Unit]) -> Iterable[Unit]:

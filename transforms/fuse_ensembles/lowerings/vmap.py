@@ -11,11 +11,9 @@ from torch import fx, nn
 from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers import ensemble as batched
-from ....layers.templates import Slot
 from ....operators import function_of, operator_info
-from ....tracing.values import map_structure
 from ..search import Ensemble, Operand, Pack
-from .batching_rules import call
+from .batching_rules import call, filled
 from .operands import keys_of, members_dims, order_of, stacked, template_of
 from .rebuilding import Unit, Writer
 from .task import Task
@@ -59,12 +57,10 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
             root.add_module(f"template_{number}", template_of(pack))
             values[pack] = graph.call_module(f"template_{number}", tuple(slots))
             continue
-        args, kwargs = map_structure(
-            pack.arguments, lambda leaf, slots=slots: slots[leaf.index] if isinstance(leaf, Slot) else leaf
-        )
+        args, kwargs = filled(pack, slots)
         values[pack] = _write_member(pack, slots, args, kwargs, graph)
     if any(pack.result == "common" for pack in exits):
-        raise MatchFailure("somebody else reads a number that the members compute")
+        raise MatchFailure("another operation reads a number that the members compute")
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
     structured = any(pack.operator == "module" for pack in exits)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ....layers.templates import Slot
 from ....operators import function_path, in_place_signature, operator_info
-from ....tracing.values import map_structure
+from ....tracing.values import map_leaves
 from ..inlining import Operation
 
 __all__ = [
@@ -127,7 +127,7 @@ def _canonical_form(operation: Operation) -> CanonicalForm:
         order.append(places[leaf])
         return Slot(len(order) - 1)
 
-    arguments = map_structure(_bound(operation), slot)
+    arguments = map_leaves(slot, _bound(operation), Operation)
     return CanonicalForm(arguments, repr(arguments), tuple(order))
 
 

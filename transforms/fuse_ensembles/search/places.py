@@ -66,10 +66,10 @@ class Place:
         for call in dict.fromkeys(operation.call for operation in covered):
             yield from self.inlined.modules.get(call, ())
 
-    def is_for(self, training: bool, *, now: bool) -> bool:
-        """Say whether it may run in a mode, given the owner's mode `now`."""
+    def is_for_training(self, *, now: bool) -> bool:
+        """Say whether it may run in training, given the owner's mode `now`."""
         depends = self.case.asks or any(guard.asks_for_training for guard in self.assumed)
-        return not depends or (now is not self.case.flipped) is training
+        return not depends or now is not self.case.flipped
 
 
 def present_cases(program: Program, owner: str) -> list[Case]:
@@ -94,7 +94,7 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> l
         elif _is_for_one_mode(places[0], other, program.module(owner)):
             continue
         elif _reads_any(inlined, [name for operand in ensemble.parameters for name in operand.names]):
-            raise MatchFailure(f"{_described(other, program, owner)} computes with its members otherwise")
+            raise MatchFailure(f"{_described(other, program, owner)} uses its members in another way")
     return places
 
 

@@ -22,7 +22,8 @@ from fxopt.tracing.guards import (
     module_at,
     type_of,
 )
-from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard
+from fxopt.tracing.reads import guards_on
+from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on
 
 KIND = "self"
 
@@ -39,6 +40,14 @@ def _guards(module: Source) -> list[Guard]:
 
 def test_only_the_module_is_replaced() -> None:
     assert [child_guard(guard, "a") for guard in _guards(SELF)] == _guards(module_at(["a"]))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 2.0, [2], (1, True), None, "text"])
+def test_conditions_on_classes_are_passed_on(value: object) -> None:
+    guards = guards_on(Attribute(type_of(SELF), "amount"), value, "amount")
+    assert guards
+    for guard in guards:
+        assert is_passed_on(guard) and is_passed_on(child_guard(guard, "child.inner"))
 
 
 class Head(nn.Module):

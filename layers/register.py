@@ -1,0 +1,36 @@
+"""Where torch registers the parameters or buffers of a fused member: the names are there, the tensors elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..errors import FusedMemberError
+
+__all__ = ["Register"]
+
+
+class Register(dict[str, Any]):
+    """Keep the names of slices in their order, without a value, and refuse tensors under these names.
+
+    `torch.func.functional_call` puts its tensors here: under the name of a slice, nothing would read them.
+
+    Args:
+        register: the parameters or buffers that a module has of its own, by name.
+        slices: the names of those that are slices of stacked tensors.
+    """
+
+    def __init__(self, register: Mapping[str, Any], slices: Collection[str]) -> None:
+        super().__init__({name: None if name in slices else tensor for name, tensor in register.items()})
+        self.slices = frozenset(slices)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not None and name in self.slices:
+            raise FusedMemberError(
+                f"'{name}' is a slice of a stacked parameter, and nothing reads another tensor in its place. Give "
+                "torch.func.functional_call the names that model.named_parameters() lists"
+            )
+        super().__setitem__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Register, (dict(self), self.slices)

@@ -1,0 +1,60 @@
+"""What the parts of a trace may ask of the tracer, besides what the proxies ask of it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import fx, nn
+
+from ..guards import Source
+from ..proxies import Recorder, ValueProxy
+from ..reads import DataFlow
+from ..recording import Change
+from ..values import ModelNames, Untraceable
+
+__all__ = ["Tracer"]
+
+
+class Tracer(Recorder, Protocol):
+    """A tracer, as its parts know it.
+
+    Attributes:
+        graph: what is recorded.
+        module, owner: the traced module, and its qualified name.
+        names: of the whole model.
+        examples: the example value of each node.
+        data: which values hang on the data in tensors.
+        places: name of a placeholder -> where its value is in the forward's arguments.
+        liftable: whether what decides may be asked before the graph runs: no tensor was reshaped in place so far.
+        failure: why the module was given up; None as long as it was not.
+    """
+
+    graph: fx.Graph
+    module: nn.Module
+    owner: str
+    names: ModelNames
+    examples: dict[fx.Node, Any]
+    data: DataFlow
+    places: dict[str, Source]
+    liftable: bool
+    failure: Untraceable | None
+
+    def give_up(self, reason: str, location: str | None = None) -> Untraceable:
+        """Note that the module cannot be captured, and let the forward run on."""
+        ...
+
+    def note_lasting(self, node: fx.Node, change: Change) -> None:
+        """Note what a node changes that outlives the call."""
+        ...
+
+    def seen_names(self) -> set[str]:
+        """Return the names of the traced module's own attributes that were read so far."""
+        ...
+
+    def source_node(self, kind: str, target: Any, value: Any, args: Any = (), kwargs: Any = None) -> ValueProxy:
+        """Add a node whose value comes from outside."""
+        ...
+
+    def constant(self, value: Any) -> Any:
+        """Return a plain value as a node argument."""
+        ...
