@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .wording import clipped, printable
+from .wording import clipped, located, printable
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -21,7 +21,8 @@ def inspection(program: Program) -> str:
     if program.opaque:
         lines += ["", "not captured; these run as they are:"]
         lines += [
-            f"  {clipped(o.name) or '(root)'} ({o.location}): {printable(o.reason)}" for o in program.opaque.values()
+            f"  {clipped(o.name) or '(root)'}{located(o.location)}: {printable(o.reason)}"
+            for o in program.opaque.values()
         ]
     return "\n".join(lines) + "\n"
 

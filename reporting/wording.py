@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from ..passes.pipeline import Decision
     from ..tracing.graphs import Miss
 
-__all__ = ["Left", "Row", "applied_rows", "duration", "headline", "left_alone", "printable", "summary", "turned_away"]
+__all__ = [
+    "Left",
+    "Row",
+    "applied_rows",
+    "duration",
+    "headline",
+    "left_alone",
+    "located",
+    "printable",
+    "summary",
+    "turned_away",
+]
 
 LONGEST_NAME = 60
 
@@ -54,7 +65,7 @@ def summary(record: Record) -> dict[str, str]:
     lines = {
         "whole model": _whole_model(record.timings),
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
-        "captured": printable(record.coverage),
+        "captured": printable(record.coverage.partition("\n")[0]),
     }
     if record.traces:
         lines["passes took"] = ", ".join(f"{trace.name} {duration(trace.seconds)}" for trace in record.traces)
@@ -131,10 +142,15 @@ def left_alone(record: Record) -> list[Left]:
         for (status, pass_name, reason), labels in places.items()
     ]
     opaque = [
-        Left("not captured", f"{clipped(name) or '(root)'} ({printable(location)})", printable(reason))
+        Left("not captured", (clipped(name) or "(root)") + located(location), printable(reason))
         for name, location, reason in record.opaque
     ]
     return decided + opaque
+
+
+def located(location: str) -> str:
+    """Return a source line in parentheses, or nothing where none is known."""
+    return f" ({printable(location)})" if location else ""
 
 
 def turned_away(missed: Sequence[Miss]) -> list[Left]:

@@ -651,3 +651,33 @@ def test_capturing_copies() -> None:
     assert belongings(model) == before
     assert "" in program.graphs and "100%" in program.coverage().text
     assert_close(program.model, model)
+
+
+def _exported(model: nn.Module, x: Tensor) -> nn.Module:
+    return torch.export.export(model, (x,)).module()
+
+
+@pytest.mark.parametrize("made", [lambda model, _: fx.symbolic_trace(model), _exported], ids=["fx", "export"])
+def test_a_graph_module_is_optimized_copied_and_restored_as_any_other(made: Callable[..., nn.Module]) -> None:
+    x = torch.randn(4, 5)
+    model = made(Heads().eval(), x)
+    expected = model(x)
+    fast = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
+    assert isinstance(fast, fx.GraphModule)
+    assert len(list(fast.parameters())) < len(list(model.parameters()))
+    copied = copy.deepcopy(fast)
+    for one in (fast, copied, fxopt.restore(fast), model):
+        torch.testing.assert_close(one(x), expected)
+    with torch.no_grad():
+        copied.get_parameter(next(iter(dict(copied.named_parameters())))).add_(1.0)
+    assert not torch.allclose(copied(x), expected)
+    torch.testing.assert_close(fast(x), expected)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads]).sum(0)

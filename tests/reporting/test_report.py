@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from typing import Any, cast
@@ -80,6 +81,15 @@ def test_what_was_left_alone_says_why():
     assert "undone       fuse_ensembles at layer.0 and 11 more: no faster: 0.9x" in text
     assert "not captured encoder.mask (model.py:12): the branch depends on a tensor's value" in text
     assert text.endswith("eval only: fold_batchnorm\n")
+
+
+def test_what_was_not_captured_is_told_once_and_without_an_empty_location():
+    opaque = (("trim", "", "the example inputs never call it"),)
+    coverage = "3 of 4 modules captured\n  opaque: trim: the example inputs never call it"
+    text = str(Report(dataclasses.replace(report(opaque=opaque).record, coverage=coverage)))
+    assert "captured          3 of 4 modules captured\n" in text
+    assert "not captured trim: the example inputs never call it\n" in text
+    assert text.count("never call it") == 1
 
 
 def test_what_was_not_measured_or_checked_says_so():

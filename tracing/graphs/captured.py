@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import weakref
@@ -379,4 +380,13 @@ def _bare_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _fxopt_names(base: type[nn.Module]) -> dict[str, Any]:
-    return {"_fxopt_base": user_class(base), "_fxopt_own": base.forward}
+    names = {"_fxopt_base": user_class(base), "_fxopt_own": base.forward}
+    return {**names, "__deepcopy__": _copied_as_module} if issubclass(base, fx.GraphModule) else names
+
+
+def _copied_as_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a captured `GraphModule` as any other module: its own way would compile the old code anew."""
+    make, arguments, state = cast("tuple[Any, ...]", module.__reduce__())
+    memo[id(module)] = copied = make(*arguments)
+    copied.__setstate__(copy.deepcopy(state, memo))
+    return copied

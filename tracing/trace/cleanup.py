@@ -76,7 +76,9 @@ def _from(first: fx.Node) -> Iterator[fx.Node]:
 
 
 def _advanced(check: fx.Node, first: fx.Node, late: set[fx.Node], later: Collection[fx.Node]) -> bool:
-    """Move a check to before the node `first`, with what it reads; that cannot be if a read needs what comes later.
+    """Move a check to before the node `first`, with what it reads.
+
+    That cannot be if it reads `first` itself, or what has to come later.
 
     Args:
         check: a node.
@@ -89,7 +91,7 @@ def _advanced(check: fx.Node, first: fx.Node, late: set[fx.Node], later: Collect
     while pending:
         for used in pending.pop().all_input_nodes:
             if used in late and used not in needed:
-                if not only_reads(used) or used in later:
+                if used is first or not only_reads(used) or used in later:
                     return False
                 needed[used] = None
                 pending.append(used)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fxopt
+
 X = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),)
 
@@ -585,3 +587,26 @@ class AsksForKinds(nn.Module):
 def test_the_kind_of_an_argument_is_guarded(agree, misses):
     program = agree(AsksForKinds(), (X[0], X[0]), (X[0], 2.0), (X2[0], X2[0]))
     assert misses(program) == 2
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x + 1, x * 2
+
+
+class Unpacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.twice = Twice()
+
+    def forward(self, x):
+        a, b = self.twice(x)
+        return a + b
+
+
+@pytest.mark.parametrize("inputs", [None, X])
+def test_a_childs_tuple_that_is_unpacked_is_measured_before_its_length_is_checked(inputs):
+    program = fxopt.capture(Unpacked(), inputs)
+    program.graphs[""].lint()
+    assert torch.equal(program.model(*X2), Unpacked()(*X2))
+    assert torch.equal(fxopt.optimize(Unpacked(), "fuse_ensembles", example_inputs=inputs)(*X2), Unpacked()(*X2))
