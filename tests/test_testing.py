@@ -81,7 +81,7 @@ def test_gradients_can_be_left_out() -> None:
 def test_renamed_tensors_need_a_map() -> None:
     before, after = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 2))
     after[0].load_state_dict(before.state_dict())
-    with pytest.raises(NotEquivalentError, match="weight is gone"):
+    with pytest.raises(NotEquivalentError, match="weight is missing"):
         assert_equivalent(before, after, (X,))
     assert_equivalent(before, after, (X,), map_state=lambda state: {f"0.{name}": t for name, t in state.items()})
 

@@ -208,7 +208,7 @@ class Deciding(nn.Module):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Four(), r"its code fixes x\.shape\[0\] to 4 here, .* dynamic_batch=False \(--no-dynamic-batch\)"),
+        (Four(), r"its code fixes x\.shape\[0\] to 4, but the batch size must be free; give dynamic_batch=False"),
         (Single(), r"with 1 row, the exported model differs from the model: output differs: .*dynamic_batch=False"),
         (Large(), r"with 1 row, the exported model raises AssertionError: Guard failed: x\.size\(\)\[0\] >= 3"),
     ],

@@ -228,7 +228,7 @@ def test_missing_members_are_named_by_original_names():
     del state["heads.1.w"]
     with pytest.raises(StateError, match=r"missing: 'heads.1.w'$"):
         STACKED.forward(state)
-    with pytest.raises(StateError, match=r"'heads.1.w' missing: 'fused.w' cannot be made"):
+    with pytest.raises(StateError, match=r"'heads.1.w' missing: 'fused.w' cannot be computed"):
         STACKED.forward(state, strict=False)
     assert STACKED.forward({}, strict=False) == {}
 

@@ -205,4 +205,4 @@ def test_what_only_a_closure_or_another_file_holds_stays_opaque():
             return x + kept[0]
 
     for model in (Closes(), Reaches()):
-        assert "no parameter, buffer or attribute" in capture_program(model, (X,)).opaque[""].reason
+        assert "not a parameter, buffer or attribute" in capture_program(model, (X,)).opaque[""].reason
