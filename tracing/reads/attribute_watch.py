@@ -11,8 +11,6 @@ from ..values import Absent, copied
 
 __all__ = ["AttributeWatch"]
 
-"""What an attribute is that is not there."""
-
 
 class AttributeWatch:
     """Hold what some attributes are now, to see later which have been set.
