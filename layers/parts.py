@@ -66,7 +66,7 @@ class View(NamedTuple):
 
 
 def _hook_registration(name: str) -> Callable[..., Any]:
-    """Return a method that registers a hook, unless the module's own forward is not run any more."""
+    """Return a method that registers a hook, unless the module's original forward is not run any more."""
 
     def register(self: FusedPart, *args: Any, **kwargs: Any) -> Any:
         if "forward" in sealed_names(self):

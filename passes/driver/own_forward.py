@@ -1,4 +1,4 @@
-"""Whether a rewritten module may still run its own forward: where no graph fits a call, that is all there is."""
+"""Whether a rewritten module may still run its original forward: where no graph fits a call, that is all there is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
 
 def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
-    """Let modules whose own forward would no longer do raise GuardError where no graph fits a call.
+    """Let modules whose original forward would no longer do raise GuardError where no graph fits a call.
 
     A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
     purpose or within an error budget; that run a region, whose wrapper would be left out; or that read tensors of which

@@ -16,7 +16,7 @@ __all__ = ["make_root"]
 
 
 def make_root(model: nn.Module, record: Record) -> None:
-    """Make `model` the root of an optimized model, whether or not its own forward could be captured."""
+    """Make `model` the root of an optimized model, whether or not its original forward could be captured."""
     capture = capture_of(model)
     uninstall(model, keep_regions=True)
     if not isinstance(model, LoadsOriginalNames):

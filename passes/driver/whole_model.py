@@ -53,7 +53,7 @@ class WholeModel:
     def _doubtful(self) -> list[Rewrite]:
         """Return the rewrites to take back next, together.
 
-        First come clean-ups, which nobody timed, in modules that they alone keep from running their own forward; then
+        First come clean-ups, which nobody timed, in modules that only they keep from running the original forward; then
         the least certain of the speed rewrites. Equal blocks have one timing between them.
         """
         fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]

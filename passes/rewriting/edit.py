@@ -187,7 +187,7 @@ class Edit:
         return parts
 
     def hold_in_evaluation(self, children: Sequence[str]) -> None:
-        """Let the site's graph hold only while these children are in evaluation; elsewhere its own forward is right."""
+        """Let the site's graph hold only while these children are in evaluation; else the original forward is right."""
         self._own_graph()
         specializations, number = required_capture(self.owner).specializations, self.site.specialization
         reason = f"{self.pass_name} rewrote it for evaluation"

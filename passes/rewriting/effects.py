@@ -83,7 +83,7 @@ def _renormalises(node: fx.Node) -> bool:
 
 
 def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
-    """Say whether a captured module may run its own forward, of which less is known than of its graph."""
+    """Say whether a captured module may run its original forward, of which less is known than of its graph."""
     capture = capture_of(module)
     if capture is None:
         return False

@@ -82,11 +82,11 @@ class Capture:
 
     Attributes:
         base: the class that the module has without its graphs.
-        specializations: the first whose guards hold is run; with none the module runs its own forward.
+        specializations: the first whose guards hold is run; with none the module runs its original forward.
         signature: arguments of the forward, where they differ from those of `base.forward`.
         misses: reason -> how often no specialization held while the model was being worked on.
         dropped: why graphs were dropped after capture; a call that none of those left fits is a miss then.
-        lost: why the module's own forward must not run in the place of its graphs; empty if it may.
+        lost: why the module's original forward must not run in the place of its graphs; empty if it may.
         owner: the module that may edit the graphs in place; None while they may be shared.
         compiled: the class made from the graphs; None where it is not up to date.
         rewritten: whether a graph was put in here in the place of one that was captured.

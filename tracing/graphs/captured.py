@@ -125,15 +125,15 @@ class Captured(_Module):
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward where no specialization's guards hold."""
+        """Run the module's original forward where no specialization's guards hold."""
         return _answered(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward after an assumption failed in the middle of a graph."""
+        """Run the module's original forward after an assumption failed in the middle of a graph."""
         return _answered(cast("nn.Module", self), args, kwargs, miss)
 
     def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Raise GuardError where no specialization's guards hold, and the module's own forward would be wrong."""
+        """Raise GuardError where no specialization's guards hold, and the original forward would be wrong."""
         _refuse(cast("nn.Module", self), args, kwargs)
 
     def _fxopt_refuse_restart(self, miss: GuardMiss, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class Captured(_Module):
 
 
 def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
-    """Return what the module's own forward gives for a call that no graph fits."""
+    """Return what the module's original forward gives for a call that no graph fits."""
     forward: Callable[..., Any] = cast("Any", module)._fxopt_own
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
@@ -157,7 +157,7 @@ def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> None:
-    """Count a call that no graph fits, where the module's own forward would be wrong.
+    """Count a call that no graph fits, where the module's original forward would be wrong.
 
     Raises:
         GuardError: always.
@@ -171,7 +171,7 @@ def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mi
 
 
 def _without_graphs(module: nn.Module) -> None:
-    """Give a module whose graphs were all dropped its own forward: forwards exist that ask whether theirs is called."""
+    """Give a module whose graphs were all dropped the original forward: some forwards ask whether theirs is called."""
     if not required_capture(module).specializations:
         own(module).dropped = ""
         recompile(module)
@@ -243,7 +243,7 @@ def _add_regions(module: nn.Module, capture: Capture) -> None:
 
 
 def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
-    """Give `module` its own forward back, and take its regions away; nothing happens if it has it.
+    """Give `module` its original forward back, and take its regions away; nothing happens if it has it.
 
     Args:
         module: the module.

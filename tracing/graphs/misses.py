@@ -48,7 +48,7 @@ class MissHandler(Protocol):
     def note(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
-        """Take note of a call before the module's own forward runs.
+        """Take note of a call before the module's original forward runs.
 
         Args:
             module: the module.
@@ -59,7 +59,7 @@ class MissHandler(Protocol):
         ...
 
     def during_call(self) -> AbstractContextManager[None]:
-        """Return what the module's own forward runs in."""
+        """Return what the module's original forward runs in."""
         ...
 
     def refuse(self, module: nn.Module, reason: str) -> str:

@@ -75,5 +75,5 @@ class ContextRegion(Region):
 
 
 def context_regions(children: Mapping[str, object]) -> dict[str, ContextRegion]:
-    """Return those among a module's children that are parts of its own forward, put under a context."""
+    """Return those among a module's children that are parts of its original forward, put under a context."""
     return {name: child for name, child in children.items() if isinstance(child, ContextRegion)}

@@ -280,7 +280,7 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
         value: the value now.
         expected: the value at capture; True and False stand for the truth of `value`.
         reason: what was decided, and where.
-        restart: whether nothing has happened so far that running the module's own forward would repeat; or what
+        restart: whether nothing has happened so far that running the module's original forward would repeat; or what
             takes back what has.
         tally: counts the checks, where the value hangs on the data in a tensor.
 

@@ -27,7 +27,7 @@ def globals_of(module: str) -> dict[str, Any]:
 
 
 def cells_of(module: nn.Module) -> Mapping[str, CellType]:
-    """Return the variables that a module's own forward closes over; see `own_cells`."""
+    """Return the variables that a module's original forward closes over; see `own_cells`."""
     cls = type(module)
     return own_cells(getattr(cls, "_fxopt_own", cls.forward))
 

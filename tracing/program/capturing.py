@@ -44,7 +44,7 @@ _MAX_STATES = 2
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module that runs its own forward: which, where it could not be captured, and why."""
+    """A module that runs its original forward: which, where it could not be captured, and why."""
 
     name: str
     location: str
@@ -200,7 +200,7 @@ class _Capturer:
     def _more(
         self, name: str, signature: Signature, call: Call | None, known: Sequence[Specialization]
     ) -> list[Specialization]:
-        """Return the specializations of a further call; one that cannot be traced runs the module's own forward."""
+        """Return the specializations of a further call; one that cannot be traced runs the original forward."""
         cases = set(map(_case, known))
         try:
             found = list(self.specializations(name, signature, call))

@@ -18,7 +18,7 @@ class Coverage:
     Attributes:
         captured: names of the modules that run from a graph.
         leaves: names of the modules that are one operation each.
-        opaque: the modules that run their own forward, with the reason.
+        opaque: the modules that run their original forward, with the reason.
         missed: the guards that turned calls away since the model was handed over, by module.
     """
 

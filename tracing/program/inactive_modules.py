@@ -21,7 +21,7 @@ __all__ = [
 
 
 def deactivate(modules: Collection[nn.Module]) -> None:
-    """Let each module of a model whose graphs are as they were captured run its own forward; the graphs are kept.
+    """Let each module of a model whose graphs are as they were captured run its original forward; the graphs are kept.
 
     So whatever no pass has changed is as fast as before, runs the user's code, and is of the user's very class. Its
     graphs count for as long as the attributes that are part of them are what they were. What asks for the exact class
@@ -41,7 +41,7 @@ def _may_be_inactive(module: nn.Module) -> bool:
 
 
 def _is_rewritten_inside(module: nn.Module) -> bool:
-    """Say whether a pass changed what the module runs under a context: its own forward would not call that."""
+    """Say whether a pass changed what the module runs under a context: its original forward would not call that."""
     regions = context_regions(own_children(module)).values()
     return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
 
@@ -88,7 +88,7 @@ def _type_checkers(modules: Iterable[nn.Module], *, forwards: bool = True) -> di
 
     Args:
         modules: of one model.
-        forwards: count what their own forwards ask, and not only what runs around these, such as hooks.
+        forwards: count what their original forwards ask, and not only what runs around these, such as hooks.
     """
     checkers = list(modules)
     if not checks_exact_types(checkers, forwards=forwards):

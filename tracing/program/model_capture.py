@@ -37,7 +37,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
-    """Install a graph on every module of `model` that can be captured, and check the whole against its own forward.
+    """Install a graph on every module of `model` that can be captured, and check the whole against the original.
 
     Args:
         model: changed in place; as before if anything raises.

@@ -65,7 +65,7 @@ class Program:
         model: runs from the graphs.
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
-        opaque: name -> why that module runs its own forward.
+        opaque: name -> why that module runs its original forward.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """

@@ -21,7 +21,7 @@ class _Text(NamedTuple):
 class Messages:
     """Know which texts of values were asked for, and whether only messages of checks were made of them.
 
-    A check that fails makes the module run its own forward, which writes the message anew: so such texts decide
+    A check that fails makes the module run its original forward, which writes the message anew: so such texts decide
     nothing, and may be anything.
     """
 

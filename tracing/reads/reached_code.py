@@ -1,4 +1,4 @@
-"""Find, without running it, the functions that a module's own forward may run: those it names, and those they name."""
+"""Find, without running it, the functions that a module's forward may run: those it names, and those they name."""
 
 from __future__ import annotations
 

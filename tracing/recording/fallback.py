@@ -1,4 +1,4 @@
-"""What a module in the user's hands did where no graph fitted a call: its own forward ran, and that is counted."""
+"""What a module in the user's hands did where no graph fitted a call: its original forward ran, and that is counted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fallback:
 
     @cached_property
     def misses(self) -> Counter[str]:
-        """Count the calls that ran the module's own forward, by the guards that failed."""
+        """Count the calls that ran the module's original forward, by the guards that failed."""
         return Counter()
 
     @cached_property

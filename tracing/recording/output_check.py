@@ -1,4 +1,4 @@
-"""Check a captured model against its own forward, and find the modules that differ."""
+"""Check a captured model against its original forward, and find the modules that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Expectation", "disagreeing", "expectations"]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the model's own forward gives on one of its inputs, in one mode."""
+    """What the model's original forward gives on one of its inputs, in one mode."""
 
     inputs: Inputs
     training: bool
@@ -59,14 +59,14 @@ def expectations(
 def disagreeing(
     model: nn.Module, captured: Mapping[str, Capture], expected: Sequence[Expectation], state: ModelState, *, grad: bool
 ) -> list[str]:
-    """Return the names of the captured modules without which the model gives what its own forward gives.
+    """Return the names of the captured modules without which the model gives what its original forward gives.
 
     Their graphs are taken out, and come back in groups, innermost first; one that does not agree is halved.
 
     Args:
         model: the model, its captures installed; those returned are not any more.
         captured: name -> capture, outermost first.
-        expected: what its own forward gives.
+        expected: what its original forward gives.
         state: put back after each run.
         grad: whether to run with gradients.
     """

@@ -1,7 +1,7 @@
 """The states of random generators: all of them at once, or what a graph needs to take back the draws before a check.
 
 To note the state of Python's generator and of numpy's takes longer than most modules run, and graphs draw from neither:
-only a module's own forward does, or a function that a graph calls whole. So a graph that might have to take such draws
+only a module's forward does, or a function that a graph calls whole. So a graph that might have to take such draws
 back subscribes to them (`generators_now`), and what may draw random numbers says so before it does (`announce`).
 """
 

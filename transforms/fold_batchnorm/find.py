@@ -140,7 +140,7 @@ def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
         if _kind(module) is None:
-            return f"the {what} is a {type(module).__name__}, which has its own forward"
+            return f"the {what} is a {type(module).__name__}, which has its original forward"
         if type(module) is not user_class(type(module)):
             return f"the {what} is part of something fused"
     return None

@@ -75,7 +75,7 @@ class InlinedGraph:
         conditional: name of each module call whose graph does not hold for every call -> under what it does.
         modules: name of each owner node -> the modules inlined to see what it calls, qualified from the owner.
         assumed: name of each owner node -> what is taken to be the mode of modules in it, as guards of the owner.
-        may_restart: whether the owner may run its own forward after having begun with its graph: it writes nothing.
+        may_restart: whether the owner may run the original forward after its graph has begun: it writes nothing.
     """
 
     operations: tuple[Operation, ...]

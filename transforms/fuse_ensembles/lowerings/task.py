@@ -22,7 +22,7 @@ class Task:
         ensemble: what to write.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
         add_module: registers a module in the owner and returns its name.
-        may_restart: whether the owner may run its own forward after having begun with its graph.
+        may_restart: whether the owner may run its original forward after having begun with its graph.
     """
 
     ensemble: Ensemble

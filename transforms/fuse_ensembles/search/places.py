@@ -135,7 +135,7 @@ def _is_covered(case: Case, places: Sequence[Place]) -> bool:
 
 
 def _is_for_one_mode(place: Place, other: Case, owner: nn.Module) -> bool:
-    """Say whether a module in the members has no graph in the other mode: there its own forward runs, on slices."""
+    """Say if a module in the members has no graph in the other mode: there the original forward runs, on slices."""
     if not other.flipped or place.case.flipped:
         return False
     calls = dict.fromkeys(member.call for pack in place.ensemble.packs for member in pack.members)
