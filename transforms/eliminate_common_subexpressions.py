@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from ..passes.contract import Pass
-from ..passes.rewriting import handed_out, has_effects, writes
+from ..passes.rewriting import Edit, handed_out, has_effects, writes
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
+from ..tracing.program import Program
 from ..tracing.values import map_leaves
-
-if TYPE_CHECKING:
-    from ..passes.rewriting import Edit
-    from ..tracing.program import Program
 
 __all__ = ["EliminateCommonSubexpressions"]
 

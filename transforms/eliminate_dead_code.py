@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from ..passes.contract import Pass
-from ..passes.rewriting import has_effects
+from ..passes.rewriting import Edit, has_effects
 from ..passes.sites import Goal, Numerics, Phase, Site
 from ..passes.verification import found_in_graphs
-
-if TYPE_CHECKING:
-    from ..passes.rewriting import Edit
-    from ..tracing.program import Program
+from ..tracing.program import Program
 
 __all__ = ["EliminateDeadCode"]
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
 
 from ..passes.contract import Pass
-from ..passes.rewriting import handed_out, has_effects, written_values
+from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
 from ..tracing.graphs import ContextRegion
+from ..tracing.program import Program
 from ..tracing.values import is_meta, qualified
-
-if TYPE_CHECKING:
-    from ..passes.rewriting import Edit
-    from ..tracing.program import Program
 
 __all__ = ["FoldConstants"]
 

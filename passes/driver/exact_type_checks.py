@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ...compat import all_modules
 from ...tracing.graphs import capture_of, own, recompile
-from ...tracing.program import type_checkers_around_changes, type_checkers_without_answer
-
-if TYPE_CHECKING:
-    from ...tracing.program import Program
+from ...tracing.program import Program, type_checkers_around_changes, type_checkers_without_answer
 
 __all__ = ["TypeCheckers", "forbid_type_checking_forwards"]
 

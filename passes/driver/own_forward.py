@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -12,10 +11,8 @@ from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, r
 from ...tracing.values import qualified
 from ..sites import Numerics, OwnForward
 from ..state import Holder, holder_of
-
-if TYPE_CHECKING:
-    from .history import Rewrite
-    from .record import Record
+from .history import Rewrite
+from .record import Record
 
 __all__ = ["forbid_lost_forwards"]
 

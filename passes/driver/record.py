@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
-from ..state import RECORD_KEY
-
-if TYPE_CHECKING:
-    from ..pipeline import Plan
-    from ..state import StateMap
+from ..pipeline import Plan
+from ..state import RECORD_KEY, StateMap
 
 __all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
 

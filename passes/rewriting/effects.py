@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -20,12 +20,10 @@ from ...operators import (
 )
 from ...tracing.graphs import Capture, capture_of
 from ...tracing.guards import require
+from ...tracing.program import Program
 from ...tracing.recording import Likeness
 from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
-
-if TYPE_CHECKING:
-    from ...tracing.program import Program
 
 __all__ = ["handed_out", "has_effects", "overwrites_unseen", "writes", "written_values"]
 
@@ -106,11 +104,24 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_KnownKinds].effects, program.analyses[Likeness].of(module)
+    known = program.analyses[_KnownKinds].effects
+    return _holds_of_module(known, module, program, name, _leaf_has_effects, has_effects)
+
+
+def _holds_of_module(
+    known: dict[int, bool],
+    module: nn.Module,
+    program: Program,
+    name: str,
+    of_leaf: Callable[[nn.Module], bool],
+    of_node: Callable[[fx.Node, Program, str], bool],
+) -> bool:
+    """Say, once for each kind of module, whether something holds of it or of a node in it; hooks may do anything."""
+    kind = program.analyses[Likeness].of(module)
     if kind not in known:
         nodes = _nodes_inside(module)
         known[kind] = has_hooks(module) or (
-            _leaf_has_effects(module) if nodes is None else any(has_effects(node, program, name) for node in nodes)
+            of_leaf(module) if nodes is None else any(of_node(node, program, name) for node in nodes)
         )
     return known[kind]
 
@@ -147,13 +158,8 @@ def writes(node: fx.Node, program: Program, owner: str) -> bool:
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_KnownKinds].writes, program.analyses[Likeness].of(module)
-    if kind not in known:
-        nodes = _nodes_inside(module)
-        known[kind] = has_hooks(module) or (
-            _leaf_writes(module) if nodes is None else any(writes(node, program, name) for node in nodes)
-        )
-    return known[kind]
+    known = program.analyses[_KnownKinds].writes
+    return _holds_of_module(known, module, program, name, _leaf_writes, writes)
 
 
 def _leaf_writes(module: nn.Module) -> bool:

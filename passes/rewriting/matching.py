@@ -5,18 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
 from ...compat import has_hooks
 from ...operators import CallArguments, canonical_name, mutates, normalized_arguments, operator_info, operator_of_module
+from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from ...tracing.values import user_class
 from .effects import overwrites_unseen, writes
-
-if TYPE_CHECKING:
-    from ...tracing.program import Program
 
 __all__ = ["Call", "Found", "Place", "call_in"]
 

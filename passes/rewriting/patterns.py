@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import fx, nn
 
+from ...tracing.program import Program
 from ...tracing.values import user_class
 from ..sites import Site
 from .matching import Found, Place, call_in
-
-if TYPE_CHECKING:
-    from ...tracing.program import Program
 
 __all__ = ["Match", "Pattern", "anything", "either", "module", "operation"]
 

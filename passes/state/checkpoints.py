@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .state_map import StateMap
+from .state_map import StateMap
 
 __all__ = ["RECORD_KEY", "LoadsOriginalNames", "translate_on_load"]
 

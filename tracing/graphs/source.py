@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -26,9 +26,7 @@ from ..values import (
     is_namedtuple,
     take_back,
 )
-
-if TYPE_CHECKING:
-    from .capture import Specialization
+from .capture import Specialization
 
 __all__ = ["Code", "generate"]
 

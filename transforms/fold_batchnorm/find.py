@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -13,10 +13,8 @@ from ...compat import own_buffers, own_parameters
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.verification import CallSites, TensorOwners, TensorReads
 from ...tracing.graphs import Region, Specialization, required_capture
+from ...tracing.program import Program
 from ...tracing.values import TensorMeta, qualified, user_class
-
-if TYPE_CHECKING:
-    from ...tracing.program import Program
 
 __all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "obstacles", "pairs_in"]
 

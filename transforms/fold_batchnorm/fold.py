@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -13,15 +13,13 @@ from ...compat import own_parameters, padding_around
 from ...layers.members import seal, settings_of, ways_to
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
+from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in
-
-if TYPE_CHECKING:
-    from ...passes.rewriting import Edit
-    from ...tracing.program import Program
 
 __all__ = ["FoldBatchnorm"]
 

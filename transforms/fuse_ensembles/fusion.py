@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from ...errors import MatchFailure
 from ...passes.contract import Pass
+from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.state import Holder, holder_of
 from ...passes.verification import TensorOwners, is_on_meta
 from ...tracing.graphs import Region
+from ...tracing.program import Program
 from ...tracing.values import qualified
 from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
@@ -29,10 +31,6 @@ from .search import (
     used_by,
 )
 from .stacking import common_name, fuse, tensor_of
-
-if TYPE_CHECKING:
-    from ...passes.rewriting import Edit
-    from ...tracing.program import Program
 
 __all__ = ["FuseEnsembles", "Lowering"]
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
@@ -14,8 +13,11 @@ from torch import fx, nn
 from ...compat import own_children, own_tensor, submodule
 from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
+from ...passes.rewriting import Edit
+from ...passes.sites import Site
 from ...passes.state import Holder, Stack
 from ...tracing.graphs import capture_of, required_capture
+from ...tracing.program import Program
 from .inlining import Case, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import (
@@ -28,11 +30,6 @@ from .search import (
     present_cases,
     rewritten_specializations,
 )
-
-if TYPE_CHECKING:
-    from ...passes.rewriting import Edit
-    from ...passes.sites import Site
-    from ...tracing.program import Program
 
 __all__ = ["common_name", "fuse", "tensor_of"]
 

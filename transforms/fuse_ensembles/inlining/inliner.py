@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -13,6 +13,7 @@ from ....compat import own_children
 from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
 from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
+from ....tracing.program import Program
 from ....tracing.recording import Likeness
 from ....tracing.values import map_leaves
 from .batchable_modules import module_operator
@@ -20,9 +21,6 @@ from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, s
 from .checks import write_checks
 from .dataflow import InlinedGraph, Operation, operations_in
 from .mode_guards import child_guard, is_passed_on
-
-if TYPE_CHECKING:
-    from ....tracing.program import Program
 
 __all__ = ["InlinedGraphs", "inlined_graph"]
 

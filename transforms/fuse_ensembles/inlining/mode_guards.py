@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ....tracing.graphs import required_capture
 from ....tracing.guards import SELF, Guard, is_outside, module_at
-
-if TYPE_CHECKING:
-    from ....tracing.program import Program
+from ....tracing.program import Program
 
 __all__ = ["Case", "cases_of", "child_guard", "is_passed_on"]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ....operators import operator_info
 from ....passes.state import holder_of
 from ....tracing.graphs import Region
+from ....tracing.program import Program
 from ..inlining import InlinedGraph, Operation
-
-if TYPE_CHECKING:
-    from ....tracing.program import Program
 
 __all__ = ["GradientReach", "differentiable_outputs", "used_by"]
 

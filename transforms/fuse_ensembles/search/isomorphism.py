@@ -12,21 +12,19 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from ....compat import own_tensor, submodule
 from ....operators import function_path, operator_info
+from ....tracing.program import Program
 from ..inlining import InlinedGraph, Operation, inlined_graph, module_signature, state_names
 from .canonicalization import canonical_form, packable
 from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
 from .picks import is_one_of_several_places, selected, selection
 from .ranks import dimensional_slots, operand_ranks
-
-if TYPE_CHECKING:
-    from ....tracing.program import Program
 
 __all__ = ["Ensembles", "find_ensembles"]
 

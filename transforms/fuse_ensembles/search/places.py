@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -13,13 +12,11 @@ from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
 from ....tracing.graphs import Specialization, capture_of, copy_graph
 from ....tracing.guards import Guard
+from ....tracing.program import Program
 from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .packs import Ensemble, Parameters
-
-if TYPE_CHECKING:
-    from ....tracing.program import Program
 
 __all__ = ["Place", "places_of", "present_cases", "rewritten_specializations"]
 
