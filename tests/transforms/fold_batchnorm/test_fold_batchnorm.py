@@ -321,7 +321,7 @@ class Depthwise(nn.Conv2d):
 def test_subclasses_are_folded_unless_they_compute_something_else() -> None:
     for kind in (Shouting, Doubling):
         model = shaken(Block(kind(3, 6, 3), nn.BatchNorm2d(6)))
-        assert reasons(model) == [f"the convolution is a {kind.__name__}, which has its own forward"]
+        assert reasons(model) == [f"the convolution is a {kind.__name__}, which has its original forward"]
     model = shaken(Block(Depthwise(3), nn.BatchNorm2d(3)))
     fast = folded(model)
     assert applied(fast) == 1 and isinstance(fast.layer, Depthwise)
