@@ -42,7 +42,7 @@ class Surroundings:
         modules = all_modules(model)
         self._classes = [(module, type(module)) for module in modules]
         self._attributes = [AttributeState(module) for module in modules]
-        self._tensors = [(tensor, tensor.requires_grad, tensor.grad) for tensor in all_tensors(modules) if tensor.is_leaf]
+        self._tensors = [(t, t.requires_grad, t.grad) for t in all_tensors(modules) if t.is_leaf]
 
     def settle(self) -> None:
         """Keep no more than what takes back the changes that there are now."""
