@@ -28,7 +28,7 @@ from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import eagerly, hold, misses_in, release
+from .tracing.recording import eagerly, hold, in_phase, misses_in, release
 from .tracing.values import is_input, normalize_inputs
 
 __all__ = [
@@ -321,7 +321,8 @@ def load(
     """
 
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
-        return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+        with in_phase(original, phase == "train"):
+            return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
     return open_file(Path(path), replay=replay, model=model, trust=trusted)
