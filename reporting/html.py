@@ -12,7 +12,7 @@ __all__ = ["report_html"]
 
 _CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top"
 _HEAD = f"{_CELL};border-bottom:1px solid #999"
-_FIGURES = f"{_CELL};font-variant-numeric:tabular-nums;overflow-wrap:anywhere"
+_FIGURES = f"{_CELL};font-variant-numeric:tabular-nums;overflow-wrap:break-word"
 _NOTE = "margin:4px 0;color:#a15c00"
 
 
