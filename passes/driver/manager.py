@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from ...errors import CaptureError, MatchFailure, PassError, PlanError
 from ...settings import Settings
@@ -16,7 +18,7 @@ from ..rewriting import UnnotedChange, only_reading
 from ..sites import Goal, Refusal, Site, StaleSite
 from ..state import twin
 from ..verification import is_on_meta
-from .admission import admitted
+from .admission import IN_TRAINING, admitted
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
@@ -42,6 +44,7 @@ class Manager:
         seed: of verification's random inputs.
         settings: limits from the environment.
         on_failure: called with the error when a pass fails; returns the reproducer's path.
+        trained: the modules that the user gave in training mode; by default those that are in it now.
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
@@ -53,6 +56,7 @@ class Manager:
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
+    trained: Collection[nn.Module] | None = None
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
@@ -169,15 +173,19 @@ class Manager:
     def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Site]:
         """Return the next of the planned sites that can be rewritten as the program is now."""
         sites: dict[str, Site] | None = None
+        items: list[Site | Refusal] = []
         planned: list[Site] = []
         for key, decision in wanted.items():
             if decision.site is not None:
                 site = Site.from_json(self.program, decision.site)
-                found = None if _is_missing(site) else admitted(self.program, site)
+                found = None if _is_missing(site) else self._admitted(pass_, site)
             else:
                 if sites is None:
-                    sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
-                found = sites.get(key)
+                    items = self._found(pass_)
+                    sites = {item.key: item for item in items if isinstance(item, Site)}
+                found = sites.get(key) or next((item for item in items if _is_for_evaluation(item)), None)
+            if found is not None and _is_for_evaluation(found):
+                raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
             if not isinstance(found, Site):
                 break
             planned.append(dataclasses.replace(found, choice=decision.choice))
@@ -200,7 +208,11 @@ class Manager:
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return [admitted(self.program, item) for item in found]
+        return [self._admitted(pass_, item) for item in found]
+
+    def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
+        trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
+        return admitted(self.program, pass_, item, trained)
 
     # -- one group -------------------------------------------------------------------------------------------------
 
@@ -290,6 +302,10 @@ def _overlap(site: Site, item: Site | Refusal) -> bool:
     nodes = {(place.owner, name) for place in site.places for name in place.nodes.values()}
     places = item.places if isinstance(item, Site) else ()
     return any((place.owner, name) in nodes for place in places for name in place.nodes.values())
+
+
+def _is_for_evaluation(item: Site | Refusal) -> bool:
+    return isinstance(item, Refusal) and item.reason == IN_TRAINING
 
 
 def _is_missing(site: Site) -> bool:

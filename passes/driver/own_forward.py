@@ -31,7 +31,8 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
         rewrites: the rewrites that stand.
         record: of the model.
     """
-    for rewrite, name in ((rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners):
+    changed = [(rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners]
+    for rewrite, name in changed:
         module = submodule(model, name)
         capture = None if module is None else capture_of(module)
         if module is None or capture is None:

@@ -28,7 +28,10 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
         if name in state and id(skeleton) not in memo:
             memo[id(skeleton)] = _real(skeleton, state[name], trainable.get(name, skeleton.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
-    _carry_over(modules_by_name(model, every_name=True), modules_by_name(original, every_name=True), record.attributes)
+    sources, targets = (modules_by_name(each, every_name=True) for each in (model, original))
+    _carry_over(sources, targets, record.attributes)
+    for name in sources.keys() & targets:
+        targets[name].training = sources[name].training
     return original
 
 
@@ -47,13 +50,10 @@ def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module], changed: Collection[str]) -> None:
-    """Give modules the modes, transient buffers, hooks and attributes that those of the same names have now.
+    """Give modules the transient buffers, hooks and attributes that those of the same names have now, but `changed`.
 
-    Of what a pass put in the place of a module only the mode is taken, and `changed` attributes stay as they were.
+    Of what a pass put in the place of another module nothing is taken.
     """
-    for name, target in targets.items():
-        if name in sources:
-            target.training = sources[name].training
     alike = {name: t for name, t in targets.items() if name in sources and same_kind(sources[name], t)}
     kept = _attributes_of(alike, changed)
     pairs = [(sources[name], target) for name, target in alike.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .operations import operation_at
 from .plain import as_plain
 from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .suggest import did_you_mean
@@ -19,4 +20,5 @@ __all__ = [
     "as_plain",
     "did_you_mean",
     "is_volatile",
+    "operation_at",
 ]
