@@ -19,7 +19,7 @@ from .passes.contract import FunctionPass, Pass
 from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
 from .passes.pipeline import PassInfo, Plan, available, check_order, parse
 from .passes.sites import Phase
-from .passes.state import StateMap
+from .passes.state import StateMap, gathered, refuse_sharded, sharded_state
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
 from .reporting.report import Report
@@ -191,21 +191,25 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
+    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
+    this then, and gets them all.
+
     Raises:
         StateError: the model was not optimized.
     """
-    return _state_map(model).backward(model.state_dict())
+    return _state_map(model).backward(gathered(model.state_dict()))
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
     """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`.
 
+    Whole tensors are distributed to a sharded model (FSDP2); every rank gives all of them then.
+
     Raises:
-        StateError: the model was not optimized, or tied tensors differ in `state`.
+        StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    _state_map(model)
-    return model.load_state_dict(state, strict=strict, assign=assign)
+    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -214,9 +218,13 @@ def restore(model: nn.Module) -> nn.Module:
     The optimized model is left as it is; the result shares no tensors with it.
 
     Raises:
-        StateError: the model was not optimized.
+        StateError: the model was not optimized, or is sharded.
     """
-    return restored(model, _record(model))
+    record = _record(model)
+    refuse_sharded(
+        model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
+    )
+    return restored(model, record)
 
 
 def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
@@ -317,10 +325,17 @@ def list_passes() -> dict[str, PassInfo]:
 def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
-        raise StateError(
-            f"this {type(model).__name__} was not optimized by fxopt; give the whole model that fxopt.optimize returned"
-        )
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")
     return record
+
+
+def _what_to_give(model: nn.Module) -> str:
+    """Say where the optimized model is: inside a wrapper, perhaps."""
+    inside = (name for name, module in model.named_modules() if record_of(module) is not None)
+    name = next(inside, None)
+    if name is None:
+        return "give the whole model that fxopt.optimize returned"
+    return f"the model that fxopt.optimize returned is its '{name}': give that one"
 
 
 def _state_map(model: nn.Module) -> StateMap:
