@@ -18,12 +18,11 @@ __all__ = ["make_root"]
 
 def make_root(model: nn.Module, record: Record) -> None:
     """Make `model` the root of an optimized model, whether or not its original forward could be captured."""
-    _keep_original_names(model, record.state_map)
-    model.__dict__[RECORD_KEY] = record
-    for path, state_map in record.state_map.apart().items():
+    for path, state_map in {"": StateMap(), **record.state_map.apart()}.items():
         module = submodule(model, path)
-        if path and module is not None:
+        if module is not None:
             _keep_original_names(module, state_map)
+    model.__dict__[RECORD_KEY] = record
 
 
 def _keep_original_names(module: nn.Module, state_map: StateMap) -> None:

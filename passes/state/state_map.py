@@ -117,29 +117,29 @@ class StateMap:
 
     def apart(self) -> dict[str, StateMap]:
         """Return the map of each module that is the innermost one around tensors that moved, by its qualified name."""
-        owners = {target: _common_owner((target, *names)) for target, names in self.origins.items()}
-        return {owner: self._within(owner, owners) for owner in dict.fromkeys(owners.values())}
+        owners = {target: _common_owner((target, *self._all_names(names))) for target, names in self.origins.items()}
+        return {owner: self._of_owner(owner, owners) for owner in dict.fromkeys(owners.values())}
 
-    def _within(self, owner: str, owners: Mapping[str, str]) -> StateMap:
-        """Return the part of the map that happens inside a module, by the names that it knows."""
+    def _all_names(self, names: Sequence[str]) -> list[str]:
+        """Return some original names, and those that are tied to them."""
+        return [*names, *(alias for alias, name in self.aliases if name in names)]
+
+    def _of_owner(self, owner: str, owners: Mapping[str, str]) -> StateMap:
+        """Return the part of the map that is one module's, by the names that it knows."""
         prefix = f"{owner}." if owner else ""
-        inside = {
-            name for target, names in self.origins.items() if f"{owners[target]}.".startswith(prefix) for name in names
-        }
+        moved = {name for target, names in self.origins.items() if owners[target] == owner for name in names}
         made: dict[str, tuple[str, ...]] = {}
         steps: list[StateStep] = []
         for step in self.steps:
             roots = tuple(root for name in step.sources for root in made.pop(name, (name,)))
             made.update(dict.fromkeys(step.targets, roots))
-            if inside.issuperset(roots):
+            if moved.issuperset(roots):
                 steps.append(step.renamed(lambda name: name.removeprefix(prefix)))
-        names = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
-        pairs = (
-            (one.removeprefix(prefix), other.removeprefix(prefix))
-            for one, other in self.aliases
-            if one.startswith(prefix) and other.startswith(prefix)
+        tied = (
+            (alias.removeprefix(prefix), name.removeprefix(prefix)) for alias, name in self.aliases if name in moved
         )
-        return StateMap(tuple(steps), tuple(pairs), tuple(names))
+        names = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
+        return StateMap(tuple(steps), tuple(tied), tuple(names))
 
     def ordered(self, names: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> StateMap:
         """Return the same map, with the original model's names in order and its tied tensors."""

@@ -299,11 +299,11 @@ def test_parts_save_and_load_by_themselves(fused: Model):
 def test_parts_load_strictly(fused: Model):
     state = Head().state_dict()
     partial = {name: tensor for name, tensor in state.items() if name != "scale"}
-    before = fused.store.scale.clone()
     with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
         fused.heads[0].load_state_dict(partial)
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"gamma"'):
         fused.heads[0].load_state_dict(state | {"gamma": torch.zeros(1)})
+    before = fused.store.scale.clone()
     result = fused.heads[0].load_state_dict(partial | {"gamma": torch.zeros(1)}, strict=False)
     assert result.missing_keys == ["scale"]
     assert result.unexpected_keys == ["gamma"]

@@ -394,13 +394,18 @@ def test_saved_names_are_the_original_ones_in_their_order(nested: bool, keep_var
 def test_maps_of_the_innermost_modules_around_what_moved():
     inner = Stack(("a.x.0", "a.x.1"), "a.y.fused")
     outer = Concatenate(("a.z", "b.z"), "c.z", 0, (1, 1))
-    state_map = StateMap((inner, outer), (("b.t", "a.x.0"), ("a.s", "a.x.1")), ("a.x.0", "a.x.1", "a.z", "b.z", "d"))
+    state_map = StateMap((inner, outer), (("a.s", "a.x.1"), ("d", "e")), ("a.x.0", "a.x.1", "a.z", "b.z", "d"))
     apart = state_map.apart()
     assert list(apart) == ["a", ""]
     assert apart["a"].steps == (Stack(("x.0", "x.1"), "y.fused"),)
     assert apart["a"].aliases == (("s", "x.1"),)
     assert apart["a"].names == ("x.0", "x.1", "z")
-    assert apart[""] == state_map
+    assert apart[""] == StateMap((outer,), (), state_map.names)
+
+
+def test_a_name_elsewhere_makes_the_module_around_it_the_innermost():
+    step = Stack(("a.x.0", "a.x.1"), "a.y.fused")
+    assert list(StateMap((step,), (("b.t", "a.x.0"),)).apart()) == [""]
 
 
 def test_a_tensor_that_goes_on_is_of_the_outer_module():
