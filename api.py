@@ -19,7 +19,7 @@ from .passes.contract import FunctionPass, Pass
 from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
 from .passes.pipeline import PassInfo, Plan, available, check_order, parse
 from .passes.sites import Phase
-from .passes.state import StateMap, gathered, refuse_sharded, sharded_state
+from .passes.state import StateMap, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
 from .reporting.report import Report
@@ -249,7 +249,8 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
     """Save an optimized model, whole or not at all: how to build the original, the plan and the weights; no pickle.
 
-    Loading gives the user's class back. What is to run without the user's code is exported instead.
+    Loading gives the user's class back. What is to run without the user's code is exported instead. Of a sharded model
+    (FSDP2) every rank calls this, and rank 0 writes.
 
     Args:
         model: an optimized model.
@@ -262,7 +263,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
-    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+    record, state = _record(model), state_dict(model)
+    if writes_files(model):
+        archive.save(model, path, record=record, state=state, factory=factory)
 
 
 def export(

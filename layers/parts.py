@@ -20,7 +20,7 @@ from ..passes.state import VIEWS
 from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, qualified, subclass, user_class
 from .saving import SavesSlices
-from .slices import ADVICE, Slice, write
+from .slices import ADVICE, Slice, refuse_sharded_slice, write
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
@@ -52,6 +52,7 @@ class View(NamedTuple):
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
         stacked = self.stacked
+        refuse_sharded_slice(stacked, self.name)
         member = stacked[self.position]
         if torch.compiler.is_compiling():
             return member
@@ -62,6 +63,7 @@ class View(NamedTuple):
 
     def write(self, value: Tensor, what: str) -> None:
         """Copy a tensor of the same shape into the slice."""
+        refuse_sharded_slice(self.stacked, self.name)
         write(self.stacked[self.position], value, what)
 
 

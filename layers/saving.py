@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_sharded, transient_buffers
-from ..passes.state import SETTLED, VIEWS, KeepsOriginalNames
+from ..compat import is_sharded, modules_by_name, transient_buffers
+from ..errors import FusedMemberError
+from ..passes.state import SETTLED, VIEWS, KeepsOriginalNames, cut_from_sharded
+from ..tracing.values import qualified
 
 __all__ = ["SAVED_BY_MEMBERS", "SavesSlices", "SavesWhatMembersDoNot", "SliceOf", "count_slices"]
 
@@ -78,9 +80,14 @@ class SavesWhatMembersDoNot(nn.Module):
 class SavesSlices(KeepsOriginalNames):
     """Mix into the class of a member: slices are saved and loaded as if they were tensors of its own."""
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("destination") is None:
+            _refuse_sharded(self)
+        return super().state_dict(*args, **kwargs)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        views = self._saved_views()
+        views = {name: view for name, view in _views(self).items() if _is_saved(self, name, view)}
         if not views:
             return
         for name in (*self._parameters, *self._buffers, "_extra_state"):
@@ -104,23 +111,42 @@ class SavesSlices(KeepsOriginalNames):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        for name, view in self._saved_views().items():
+        for name, view in _views(self).items():
             key = prefix + name
-            value = state_dict.pop(key, None)
-            if value is None:
+            value = state_dict.get(key)
+            if value is not None:
+                del state_dict[key]
+            elif _is_saved(self, name, view):
                 missing_keys.append(key)
-            elif value is not SETTLED:
+            if value is not None and value is not SETTLED:
                 _load(key, view, value, assign, error_msgs)
 
-    def _saved_views(self) -> dict[str, SliceOf]:
-        """Return the slices that belong into a state dict of this module."""
-        views = cast("Mapping[str, SliceOf]", self.__dict__.get(VIEWS, {}))
-        transient = transient_buffers(self)
-        return {
-            name: view
-            for name, view in views.items()
-            if name not in transient and not is_sharded(view.stacked) and not saved_by_members(self, name, view.stacked)
-        }
+
+def _views(module: nn.Module) -> Mapping[str, SliceOf]:
+    return module.__dict__.get(VIEWS, {})
+
+
+def _is_saved(module: nn.Module, name: str, view: SliceOf) -> bool:
+    """Say whether a slice belongs into the state dict of the module that reads it."""
+    stacked = view.stacked
+    return not (name in transient_buffers(module) or is_sharded(stacked) or saved_by_members(module, name, stacked))
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    """Refuse to save members by themselves whose tensors are sharded: nothing of them would be saved.
+
+    Raises:
+        FusedMemberError: if there are such members in the module, and not what holds their tensors.
+    """
+    inside = modules_by_name(module)
+    stores = set(map(id, inside.values()))
+    for path, child in inside.items():
+        for name, view in _views(child).items():
+            if is_sharded(view.stacked) and id(view.store) not in stores:
+                raise FusedMemberError(
+                    f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot be "
+                    "saved by itself; fxopt.state_dict(model) gathers the original tensors of the whole model"
+                )
 
 
 def _saved(view: SliceOf) -> Tensor:
@@ -139,6 +165,9 @@ def _saved(view: SliceOf) -> Tensor:
 
 def _load(key: str, view: SliceOf, value: Any, assign: bool, error_msgs: list[str]) -> None:
     """Write a tensor into a slice, or say in torch's words why it cannot be."""
+    if is_sharded(view.stacked):
+        error_msgs.append(cut_from_sharded(key))
+        return
     current = view.stacked.detach()[view.position]
     if not isinstance(value, Tensor) or value.shape != current.shape:
         found = value.shape if isinstance(value, Tensor) else type(value).__name__

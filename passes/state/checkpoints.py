@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from ...compat import is_sharded, submodule
 from .state_map import StateMap
 
-__all__ = ["RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "KeepsOriginalNames", "translate_on_load", "translate_saved"]
+__all__ = [
+    "RECORD_KEY",
+    "SETTLED",
+    "STATE_MAP",
+    "VIEWS",
+    "KeepsOriginalNames",
+    "cut_from_sharded",
+    "translate_on_load",
+    "translate_saved",
+]
 
 RECORD_KEY = "_fxopt_record"
 """Where the root of an optimized model keeps its record, in its `__dict__`."""
@@ -148,6 +157,7 @@ class _Loading:
         self.used: set[str] = set()
         self.settled: set[str] = set()
         self.judged: dict[str, bool] = {}
+        self.refused = False
 
     def translate(self) -> dict[str, Tensor]:
         """Return the merged tensors by new name."""
@@ -161,7 +171,7 @@ class _Loading:
             if target in self.given:
                 continue
             if target in sharded:
-                self._refuse_sharded(target, names)
+                translated |= self._refuse_sharded(target, names, current[target])
                 continue
             self.used.update(names)
             found = {name: self.given[name] for name in names if self._fits(name, known[name])}
@@ -174,14 +184,16 @@ class _Loading:
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
 
-    def _refuse_sharded(self, target: str, names: tuple[str, ...]) -> None:
+    def _refuse_sharded(self, target: str, names: tuple[str, ...], current: Tensor) -> dict[str, Tensor]:
         """Leave a sharded tensor to torch, which asks for it by its new name, unless its parts are given."""
-        self.used.update(name for name in names if name in self.given)
-        if any(name in self.given for name in names):
-            self.error_msgs.append(
-                f"'{self.prefix}{names[0]}' is part of '{self.prefix}{target}', which is sharded: load state dicts "
-                "that have the original names by fxopt.load_state_dict(model, state)."
-            )
+        given = [name for name in names if name in self.given]
+        self.used.update(given)
+        if not given:
+            return {}
+        if not self.refused:
+            self.error_msgs.append(cut_from_sharded(self.prefix + given[0]))
+        self.refused = True
+        return {target: current}
 
     def _fits(self, name: str, current: Tensor) -> bool:
         """Say whether an original tensor is given and has its shape; what is wrong is reported once."""
@@ -200,6 +212,14 @@ class _Loading:
             )
             return False
         return True
+
+
+def cut_from_sharded(name: str) -> str:
+    """Say why a tensor cannot be loaded by its original name."""
+    return (
+        f"'{name}' is a part of a sharded tensor: fxopt.load_state_dict(model, state) distributes a state dict with "
+        "original names to the whole model."
+    )
 
 
 def _alike(tensors: Mapping[str, Tensor], example: Tensor) -> dict[str, Tensor]:

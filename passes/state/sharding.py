@@ -12,7 +12,7 @@ from ...errors import StateError
 from ...tracing.values import tensors_by_name
 from .state_map import StateMap
 
-__all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state"]
+__all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "writes_files"]
 
 State = TypeVar("State", bound=Mapping[str, Any])
 
@@ -45,6 +45,14 @@ def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State 
         return state
     renamed = state_map.forward(state, strict=False)
     return {name: sharded_like(value, current[name]) if name in current else value for name, value in renamed.items()}
+
+
+def writes_files(model: nn.Module) -> bool:
+    """Say whether this process writes a model's files: of the ranks that share a sharded one, the first does."""
+    from torch import distributed
+
+    is_shared = any(map(is_sharded, tensors_by_name(model).values()))
+    return not is_shared or distributed.get_rank() == 0
 
 
 def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
