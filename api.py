@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .compat import all_modules
+from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
@@ -353,7 +353,8 @@ def _record(model: nn.Module) -> Record:
 
 def _what_to_give(model: nn.Module) -> str:
     """Say where the optimized model is: inside a wrapper, perhaps."""
-    inside = (name for name, module in model.named_modules() if record_of(module) is not None)
+    modules = modules_by_name(model)
+    inside = (name for name, module in modules.items() if record_of(module) is not None)
     name = next(inside, None)
     if name is None:
         return "give the whole model that fxopt.optimize returned"

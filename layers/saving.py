@@ -144,8 +144,8 @@ def _refuse_sharded(module: nn.Module) -> None:
         for name, view in _views(child).items():
             if is_sharded(view.stacked) and id(view.store) not in stores:
                 raise FusedMemberError(
-                    f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot be "
-                    "saved by itself; fxopt.state_dict(model) gathers the original tensors of the whole model"
+                    f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot "
+                    "be saved by itself; fxopt.state_dict(model) gathers the original tensors of the whole model"
                 )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class KeepsOriginalNames(nn.Module):
     """
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        saved: Any = super().state_dict(*args, **kwargs)
+        saved: dict[str, Any] = cast("Any", super()).state_dict(*args, **kwargs)
         state_map: StateMap | None = self.__dict__.get(STATE_MAP)
         if state_map is not None:
             translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
@@ -54,7 +54,7 @@ class KeepsOriginalNames(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # The user's own hooks see what was given: this one is the last.
-        hooks: OrderedDict[Any, Callable[..., Any]] = self._load_state_dict_pre_hooks
+        hooks = cast("dict[Any, Any]", self._load_state_dict_pre_hooks)
         self.__dict__["_load_state_dict_pre_hooks"] = OrderedDict({**hooks, "fxopt": self._fxopt_before_loading})
         try:
             super()._load_from_state_dict(*args, **kwargs)
