@@ -265,7 +265,7 @@ class TreeEdit(GraphEdit):
         if capture is None:
             return
         source, expected = attribute_at(path), equal(attribute_at(path), value)
-        if any(self._owners.get(name) is owner for name in self._graphs):
+        if any(graphs.module is owner for graphs in self._graphs.values()):
             mine = own(owner).specializations
             for number, each in enumerate(mine):
                 guards = tuple(_followed(guard, owner, source, expected) for guard in each.guards)
