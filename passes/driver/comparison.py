@@ -43,11 +43,15 @@ class Comparison:
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check = program, calls, check
         self.pass_, self.group, self.timed = pass_, group, timed
-        self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
         self.references = self._references(seed, brief)
         self.simulated = self._simulated(seed, simulated)
         self.before = self.runner()
+
+    @property
+    def _owner(self) -> nn.Module:
+        """Return the module around the group as it is now: a rewrite may put another in its place."""
+        return self._program.module(self.group.owner)
 
     def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
         brief = brief or self.pass_.numerics is Numerics.SEMANTIC
