@@ -21,11 +21,10 @@ from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .groups import Group, grouped, grouped_in_order, keeps_function
-from .handed_over import HandedOver
 from .history import History, Rewrite
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import WholeModel
+from .whole_model import HandedOver, WholeModel
 
 __all__ = ["Manager"]
 

@@ -11,7 +11,7 @@ from .reference import Data, Reference, reference
 from .tape import Tape
 from .translation import MapState
 from .verify import Verdict, verify
-from .whole import Original
+from .whole_model import Original
 
 __all__ = [
     "CallSites",

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...errors import GuardError
-from ...tracing.values import Arguments, Inputs, flatten, map_tensors
-from .compare import Tolerance
-from .demands import (
+from ....errors import GuardError
+from ....tracing.values import Arguments, Inputs, flatten, map_tensors
+from ..compare import Tolerance
+from ..demands import (
     TooFar,
     check_attachment,
     check_form,
@@ -22,13 +22,13 @@ from .demands import (
     largest_gap,
     results_in,
 )
-from .reference import Reference, reference
-from .stage import Stage
+from ..reference import Reference, reference
+from ..stage import Stage
+from ..tolerances import beside_neighbours, within
+from ..translation import MapState, Objection, Quantities, Translation, quantities
+from ..trial import Run, Trial
+from ..verify import Verdict, verify
 from .steady import SteadyDraws
-from .tolerances import beside_neighbours, within
-from .translation import MapState, Objection, Quantities, Translation, quantities
-from .trial import Run, Trial
-from .verify import Verdict, verify
 
 __all__ = ["Original"]
 

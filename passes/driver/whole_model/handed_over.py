@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...compat import own_children
-from ...errors import MatchFailure, PassError
-from ...tracing.program import deactivate
-from ...tracing.values import Inputs, tensors_by_name
-from ..contract import Pass
-from ..sites import Numerics, Phase
-from ..state import copied_module, twin
-from ..verification import Original, modes_to_check
-from .history import History, Rewrite
-from .surroundings import switches_kept
-from .tuner import Tuner
+from ....compat import own_children
+from ....errors import MatchFailure, PassError
+from ....tracing.program import deactivate
+from ....tracing.values import Inputs, tensors_by_name
+from ...contract import Pass
+from ...sites import Numerics, Phase
+from ...state import copied_module, twin
+from ...verification import Original, modes_to_check
+from ..history import History, Rewrite
+from ..surroundings import switches_kept
+from ..tuner import Tuner
 
 __all__ = ["HandedOver"]
 

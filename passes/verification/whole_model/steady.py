@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import DispatchMode, draws_randomly
+from ....compat import DispatchMode, draws_randomly
 
 __all__ = ["SteadyDraws"]
 
