@@ -5,11 +5,10 @@ from __future__ import annotations
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
-from .registry import PRESETS, PassInfo, available, find_pass, pass_names
+from .registry import PassInfo, available, find_pass
 from .supervision import supervised
 
 __all__ = [
-    "PRESETS",
     "SCHEMA_VERSION",
     "STATUSES",
     "Decision",
@@ -19,6 +18,5 @@ __all__ = [
     "check_order",
     "find_pass",
     "parse",
-    "pass_names",
     "supervised",
 ]
