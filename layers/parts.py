@@ -7,7 +7,6 @@ a module that is not called by itself any more also its `forward` and the settin
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -17,13 +16,14 @@ from torch import Tensor, nn
 
 from ..compat import modules_by_name, own_tensor, version_of
 from ..errors import FusedMemberError
+from ..passes.state import VIEWS
 from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, qualified, subclass, user_class
-from .slices import ADVICE, Slice, write
+from .saving import SavesSlices
+from .slices import ADVICE, Slice, refuse_sharded_slice, write
 
 __all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
 
-VIEWS = "_fxopt_views"
 SEALED = "_fxopt_sealed"
 FUSED_FROM = "_fxopt_fused_from"
 
@@ -52,6 +52,7 @@ class View(NamedTuple):
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
         stacked = self.stacked
+        refuse_sharded_slice(stacked, self.name)
         member = stacked[self.position]
         if torch.compiler.is_compiling():
             return member
@@ -62,6 +63,7 @@ class View(NamedTuple):
 
     def write(self, value: Tensor, what: str) -> None:
         """Copy a tensor of the same shape into the slice."""
+        refuse_sharded_slice(self.stacked, self.name)
         write(self.stacked[self.position], value, what)
 
 
@@ -76,7 +78,7 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     return register
 
 
-class FusedPart(nn.Module):
+class FusedPart(SavesSlices):
     """Mix into the class of a module inside a fused ensemble.
 
     A member's parameters read as slices of the stacked ones, and writing to them writes there. Asked directly, a part
@@ -178,45 +180,6 @@ class FusedPart(nn.Module):
             self._fxopt_write(name, views[name], tensor)
         else:
             super().register_buffer(name, tensor, persistent)
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        result: Any = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if destination is None and not args:
-            for name, view in _outside(self).items():
-                result[prefix + name] = view.read() if keep_vars else view.read().detach()
-        return result
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if views_of(self):
-            # A plain dict names no version, for which batch norms add a buffer that is not here any more.
-            local_metadata = {**local_metadata, "version": self._version}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        views = _outside(self)
-        if not views:
-            return super().load_state_dict(state_dict, strict, assign)
-        missing = [name for name in views if name not in state_dict]
-        if strict and missing:
-            listed = ", ".join(f'"{name}"' for name in missing)
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: missing key(s): {listed}")
-        rest = cast("dict[str, Any]", copy.copy(state_dict))
-        slices = [(name, view, rest.pop(name)) for name, view in views.items() if name in state_dict]
-        result: Any = super().load_state_dict(rest, strict, assign)
-        for name, view, value in slices:
-            view.write(value, f"'{name}'")
-        return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
 
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:

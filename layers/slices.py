@@ -7,9 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..compat import is_sharded
 from ..errors import FusedMemberError
 
-__all__ = ["ADVICE", "Slice", "write"]
+__all__ = ["ADVICE", "Slice", "refuse_sharded_slice", "write"]
 
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
 
@@ -41,3 +42,16 @@ def write(member: Tensor, value: Tensor, what: str) -> None:
         )
     with torch.no_grad():
         member.copy_(value)
+
+
+def refuse_sharded_slice(stacked: Tensor, name: str) -> None:
+    """Refuse to cut a sharded tensor: a slice of it is a copy, and writes to it are lost.
+
+    Raises:
+        FusedMemberError: if it is one.
+    """
+    if is_sharded(stacked):
+        raise FusedMemberError(
+            f"the stacked parameter '{name}' is sharded, so its members cannot be read or written one by one; "
+            "fxopt.state_dict(model) gathers them, fxopt.load_state_dict(model, state) writes them"
+        )
