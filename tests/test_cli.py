@@ -57,7 +57,6 @@ Fxopt = Callable[..., Any]
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Work in a folder with a module `zoo`, whose factories the command line imports from there."""
     (tmp_path / "zoo.py").write_text(SOURCE)
-    (tmp_path / "json.py").write_text("")
     (tmp_path / "bare.py").write_text("from zoo import heads")
     (tmp_path / "grumpy.py").write_text("from zoo import heads\ndef example_inputs():\n    raise OSError('no data')")
     monkeypatch.chdir(tmp_path)
@@ -100,7 +99,6 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
     [
         ("zoo", 2, "'zoo' is no file; name a saved model, or write package.module:factory"),
         ("./zou.py:heads", 2, "'./zou.py:heads': there is no file ./zou.py"),
-        ("json.py:heads", 2, "another module is called 'json'"),
         ("zoo.py:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
         ("zou:heads", 2, "there is no module 'zou'"),
         ("zoo:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
@@ -116,6 +114,13 @@ def test_a_model_that_is_none(fxopt: Fxopt, model: str, code: int, message: str)
     assert done.code == code
     assert message in done.err
     assert done.out == ""
+
+
+def test_a_file_that_another_module_has_the_name_of(fxopt: Fxopt, zoo: Path):
+    (zoo / "json.py").touch()
+    done = fxopt("inspect", "json.py:heads")
+    assert done.code == 2
+    assert "another module is called 'json'" in done.err and "rename the file" in done.err
 
 
 def test_a_wrong_pipeline_is_shown_with_its_place(fxopt: Fxopt):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .operations import operation_at
-from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from .plain import as_plain
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "Phase",
     "Refusal",
     "Site",
+    "StaleSite",
+    "as_plain",
     "is_volatile",
     "operation_at",
 ]
