@@ -61,6 +61,7 @@ __all__ = [
     "property_access",
     "storage_id",
     "submodule",
+    "tensor_property",
     "torch_functions_off",
     "transient_buffers",
     "untraceable_entries",
@@ -336,6 +337,11 @@ def storage_id(tensor: Tensor) -> int:
         NotImplementedError: for a tensor without memory of its own (a sparse one).
     """
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def tensor_property(tensor: Tensor, name: str) -> Any:
+    """Return a property of a tensor as torch has it, whatever the tensor's class says."""
+    return getattr(Tensor, name).__get__(tensor)
 
 
 def torch_functions_off() -> AbstractContextManager[None]:

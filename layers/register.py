@@ -32,5 +32,10 @@ class Register(dict[str, Any]):
             )
         super().__setitem__(name, value)
 
+    def __delitem__(self, name: str) -> None:
+        if name in self.slices:
+            raise FusedMemberError(f"'{name}' is a slice of a stacked parameter and cannot be taken away")
+        super().__delitem__(name)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Register, (dict(self), self.slices)
