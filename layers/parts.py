@@ -153,7 +153,7 @@ class FusedPart(nn.Module):
         alone = not memo and can_be_independent(self)
         if alone:
             memo.update({id(view.store): view.store for view in outside_views(self).values()})
-        make, arguments, state = cast("tuple[Any, ...]", self.__reduce__())
+        make, arguments, state = self.__reduce__()
         memo[id(self)] = copied = make(*arguments)
         copied.__setstate__(copy.deepcopy(state, memo))
         if alone:

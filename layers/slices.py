@@ -83,9 +83,9 @@ class View(NamedTuple):
 
 
 class Slice(Tensor):
-    """A slice of a stacked parameter, which takes part in what is set on it; what is computed from it is a plain tensor.
+    """A slice of a stacked parameter: its data, gradient and hooks are that one's.
 
-    Its data and gradient are those of the stacked one, and hooks are registered there.
+    What is computed from it is a plain tensor.
     """
 
     __torch_function__ = cast("Any", nn.Parameter.__torch_function__)
@@ -116,17 +116,19 @@ class Slice(Tensor):
         if value != self.requires_grad:
             frozen_alone("this tensor")
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  it is declared with another name
+        self, requires_grad: bool = True
+    ) -> Any:
         """Accept what the stacked parameter does already; one member cannot differ from the others."""
         self.requires_grad = requires_grad
         return self
 
     @property
-    def retains_grad(self) -> bool:
+    def retains_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Refuse: optimizers ask for it before they say that they take no slice of a parameter."""
         raise FusedMemberError(
-            "this tensor is a slice of a stacked parameter, which no optimizer can train by itself: build the optimizer "
-            "on the parameters of the model or of all members (model.heads.parameters())"
+            "this tensor is a slice of a stacked parameter, which no optimizer can train by itself: build the "
+            "optimizer on the parameters of the model or of all members (model.heads.parameters())"
         )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -141,12 +143,16 @@ class Slice(Tensor):
             whole[position] = changed
             return whole
 
-        return self._fxopt_view.stacked.register_hook(of_all)
+        return cast("Any", self._fxopt_view.stacked).register_hook(of_all)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that is given the slice, once it has its gradient."""
         view = self._fxopt_view
-        return view.stacked.register_post_accumulate_grad_hook(lambda _: hook(view.read()))
+
+        def of_all(_: Tensor) -> None:
+            hook(view.read())
+
+        return cast("Any", view.stacked).register_post_accumulate_grad_hook(of_all)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an independent parameter of the same numbers."""
@@ -154,7 +160,7 @@ class Slice(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        return cast("Any", self.detach().clone()).__reduce_ex__(protocol)
 
 
 def frozen_alone(what: str) -> NoReturn:

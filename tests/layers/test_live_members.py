@@ -52,7 +52,7 @@ def train_on(model: nn.Module) -> None:
 
 
 def gradients(model: Ensemble) -> list[Tensor]:
-    return [linear.weight.grad.clone() for linear in (head[0] for head in model.heads)]  # pyright: ignore
+    return [head.get_submodule("0").weight.grad.clone() for head in model.heads]  # pyright: ignore[reportCallIssue, reportOptionalMemberAccess]
 
 
 # -- values --------------------------------------------------------------------------------------------------------
