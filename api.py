@@ -26,7 +26,7 @@ from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import hold, misses_in, release
+from .tracing.recording import hold, in_phase, misses_in, release
 from .tracing.values import normalize_inputs
 
 __all__ = [
@@ -303,7 +303,8 @@ def load(
     """
 
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
-        return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+        with in_phase(original, phase == "train"):
+            return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
     return open_file(Path(path), replay=replay, model=model, trust=trusted)

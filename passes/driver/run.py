@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +82,9 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
+    trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request)
+        manager = _manager(program, request, trained)
         if request.plan is None:
             manager.run(request.passes)
         else:
@@ -109,8 +110,6 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
     limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
-    if limited or record.eval_only:
-        fast.eval()
     if record.eval_only:
         _limit(fast, record.eval_only)
     for rewrite in limited:
@@ -182,10 +181,10 @@ def _in_mode(program: Program) -> Generator[None]:
                 module.training = flag
 
 
-def _manager(program: Program, request: Request) -> Manager:
+def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure,
+        settings=request.settings, on_failure=request.on_failure, trained=trained,
     )  # fmt: skip
 
 
