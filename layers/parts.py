@@ -20,7 +20,7 @@ from ..errors import FusedMemberError
 from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, subclass, user_class
 from .independent import can_be_independent, make_independent
-from .slices import ADVICE, Slice, View, frozen_alone
+from .slices import ADVICE, View, frozen_alone, slices_in
 from .views import (
     SEALED,
     VIEWS,
@@ -96,7 +96,7 @@ class FusedPart(nn.Module):
             raise _refusal(self, f"'{name}' cannot be replaced")
         if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):
             raise _refusal(self, f"'{name}' cannot be added")
-        if value is None and "forward" in sealed and own_tensor(self, name) is not None:
+        if _loses_tensor(self, name, value):
             raise _refusal(self, f"'{name}' cannot become None")
         super().__setattr__(name, value)
 
@@ -112,12 +112,12 @@ class FusedPart(nn.Module):
         super().add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        views, replaced = views_of(self), own_tensor(self, name) is not None
+        views = views_of(self)
         if name in views:
             self._fxopt_write(name, views[name], param)
-        elif views or ("forward" in sealed_names(self) and not replaced):
+        elif views or ("forward" in sealed_names(self) and own_tensor(self, name) is None):
             raise _refusal(self, f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
-        elif replaced and param is None and "forward" in sealed_names(self):
+        elif _loses_tensor(self, name, param):
             raise _refusal(self, f"'{name}' cannot become None")
         else:
             super().register_parameter(name, param)
@@ -129,9 +129,7 @@ class FusedPart(nn.Module):
     register_full_backward_pre_hook = _hook_registration("register_full_backward_pre_hook")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if any(
-            type(parameter) is Slice and parameter.requires_grad != requires_grad for parameter in self.parameters()
-        ):
+        if any(part.requires_grad != requires_grad for part in slices_in(self.parameters())):
             frozen_alone(f"this {type(self).__name__}")
         return super().requires_grad_(requires_grad)
 
@@ -201,7 +199,7 @@ class FusedPart(nn.Module):
         views = views_of(self)
         if name in views:
             self._fxopt_write(name, views[name], tensor)
-        elif tensor is None and "forward" in sealed_names(self) and own_tensor(self, name) is not None:
+        elif _loses_tensor(self, name, tensor):
             raise _refusal(self, f"'{name}' cannot become None")
         else:
             super().register_buffer(name, tensor, persistent)
@@ -244,6 +242,11 @@ class FusedPart(nn.Module):
         for name, view, value in slices:
             view.write(value, f"'{name}'")
         return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
+
+
+def _loses_tensor(part: FusedPart, name: str, value: object) -> bool:
+    """Say whether a module that others compute for would be without a tensor that they read."""
+    return value is None and "forward" in sealed_names(part) and own_tensor(part, name) is not None
 
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:

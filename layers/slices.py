@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..compat import own_tensor, tensor_property
 from ..errors import FusedMemberError
 
-__all__ = ["ADVICE", "Slice", "View", "frozen_alone"]
+__all__ = ["ADVICE", "Slice", "View", "frozen_alone", "slices_in"]
 
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
 
@@ -104,7 +104,7 @@ class Slice(Tensor):
         return self._fxopt_view.gradient
 
     @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._fxopt_view.set_gradient(value)
 
     @property
@@ -161,6 +161,11 @@ class Slice(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return cast("Any", self.detach().clone()).__reduce_ex__(protocol)
+
+
+def slices_in(tensors: Iterable[Tensor]) -> list[Slice]:
+    """Return the slices among some tensors."""
+    return [tensor for tensor in tensors if isinstance(tensor, Slice)]
 
 
 def frozen_alone(what: str) -> NoReturn:
