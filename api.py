@@ -16,10 +16,21 @@ from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, UsageError
 from .passes.contract import FunctionPass, Pass
-from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
+from .passes.driver import (
+    Record,
+    Request,
+    check_optimizer,
+    copied,
+    handed_over,
+    moved_back,
+    record_of,
+    restored,
+    run_session,
+    state_map_of,
+)
 from .passes.pipeline import PassInfo, Plan, available, check_order, parse
 from .passes.sites import Phase
-from .passes.state import StateMap
+from .passes.state import StateMap, functional_state
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
 from .reporting.report import Report
@@ -27,7 +38,7 @@ from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import hold, in_phase, misses_in, release
-from .tracing.values import normalize_inputs
+from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
     "capture",
@@ -43,6 +54,7 @@ __all__ = [
     "save",
     "state_dict",
     "translate_optimizer",
+    "translate_state",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -56,6 +68,7 @@ def optimize(
     *,
     example_inputs: object = None,
     phase: str | Phase | None = None,
+    optimizer: Optimizer | None = None,
     verify: bool | None = None,
     measure: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -71,6 +84,8 @@ def optimize(
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), or a list of these (several calls).
             Without them nothing can be verified or timed, and documented rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
+        optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
+            with its groups, state and schedulers. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
@@ -85,7 +100,11 @@ def optimize(
         InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
         PassError: a pass raised, hung or returned nonsense; the model is untouched, and a reproducer was written.
         PlanError: the plan does not fit this model.
+        StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
+            nor the model is changed.
     """
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     pipeline = _passes(passes)
     settings = current()
     request = Request(
@@ -100,7 +119,7 @@ def optimize(
         on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
     )
     fast = run_session(model, request)
-    return cast(M, transplanted(model, fast) if inplace else fast)
+    return cast(M, handed_over(model, fast, optimizer, inplace=inplace))
 
 
 def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
@@ -208,15 +227,22 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     return model.load_state_dict(state, strict=strict, assign=assign)
 
 
-def restore(model: nn.Module) -> nn.Module:
+def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
     """Return the original structure and class with the current weights, buffers and attributes.
 
     The optimized model is left as it is; the result shares no tensors with it.
 
+    Args:
+        model: the optimized model.
+        optimizer: over its parameters: it stays the same object, and trains those of the result from then on.
+
     Raises:
-        StateError: the model was not optimized.
+        StateError: the model was not optimized, or the optimizer cannot move; it is left as it was.
     """
-    return restored(model, _record(model))
+    original = restored(model, _record(model))
+    if optimizer is not None:
+        moved_back(optimizer, model, original)
+    return original
 
 
 def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
@@ -233,9 +259,28 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         StateError: an optimizer that does not work element by element, or members in different groups or at unequal
             steps; nothing is changed then.
     """
+    if record_of(model) is None:
+        raise StateError(
+            f"this {type(model).__name__} was not optimized by fxopt; to go back to the original model, give the "
+            "optimizer to fxopt.restore(fast, optimizer=optimizer)"
+        )
     record = _record(model)
     names = record.original_names()
     return move_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
+
+
+def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state with original names as `torch.func.functional_call(model, ...)` takes it; gradients flow through.
+
+    Args:
+        state: parameters and buffers by original name, all of them or some. What is given of merged ones is completed
+            with the model's own numbers.
+        model: the optimized model.
+
+    Raises:
+        StateError: the model was not optimized; a name that it does not have, or a wrong shape.
+    """
+    return functional_state(state, _record(model).state_map, tensors_by_name(model))
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
+from .optimizers import check_optimizer, handed_over, moved_back
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import restored, transplanted
+from .restoration import restored
 from .run import Request, copied, run_session
 
 __all__ = [
@@ -14,12 +15,14 @@ __all__ = [
     "PassTrace",
     "Record",
     "Request",
+    "check_optimizer",
     "copied",
     "grouped",
+    "handed_over",
+    "moved_back",
     "record_of",
     "restored",
     "run_session",
     "state_map_of",
-    "transplanted",
     "with_lowering",
 ]

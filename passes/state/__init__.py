@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .checkpoints import RECORD_KEY, LoadsOriginalNames
 from .copying import copied_module, skeleton_of, twin
+from .functional import functional_state
 from .holders import Holder, holder_of
-from .optimizer_state import ELEMENT_WISE, translate_optimizer
+from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .state_map import StateMap
 from .state_steps import Concatenate, Rename, Stack, StateStep
 
@@ -19,7 +20,9 @@ __all__ = [
     "Stack",
     "StateMap",
     "StateStep",
+    "check_type",
     "copied_module",
+    "functional_state",
     "holder_of",
     "skeleton_of",
     "translate_optimizer",
