@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -14,8 +15,7 @@ from .compat import all_modules
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UsageError
-from .passes.contract import FunctionPass, Pass
+from .errors import StateError, UnverifiedWarning, UsageError
 from .passes.driver import (
     Record,
     Request,
@@ -28,16 +28,17 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import PassInfo, Plan, available, check_order, parse
+from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
+from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import hold, in_phase, misses_in, release
+from .tracing.recording import eagerly, hold, in_phase, misses_in, release
 from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
@@ -59,7 +60,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 
 
 def optimize(
@@ -81,8 +81,10 @@ def optimize(
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
             to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
-        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), or a list of these (several calls).
-            Without them nothing can be verified or timed, and documented rules decide.
+        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
+            (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
+            without what the forward does not take (labels). Without any, nothing can be verified or timed, and
+            documented rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
             with its groups, state and schedulers. What else it trains, it keeps.
@@ -95,6 +97,9 @@ def optimize(
     Returns:
         A module of the same class, in the same mode, with the same attributes, methods and names.
 
+    Warns:
+        UnverifiedWarning: rewrites stand that nothing was compared for.
+
     Raises:
         UsageError: a wrong pass, option, order, or argument.
         InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
@@ -105,46 +110,25 @@ def optimize(
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    pipeline = _passes(passes)
+    pipeline = chosen_passes(passes)
     settings = current()
+    inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline,
-        inputs=normalize_inputs(example_inputs),
+        inputs=inputs,
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         seed=seed,
         settings=settings,
-        on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
+        on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )
     fast = run_session(model, request)
+    doubt = "" if request.plan is not None else unverified(_record(fast))
+    if doubt:
+        warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
     return cast(M, handed_over(model, fast, optimizer, inplace=inplace))
-
-
-def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
-    """Return the passes meant, checked for their order."""
-    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
-    listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
-    found = [pass_ for item in listed for pass_ in _meant(item)]
-    check_order(found)
-    return tuple(found)
-
-
-def _meant(item: object) -> tuple[Pass, ...]:
-    if isinstance(item, str):
-        return parse(item)
-    if isinstance(item, Pass):
-        return (item,)
-    if _is_pass_class(item):
-        return (item(),)
-    if callable(item) and not isinstance(item, (type, nn.Module)):
-        return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
-    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
-
-
-def _is_pass_class(item: object) -> TypeGuard[type[Pass]]:
-    return isinstance(item, type) and issubclass(item, Pass)
 
 
 def _phase(phase: str | Phase | None) -> Phase | None:
@@ -169,7 +153,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     Raises:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
-    with outside_inference_mode(), collection_paused():
+    with outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)
@@ -185,7 +169,8 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model was not optimized.
     """
-    return Report(_record(model), misses_in(all_modules(model)))
+    record = _record(model)
+    return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
@@ -328,7 +313,7 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    export_model(model, path, normalize_inputs(example_inputs), dynamic_batch=dynamic_batch)
+    export_model(model, path, normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
-from .optimizers import check_optimizer, handed_over, moved_back
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import restored
+from .restoration import check_optimizer, handed_over, moved_back, restored
 from .run import Request, copied, run_session
 
 __all__ = [

@@ -13,7 +13,7 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import hold, release
+from ...tracing.recording import eagerly, hold, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
 from ..contract import Pass
 from ..pipeline import Plan
@@ -68,7 +68,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
     try:
-        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
+        with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, names, request)
     finally:
         generators.restore()

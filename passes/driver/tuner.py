@@ -16,7 +16,7 @@ from ..pipeline import supervised
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, Site
 from ..verification import is_on_meta
-from .comparison import Comparison, timing_figures
+from .comparison import Comparison, microseconds, timing_figures
 from .groups import Group, identity, with_lowering
 from .site_calls import SiteCalls
 from .surroundings import Surroundings, switches_kept
@@ -347,11 +347,12 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     figures = {
         **comparison.figures(race.candidates[race.best].verdict),
         **timing_figures(race.timings, race.best),
-        "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
+        "lowerings": {name: microseconds(race.timings, name) for name in race.candidates},
     }
     if speed.low > 1.0 or comparison.group.required:
         return figures, ""
-    return figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {race.best}"
+    verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+    return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {race.best}"
 
 
 def _is_like(site: Site, other: object) -> bool:

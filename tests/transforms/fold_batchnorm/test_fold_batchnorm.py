@@ -27,6 +27,7 @@ def _warnings_are_errors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", fxopt.GuardWarning)
+        warnings.simplefilter("ignore", fxopt.UnverifiedWarning)
         yield
 
 
