@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .compat import all_modules
+from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
@@ -30,7 +30,7 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
 from .passes.sites import Phase
-from .passes.state import StateMap, functional_state
+from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
 from .reporting.notes import notes, unverified
@@ -195,21 +195,25 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
+    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
+    this then, and gets them all.
+
     Raises:
         StateError: the model was not optimized.
     """
-    return _state_map(model).backward(model.state_dict())
+    return _state_map(model).backward(gathered(model.state_dict()))
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
     """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`.
 
+    Whole tensors are distributed to a sharded model (FSDP2); every rank gives all of them then.
+
     Raises:
-        StateError: the model was not optimized, or tied tensors differ in `state`.
+        StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    _state_map(model)
-    return model.load_state_dict(state, strict=strict, assign=assign)
+    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
@@ -222,9 +226,13 @@ def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Modul
         optimizer: over its parameters: it stays the same object, and trains those of the result from then on.
 
     Raises:
-        StateError: the model was not optimized, or the optimizer cannot move; it is left as it was.
+        StateError: the model was not optimized, or is sharded; or the optimizer cannot move, and is left as it was.
     """
-    original = restored(model, _record(model))
+    record = _record(model)
+    refuse_sharded(
+        model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
+    )
+    original = restored(model, record)
     if optimizer is not None:
         moved_back(optimizer, model, original)
     return original
@@ -271,7 +279,8 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
     """Save an optimized model, whole or not at all: how to build the original, the plan and the weights; no pickle.
 
-    Loading gives the user's class back. What is to run without the user's code is exported instead.
+    Loading gives the user's class back. What is to run without the user's code is exported instead. Of a sharded model
+    (FSDP2) every rank calls this, and rank 0 writes.
 
     Args:
         model: an optimized model.
@@ -284,7 +293,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
-    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+    record, state = _record(model), state_dict(model)
+    if writes_files(model):
+        archive.save(model, path, record=record, state=state, factory=factory)
 
 
 def export(
@@ -348,10 +359,18 @@ def list_passes() -> dict[str, PassInfo]:
 def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
-        raise StateError(
-            f"this {type(model).__name__} was not optimized by fxopt; give the whole model that fxopt.optimize returned"
-        )
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")
     return record
+
+
+def _what_to_give(model: nn.Module) -> str:
+    """Say where the optimized model is: inside a wrapper, perhaps."""
+    modules = modules_by_name(model)
+    inside = (name for name, module in modules.items() if record_of(module) is not None)
+    name = next(inside, None)
+    if name is None:
+        return "give the whole model that fxopt.optimize returned"
+    return f"the model that fxopt.optimize returned is its '{name}': give that one"
 
 
 def _state_map(model: nn.Module) -> StateMap:

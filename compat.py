@@ -6,6 +6,7 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -45,6 +46,7 @@ __all__ = [
     "is_plainly_eager",
     "is_reentrant_checkpoint",
     "is_registered_operator",
+    "is_sharded",
     "is_torch_wrapper",
     "is_view_operator",
     "load_exported_program",
@@ -61,7 +63,6 @@ __all__ = [
     "property_access",
     "storage_id",
     "submodule",
-    "tensor_property",
     "torch_functions_off",
     "transient_buffers",
     "untraceable_entries",
@@ -225,6 +226,12 @@ def is_registered_operator(function: Any) -> bool:
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
 
 
+def is_sharded(tensor: object) -> bool:
+    """Say whether a tensor is a `DTensor`, as sharding makes them; nothing is imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def is_torch_wrapper(cls: type) -> bool:
     """Say whether a class is a wrapper of torch around the user's module: compiled, replicated or sharded."""
     return cls.__module__.startswith(("torch._dynamo", "torch.distributed"))
@@ -337,11 +344,6 @@ def storage_id(tensor: Tensor) -> int:
         NotImplementedError: for a tensor without memory of its own (a sparse one).
     """
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def tensor_property(tensor: Tensor, name: str) -> Any:
-    """Return a property of a tensor as torch has it, whatever the tensor's class says."""
-    return getattr(Tensor, name).__get__(tensor)
 
 
 def torch_functions_off() -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ..compat import own_tensor, version_of
 from ..errors import FusedMemberError
+from ..passes.state import VIEWS
 from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, subclass, user_class
 from .independent import can_be_independent, make_independent
+from .saving import SavesSlices
 from .slices import ADVICE, View, frozen_alone, slices_in
 from .views import (
     SEALED,
-    VIEWS,
     outside_views,
     parameters_among,
     sealed_names,
@@ -64,7 +65,7 @@ class _Whole:
         return self.function(tensor)
 
 
-class FusedPart(nn.Module):
+class FusedPart(SavesSlices):
     """Mix into the class of a module inside a fused ensemble.
 
     A member's parameters read as slices of the stacked ones, and writing to them writes there. Asked directly, a part
@@ -203,45 +204,6 @@ class FusedPart(nn.Module):
             raise _refusal(self, f"'{name}' cannot become None")
         else:
             super().register_buffer(name, tensor, persistent)
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        result: Any = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if destination is None and not args:
-            for name, view in outside_views(self).items():
-                result[prefix + name] = view.read() if keep_vars else view.read().detach()
-        return result
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if views_of(self):
-            # A plain dict names no version, for which batch norms add a buffer that is not here any more.
-            local_metadata = {**local_metadata, "version": self._version}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        views = outside_views(self)
-        if not views:
-            return super().load_state_dict(state_dict, strict, assign)
-        missing = [name for name in views if name not in state_dict]
-        if strict and missing:
-            listed = ", ".join(f'"{name}"' for name in missing)
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: missing key(s): {listed}")
-        rest = cast("dict[str, Any]", copy.copy(state_dict))
-        slices = [(name, view, rest.pop(name)) for name, view in views.items() if name in state_dict]
-        result: Any = super().load_state_dict(rest, strict, assign)
-        for name, view, value in slices:
-            view.write(value, f"'{name}'")
-        return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
 
 
 def _loses_tensor(part: FusedPart, name: str, value: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_tensor, tensor_property
+from ..compat import is_sharded, own_tensor
 from ..errors import FusedMemberError
 
 __all__ = ["ADVICE", "Slice", "View", "frozen_alone", "slices_in"]
@@ -32,9 +32,14 @@ class View(NamedTuple):
     def is_buffer(self) -> bool:
         return self.name in self.store._buffers  # pyright: ignore[reportPrivateUsage]
 
+    def _cut(self) -> Tensor:
+        stacked = self.stacked
+        _refuse_sharded(stacked, self.name)
+        return stacked[self.position]
+
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked tensor."""
-        member = self.stacked[self.position]
+        member = self._cut()
         if torch.compiler.is_compiling():
             return member
         found = member.as_subclass(Slice)
@@ -47,7 +52,7 @@ class View(NamedTuple):
         Raises:
             FusedMemberError: if it has another shape.
         """
-        member = self.stacked[self.position]
+        member = self._cut()
         _check_like(member, value, what, ("shape",))
         with torch.no_grad():
             member.copy_(value)
@@ -58,13 +63,14 @@ class View(NamedTuple):
         Raises:
             FusedMemberError: if it has others: the member's parameter cannot take these on by itself.
         """
-        _check_like(self.stacked[self.position], value, what)
+        _check_like(self._cut(), value, what)
         self.write(value, what)
 
     @property
     def gradient(self) -> Tensor | None:
         """The slice of the stacked parameter's gradient; writing to it writes there."""
         stacked = self.stacked
+        _refuse_sharded(stacked, self.name)
         return stacked.grad[self.position] if stacked.is_leaf and stacked.grad is not None else None
 
     def set_gradient(self, value: Tensor | None) -> None:
@@ -75,7 +81,7 @@ class View(NamedTuple):
         """
         stacked = self.stacked
         if value is not None:
-            _check_like(stacked[self.position], value, "this gradient")
+            _check_like(self._cut(), value, "this gradient")
             if stacked.grad is None:
                 stacked.grad = torch.zeros_like(stacked)
         if stacked.grad is not None:
@@ -109,7 +115,7 @@ class Slice(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        return tensor_property(self, "requires_grad")
+        return cast("Any", Tensor.requires_grad).__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -192,3 +198,16 @@ def _check_like(
                 f"{what} is a slice of a stacked parameter and keeps its {kind} {mine}; a tensor of {kind} {given} "
                 f"cannot take its place. {ADVICE}"
             )
+
+
+def _refuse_sharded(stacked: Tensor, name: str) -> None:
+    """Refuse to cut a sharded tensor: a slice of it is a copy, and writes to it are lost.
+
+    Raises:
+        FusedMemberError: if it is one.
+    """
+    if is_sharded(stacked):
+        raise FusedMemberError(
+            f"the stacked parameter '{name}' is sharded, so its members cannot be read or written one by one; "
+            "fxopt.state_dict(model) gathers them, fxopt.load_state_dict(model, state) writes them"
+        )

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from ..compat import modules_by_name
+from ..passes.state import VIEWS
 from ..tracing.values import qualified
 from .slices import View
 
 __all__ = [
     "SEALED",
-    "VIEWS",
     "outside_views",
     "parameters_among",
     "sealed_names",
@@ -22,7 +22,6 @@ __all__ = [
     "views_of",
 ]
 
-VIEWS = "_fxopt_views"
 SEALED = "_fxopt_sealed"
 
 
@@ -43,7 +42,7 @@ def outside_views(module: nn.Module) -> dict[str, View]:
     return {
         qualified(path, name): view
         for path, child in children.items()
-        for name, view in child.__dict__.get(VIEWS, {}).items()
+        for name, view in views_of(child).items()
         if id(view.store) not in inside
     }
 

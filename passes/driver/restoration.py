@@ -29,7 +29,7 @@ __all__ = ["check_optimizer", "handed_over", "moved_back", "restored"]
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
-    state = record.state_map.backward(model.state_dict())
+    state: dict[str, Tensor] = model.state_dict()
     skeletons = _named_tensors(record.skeleton)
     trainable = _trainable(model, record, skeletons)
     memo: dict[int, Any] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
@@ -139,7 +140,7 @@ def check_model(model: object) -> ModelNames:
 
     Raises:
         UsageError: if `model` is not a module.
-        InputError: if it has parameters without a shape yet.
+        InputError: if it has parameters without a shape yet, or sharded ones.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -147,6 +148,9 @@ def check_model(model: object) -> ModelNames:
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    for name, tensor in names.parameters().items():
+        if is_sharded(tensor):
+            raise InputError(f"'{name}' is sharded already; optimize the model first, then shard it (fully_shard)")
     return names
 
 

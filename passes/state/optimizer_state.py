@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import StateError
+from .sharding import sharded_like
 from .state_map import StateMap, listing
 
 __all__ = ["ELEMENT_WISE", "check_type", "translate_optimizer"]
@@ -241,7 +242,7 @@ class _Move:
             if moved[target].shape != self.parameters[target].shape:
                 shapes = f"{list(moved[target].shape)}, the parameter {list(self.parameters[target].shape)}"
                 raise StateError(f"the optimizer's '{key}' of '{target}' would have shape {shapes}")
-        return {target: moved[target] for target in targets}
+        return {target: sharded_like(moved[target], self.parameters[target]) for target in targets}
 
     def commit(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Put everything in place."""
