@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .choosing import PassLike, chosen_passes
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
@@ -13,9 +14,11 @@ __all__ = [
     "STATUSES",
     "Decision",
     "PassInfo",
+    "PassLike",
     "Plan",
     "available",
     "check_order",
+    "chosen_passes",
     "find_pass",
     "parse",
     "supervised",
