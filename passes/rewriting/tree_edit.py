@@ -27,6 +27,7 @@ class TreeEdit(GraphEdit):
     def __init__(self, program: Any, site: Site, pass_name: str) -> None:
         super().__init__(program, site, pass_name)
         self._steps: list[tuple[Site, StateStep]] = []
+        self._ties: list[tuple[str, str]] = []
         self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
 
     # -- children --------------------------------------------------------------------------------------------------
@@ -123,7 +124,9 @@ class TreeEdit(GraphEdit):
         new = tensor.detach()
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, old.requires_grad and (new.is_floating_point() or new.is_complex()))
-        for holder, name in self._places_of_tensor(old, self._path(path)):
+        places = self._places_of_tensor(old, self._path(path))
+        self._ties += [(name, self._path(path)) for name in places if name != self._path(path)]
+        for holder, name in places.values():
             registry: dict[str, Any] = own_parameters(holder) if name in own_parameters(holder) else own_buffers(holder)
             with self._journal.changing(holder):
                 registry[name] = new
@@ -131,18 +134,19 @@ class TreeEdit(GraphEdit):
             self.record_state(step)
         self.program.touch()
 
-    def _places_of_tensor(self, tensor: Tensor, name: str) -> Iterator[tuple[nn.Module, str]]:
+    def _places_of_tensor(self, tensor: Tensor, name: str) -> dict[str, tuple[nn.Module, str]]:
+        """Return each name of a tensor -> whose it is, and its name there, where all of them are within the site."""
+        found = {
+            qualified(path, last): (module, last)
+            for module, path in _all_names(self.program.model)
+            for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
+            if value is tensor
+        }
         around = f"{self._whole.owner}." if self._whole.owner else ""
-        found: dict[tuple[nn.Module, str], None] = {}
-        for module, path in _all_names(self.program.model):
-            for last, value in (*own_parameters(module).items(), *own_buffers(module).items()):
-                if value is not tensor:
-                    continue
-                if not f"{path}.".startswith(around) and (module, last) not in found:
-                    other = qualified(path, last)
-                    raise MatchFailure(f"'{name}' is tied to '{other}', outside the site; make it a part of the site")
-                found[module, last] = None
-        yield from found
+        outside = next((other for other in found if not other.startswith(around)), None)
+        if outside is not None:
+            raise MatchFailure(f"'{name}' is tied to '{outside}', outside the site; make it a part of the site")
+        return found
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Give a module's attribute another value (`out_features`, `num_heads`).
@@ -230,7 +234,8 @@ class TreeEdit(GraphEdit):
             holder = self._holder_of(site)
             return step.renamed(lambda name: holder.qualified(name)[inside:])
 
-        return StateMap(tuple(relative(site, step) for site, step in self._steps))
+        steps = tuple(relative(site, step) for site, step in self._steps)
+        return StateMap(steps, tuple((alias[inside:], name[inside:]) for alias, name in self._ties))
 
     def state_map_of_model(self) -> StateMap:
         """Return the rewrite's effect by the names that the model's state dict has, where no region is named."""
@@ -281,6 +286,7 @@ class TreeEdit(GraphEdit):
         """Put everything back, last change first."""
         super().undo()
         self._steps.clear()
+        self._ties.clear()
         self._attributes.clear()
 
 

@@ -46,7 +46,7 @@ class StateStep(ABC):
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the targets' tensors for the sources'."""
+        """Return the targets' tensors for the sources', differentiable where gradients are on."""
 
     @abstractmethod
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -135,7 +135,7 @@ class Stack(StateStep):
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         _check_alike(self, tensors)
-        return (torch.stack([tensor.detach() for tensor in tensors]),)
+        return (torch.stack(list(tensors)),)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (stacked,) = tensors
@@ -176,7 +176,7 @@ class Concatenate(StateStep):
             if not -tensor.ndim <= self.dim < tensor.ndim or tensor.shape[self.dim] != size:
                 raise StateError(f"'{name}' has shape {list(tensor.shape)}; dimension {self.dim} must be {size} long")
         _check_alike(self, tensors, except_dim=self.dim)
-        return (torch.cat([tensor.detach() for tensor in tensors], self.dim),)
+        return (torch.cat(list(tensors), self.dim),)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (whole,) = tensors
@@ -237,7 +237,7 @@ class Select(StateStep):
             raise StateError(
                 f"'{self.old}' has shape {list(whole.shape)}; dimension {self.dim} must be {self.size} long"
             )
-        return (whole.detach().index_select(self.dim, self._index(whole)),)
+        return (whole.index_select(self.dim, self._index(whole)),)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (cut,) = tensors

@@ -364,7 +364,8 @@ def test_a_planned_site_that_is_not_in_the_model_is_an_error() -> None:
 
 
 def test_an_archive_keeps_what_was_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxopt.passes.pipeline.registry, "_entry_points", lambda: [_Entry("prune_hidden", PruneHidden)])
+    registered = {"fxopt.passes": [_Entry("prune_hidden", PruneHidden)]}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: registered.get(group, []))
     fast = optimized(Net().eval(), PruneHidden())
     path = tmp_path / "pruned.fxopt"
     with warnings.catch_warnings():
