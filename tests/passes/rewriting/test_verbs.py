@@ -603,3 +603,11 @@ def test_graphs_follow_an_attribute_or_go(rewritten: bool) -> None:
     edit.undo()
     assert trace_of(program.model) == before
     assert torch.equal(program.model(X), model(X))
+
+
+def test_a_region_that_borrows_a_child_gets_the_new_one() -> None:
+    model = Net()
+    fast = optimized(model, [Checkpoint(), SwapActivations()])
+    assert [type(child).__name__ for child in fast.body[0].part.children()].count("Rectifier") == 1
+    assert type(fast.body[0].act).__name__ == "Rectifier"
+    torch.testing.assert_close(fast(X), model(X))
