@@ -35,6 +35,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "checkpoints_off",
+    "default_store",
     "draws_randomly",
     "function_entries",
     "has_hooks",
@@ -136,6 +137,13 @@ def checkpoints_off() -> Generator[None]:
     finally:
         setattr(owner, name, original)
         del reentrant.apply
+
+
+def default_store() -> Any:
+    """Return the store through which the ranks of the default process group found each other."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

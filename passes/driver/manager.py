@@ -99,6 +99,13 @@ class Manager:
                 missing = next(iter(wanted.values()))
                 raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
 
+    def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
+        """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
+        plan.check_passes([pass_.name for pass_ in passes])
+        for number, pass_ in enumerate(passes):
+            decisions = [decision for decision in plan.decisions if decision.step == number]
+            self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
+
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
         self.history.step = len(self.traces)
@@ -128,13 +135,8 @@ class Manager:
                 self._decide(pass_, item)
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
-        found = list(self._found(pass_))
-        sites = {item.key: item for item in found if isinstance(item, Site)}
-        if any(isinstance(item, Refusal) and item.reason == IN_TRAINING for item in found) and wanted.keys() - sites:
-            raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
-        planned = [dataclasses.replace(sites[key], choice=d.choice) for key, d in wanted.items() if key in sites]
-        for group in grouped_in_order(pass_, planned):
+        """Rewrite planned sites; those that are left in `wanted` are not there."""
+        for group in self._planned(pass_, wanted):
             try:
                 edit = self._tuner.apply(pass_, group)
             except MatchFailure as failure:
@@ -142,6 +144,38 @@ class Manager:
                 raise PlanError(f"{place} cannot be rewritten: {failure}") from failure
             self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
             self._note_change(pass_)
+
+    def _follow_pass(self, pass_: Pass, decisions: Sequence[Decision]) -> None:
+        """Rewrite the sites that a pass rewrote elsewhere, where that is right here, too."""
+        wanted = {decision.key: decision for decision in decisions if decision.status == "applied"}
+        groups = self._planned(pass_, wanted)
+        self._tuner.calls.expect(group.owner for group in groups)
+        for group in groups:
+            self._follow_group(pass_, group, {site.key: wanted.pop(site.key) for site in group.sites})
+        self.history.note(wanted.values(), "the site is not there")
+        self.history.decisions.extend(decision for decision in decisions if decision.status != "applied")
+
+    def _follow_group(self, pass_: Pass, group: Group, wanted: Mapping[str, Decision]) -> None:
+        """Rewrite a group as was decided elsewhere; where that is wrong here, those of its sites that are right."""
+        made = [wanted[site.key] for site in group.sites]
+        candidate = self._tuner.repeat(pass_, group, brief=all("as" in decision.figures for decision in made))
+        if candidate.edit is not None:
+            self.history.repeat(pass_, group, candidate.edit, made, verified=True)
+            self._note_change(pass_)
+        elif group.is_single:
+            self.history.note(made, candidate.failure)
+        else:
+            for site in group.sites:
+                self._follow_group(pass_, Group((site,)), wanted)
+
+    def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Group]:
+        """Return planned sites in the order in which they landed; those of one graph in a row are written together."""
+        found = list(self._found(pass_))
+        sites = {item.key: item for item in found if isinstance(item, Site)}
+        if any(isinstance(item, Refusal) and item.reason == IN_TRAINING for item in found) and wanted.keys() - sites:
+            raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
+        planned = (dataclasses.replace(sites[key], choice=d.choice) for key, d in wanted.items() if key in sites)
+        return grouped_in_order(pass_, list(planned))
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals, checked for being that."""
