@@ -62,6 +62,8 @@ class Pass:
         """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
         for site in sites:
             with edit.at(site):
+                if site is not sites[0]:
+                    site.check_there()
                 self.rewrite(site, edit)
 
     def __str__(self) -> str:

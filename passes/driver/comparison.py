@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from ...compat import all_modules
 from ...tracing.program import Program, deactivate
 from ...tracing.values import Inputs
@@ -39,10 +41,14 @@ class Comparison:
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check = program, calls, check
         self.pass_, self.group, self.timed = pass_, group, timed
-        self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
         self.references = self._references(seed, brief)
         self.before = self.runner()
+
+    @property
+    def _owner(self) -> nn.Module:
+        """Return the module around the group as it is now: a rewrite may put another in its place."""
+        return self._program.module(self.group.owner)
 
     def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
         if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self._owner):

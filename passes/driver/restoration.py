@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, cast
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of, deactivate_again
-from ...tracing.values import map_leaves, tensors_in
-from .record import Record
+from ...tracing.values import map_leaves, qualified, same_kind, tensors_in
+from .record import Record, record_of
 
 __all__ = ["restored", "transplanted"]
 
@@ -28,7 +28,10 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
         if name in state and id(skeleton) not in memo:
             memo[id(skeleton)] = _real(skeleton, state[name], trainable.get(name, skeleton.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
-    _carry_over(modules_by_name(model, every_name=True), modules_by_name(original, every_name=True))
+    sources, targets = (modules_by_name(each, every_name=True) for each in (model, original))
+    _carry_over(sources, targets, record.attributes)
+    for name in sources.keys() & targets:
+        targets[name].training = sources[name].training
     return original
 
 
@@ -46,9 +49,14 @@ def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
     return nn.Parameter(value, requires_grad) if isinstance(skeleton, nn.Parameter) else value
 
 
-def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module]) -> None:
-    """Give modules the modes, transient buffers, hooks and attributes that those of the same names have now."""
-    pairs = [(sources[name], target) for name, target in targets.items() if name in sources]
+def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module], changed: Collection[str]) -> None:
+    """Give modules the transient buffers, hooks and attributes that those of the same names have now, but `changed`.
+
+    Of what a pass put in the place of another module nothing is taken.
+    """
+    alike = {name: t for name, t in targets.items() if name in sources and same_kind(sources[name], t)}
+    kept = _attributes_of(alike, changed)
+    pairs = [(sources[name], target) for name, target in alike.items()]
     memo: dict[int, Any] = {id(source): target for source, target in pairs}
     for source, target in pairs:
         for name in transient_buffers(target):
@@ -63,11 +71,19 @@ def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Modul
     for source, target in pairs:
         constants = _constants(source)
         for name, value in vars(source).items():
-            if name in _REGISTERS or _is_ours(name):
+            if name in _REGISTERS or _is_ours(name) or name in kept[id(target)]:
                 continue
             if name in vars(target) or name not in constants:
                 _cut_off_history(value, memo)
                 vars(target)[name] = copy.deepcopy(value, memo)
+
+
+def _attributes_of(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[int, set[str]]:
+    """Return id of a module -> those of its attributes whose qualified names are given; a module may have several."""
+    found: dict[int, set[str]] = {id(module): set() for module in modules.values()}
+    for path, module in modules.items() if names else ():
+        found[id(module)].update(name for name in vars(module) if qualified(path, name) in names)
+    return found
 
 
 _REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
@@ -92,8 +108,18 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
     originals = modules_by_name(model, every_name=True)
     tensors = _named_tensors(model)
     rewritten = modules_by_name(fast, every_name=True)
-    same: dict[int, object] = {id(module): originals[name] for name, module in rewritten.items() if name in originals}
-    same |= {id(tensor): tensors[name] for name, tensor in _named_tensors(fast).items() if name in tensors}
+    record = record_of(fast)
+    changed = _attributes_of(rewritten, frozenset() if record is None else record.attributes)
+    same: dict[int, object] = {
+        id(module): originals[name]
+        for name, module in rewritten.items()
+        if name in originals and same_kind(module, originals[name])
+    }
+    same |= {
+        id(tensor): tensors[name]
+        for name, tensor in _named_tensors(fast).items()
+        if name in tensors and tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
+    }
     for module in list(fast.modules()):
         target = cast("nn.Module", same.get(id(module), module))
         # New modules and entries may hold surviving ones: views of fused members do. (Ordered dicts hold hooks.)
@@ -102,7 +128,10 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
             if isinstance(value, OrderedDict) or is_dataclass(value)
             else map_leaves(lambda leaf: same.get(id(leaf), leaf), value)
             for name, value in vars(module).items()
-            if target is module or name not in vars(target) or name in _REGISTERS or _is_ours(name)
+            if target is module
+            or name not in vars(target)
+            or name in (*_REGISTERS, *changed[id(module)])
+            or _is_ours(name)
         }
         target.__class__ = type(module)
         for name in [name for name in vars(target) if _is_ours(name) and name not in new]:

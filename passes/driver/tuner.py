@@ -109,14 +109,15 @@ class Tuner:
         """
         edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
         edit.on_undo(around.restore)
-        sites = [dataclasses.replace(site, opened=lambda: edit.graph) for site in group.sites]
+        sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
-            if group.is_single:
-                pass_.rewrite(sites[0], edit)
-            else:
-                pass_.rewrite_group(sites, edit)
-            edit.finish()
+            with edit.watched():
+                if group.is_single:
+                    pass_.rewrite(sites[0], edit)
+                else:
+                    pass_.rewrite_group(sites, edit)
+                edit.finish()
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .operations import operation_at
-from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from .plain import as_plain
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .suggest import did_you_mean
 from .volatile import VOLATILE, is_volatile
 
@@ -15,6 +16,8 @@ __all__ = [
     "Phase",
     "Refusal",
     "Site",
+    "StaleSite",
+    "as_plain",
     "did_you_mean",
     "is_volatile",
     "operation_at",
