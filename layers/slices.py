@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_sharded
 from ..errors import FusedMemberError
+from ..tracing.values import is_sharded
 
 __all__ = ["ADVICE", "Slice", "refuse_sharded_slice", "write"]
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import eagerly, hold, release
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, optimized_on_all, ranks
 from ..sites import Phase

@@ -11,11 +11,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import distributed, nn
 
-from ...compat import default_store
+from ...compat import shared_store
 from ...errors import PassError, UsageError
 from ...tracing.values import tensors_by_name
 from ..contract import Pass
@@ -29,10 +30,6 @@ Failures = dict[str, str]
 
 class Store(Protocol):
     """What is asked of a store of `torch.distributed`."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, and return the sum."""
-        ...
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
@@ -88,9 +85,8 @@ def ranks() -> Ranks | None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size == 1 or distributed.get_backend() == "fake":
         return None
-    store = default_store()
-    call = store.add(f"fxopt/calls/{rank}", 1)
-    return Ranks(rank, size, distributed.PrefixStore(f"fxopt/{call}", store))
+    store = shared_store("fxopt")
+    return Ranks(rank, size, shared_store(f"fxopt/{store.add(f'calls/{rank}', 1)}"))
 
 
 Result = tuple[nn.Module, Plan]
@@ -140,13 +136,13 @@ def optimized_on_all(
     attempt = _Attempt.of(decide) if ranks.rank == 0 else _Attempt()
     plan = _told(ranks, attempt)
     if ranks.rank != 0:
-        attempt = _Attempt.of(lambda: follow(plan))
+        attempt = _Attempt.of(partial(follow, plan))
     while True:
         result, failures = _judged(ranks, attempt, plan)
         if not failures:
             return result
         plan = _without(plan, failures)
-        attempt = _Attempt.of(lambda plan=plan: follow(plan))
+        attempt = _Attempt.of(partial(follow, plan))
 
 
 def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None:
