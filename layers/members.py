@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_tensor
 from ..errors import FusedMemberError
+from ..passes.state import VIEWS
 from ..tracing.graphs import Capture, capture_of, install, own_class
 from ..tracing.values import INTERNAL
-from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
+from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Register
 from .saving import SavesWhatMembersDoNot, count_slices
+from .slices import View
+from .views import SEALED, sealed_names, views_of
 
 __all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
 

@@ -24,7 +24,7 @@ from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import WholeModel
+from .whole_model import HandedOver, WholeModel
 
 __all__ = ["Manager"]
 
@@ -111,6 +111,13 @@ class Manager:
         for number, pass_ in enumerate(passes):
             decisions = [decision for decision in plan.decisions if decision.step == number]
             self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
+
+    def compare(self, original: nn.Module) -> None:
+        """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
+        if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
+            return
+        if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+            self.timings = None  # of another model
 
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)

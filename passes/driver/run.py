@@ -67,6 +67,8 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         PassError: if a pass fails.
     """
     names = check_model(model)
+    for pass_ in request.passes:
+        _ = pass_.error_budget  # a wrong one is found before the work
     generators = RandomState()
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
@@ -114,6 +116,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
             manager.follow(request.passes, request.plan)
         else:
             manager.replay(request.passes, request.plan)
+    manager.compare(model)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNames, cut_from_sharded
 from .copying import copied_module, skeleton_of, twin
+from .functional import functional_state
 from .holders import Holder, holder_of
-from .optimizer_state import ELEMENT_WISE, translate_optimizer
+from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
 from .state_steps import Concatenate, Rename, Stack, StateStep
@@ -23,8 +24,10 @@ __all__ = [
     "Stack",
     "StateMap",
     "StateStep",
+    "check_type",
     "copied_module",
     "cut_from_sharded",
+    "functional_state",
     "gathered",
     "holder_of",
     "refuse_sharded",

@@ -14,7 +14,7 @@ from ...errors import StateError
 from .sharding import sharded_like
 from .state_map import StateMap, listing
 
-__all__ = ["ELEMENT_WISE", "translate_optimizer"]
+__all__ = ["ELEMENT_WISE", "check_type", "translate_optimizer"]
 
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 Direction = Literal["forward", "backward"]
@@ -61,7 +61,7 @@ def translate_optimizer(
             part of a merged tensor's members, members in different groups or with unequal state, or a model with folded
             tensors; by name, and with nothing changed.
     """
-    _check_type(optimizer)
+    check_type(optimizer)
     families = _families(state_map, direction)
     places = _Places(optimizer, names, parameters, _other_names(state_map, families), frozenset(families))
     move = _Move(places, families, parameters, _translation(state_map, direction))
@@ -70,7 +70,12 @@ def translate_optimizer(
     return optimizer
 
 
-def _check_type(optimizer: Optimizer) -> None:
+def check_type(optimizer: Optimizer) -> None:
+    """Refuse optimizers that may look at a whole tensor.
+
+    Raises:
+        StateError: naming those that are known to work element by element.
+    """
     kind = type(optimizer)
     if kind in ELEMENT_WISE:
         return

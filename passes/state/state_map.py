@@ -54,7 +54,12 @@ class StateMap:
     # -- translation -----------------------------------------------------------------------------------------------
 
     def forward(
-        self, state: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None, *, strict: bool = True
+        self,
+        state: Mapping[str, Tensor],
+        current: Mapping[str, Tensor] | None = None,
+        *,
+        strict: bool = True,
+        differentiable: bool = False,
     ) -> dict[str, Tensor]:
         """Return `state`, which has original names, under new names.
 
@@ -63,9 +68,10 @@ class StateMap:
             current: all tensors of the rewritten model by new name. Given, it supplies members that are absent from
                 `state`, and what comes in is checked against it.
             strict: refuse absent names, and with `current` unexpected ones too.
+            differentiable: let gradients flow from merged tensors to those of `state`.
 
         Returns:
-            The new tensors to which `state` contributed; they require no gradient where they were merged.
+            The new tensors to which `state` contributed; unless `differentiable`, merged ones require no gradient.
 
         Raises:
             StateError: naming what is missing, unexpected or of the wrong shape by original names.
@@ -77,8 +83,9 @@ class StateMap:
         elif strict:
             self._check_complete(given)
         values = self._completed(given, known)
-        for step in self.steps:
-            _apply(values, step.sources, step.targets, step.forward)
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+            for step in self.steps:
+                _apply(values, step.sources, step.targets, step.forward)
         return _in_order(values, current or ())
 
     def backward(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
