@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...errors import PlanError
-from ...storage import write_atomically
+from ...storage import as_path, write_atomically
 from ...version import VERSION
 
 __all__ = ["SCHEMA_VERSION", "STATUSES", "Decision", "Plan"]
@@ -119,7 +119,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""
-        write_atomically(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        write_atomically(as_path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -128,7 +128,7 @@ class Plan:
         Raises:
             PlanError: if the file cannot be read, is not a plan or is of a newer version; it says where.
         """
-        where = f"plan '{os.fspath(path)}'"
+        where = f"plan '{as_path(path)}'"
         try:
             data: object = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except OSError as error:
