@@ -78,6 +78,8 @@ def optimize(
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
+    Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
+
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule

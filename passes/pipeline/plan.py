@@ -109,6 +109,14 @@ class Plan:
         moved = tuple(replace(decision, step=decision.step + len(self.pipeline)) for decision in later.decisions)
         return replace(later, pipeline=self.pipeline + later.pipeline, decisions=self.decisions + moved)
 
+    def last(self, passes: int) -> Plan:
+        """Return the part of the plan that its last passes, so many, decided on: `extended` undone."""
+        before = len(self.pipeline) - passes
+        moved = (
+            replace(decision, step=decision.step - before) for decision in self.decisions if decision.step >= before
+        )
+        return replace(self, pipeline=self.pipeline[before:], decisions=tuple(moved))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""
         write_atomically(as_path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
