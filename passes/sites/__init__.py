@@ -5,7 +5,6 @@ from __future__ import annotations
 from .operations import operation_at
 from .plain import as_plain
 from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
-from .suggest import did_you_mean
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Site",
     "StaleSite",
     "as_plain",
-    "did_you_mean",
     "is_volatile",
     "operation_at",
 ]
