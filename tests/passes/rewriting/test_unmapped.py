@@ -1,4 +1,4 @@
-"""Tensors that a pass adds, changes or takes away without a step: refused at the site, and the model stays as it was."""
+"""Tensors that a pass adds, changes or takes away without a step: refused at the site, the model stays as it was."""
 
 from __future__ import annotations
 
