@@ -82,6 +82,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
+        program.replaying = request.plan is not None
     with _in_mode(program):
         manager = _manager(program, request)
         if request.plan is None:

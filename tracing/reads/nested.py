@@ -20,7 +20,7 @@ from ..guards import (
     Is,
     Lacks,
     Source,
-    equal,
+    exactly,
     is_tensor,
     item_of,
     key_of,
@@ -154,17 +154,13 @@ class NestedReads:
 
     def _note(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
-        guard = equal(source, value)
-        if guard is not None:
+        guards = exactly(source, value)
+        for guard in guards:
             self._keep(guard, root)
-            if type(value) in (int, float):  # 1 == 1.0 == True, which give tensors of other types
-                self._keep(same_type(source, value, guard.reason), root)
+        if guards:
             return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
             self.arrays.append((root, source, value))
-            return
-        if type(value) is float:  # no number
-            self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
             return
         self._lend(value, root, source)
         items = items_of(value) if depth else []

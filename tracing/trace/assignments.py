@@ -17,11 +17,10 @@ from ..guards import (
     Lacks,
     Source,
     Truth,
-    equal,
+    exactly,
     is_tensor,
     key_of,
     module_at,
-    same_type,
 )
 from ..proxies import ValueProxy
 from ..recording import Change
@@ -219,10 +218,8 @@ def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
         return [Guard(Dictionary(owner), Lacks(key_of(name)), reason)]
     if isinstance(value, Tensor):
         return [is_tensor(source, True, reason)]
-    guard = equal(source, value, reason) if _can_be_set(value) else None
-    if guard is None:
-        return [Guard(key_of(False), Truth(True), reason)]
-    return [guard] if value is None else [same_type(source, value, reason), guard]
+    guards = exactly(source, value, reason) if _can_be_set(value) else []
+    return guards or [Guard(key_of(False), Truth(True), reason)]
 
 
 def _described(value: Any) -> str:

@@ -101,7 +101,7 @@ class FuseEnsembles(Pass):
         phase, training_reason = _phase(places, program, owner)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
-        unmeasured = self.lowering is Lowering.AUTO and not program.inputs
+        unmeasured = self.lowering is Lowering.AUTO and not program.inputs and not program.replaying
         doubt = _doubt(ensemble, program, owner) if unmeasured else None
         if doubt is not None:
             return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
@@ -172,7 +172,8 @@ def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Hold
         return f"they are called under {holder.regions[0].context}, and {other} uses members too"
     if _casts(holder, around=1):
         return f"they are called under {holder.regions[0].context} within autocast, where they cannot be checked alone"
-    if _casts(holder) and (not program.inputs or is_on_meta(program.module(owner))):
+    incomparable = not program.inputs or is_on_meta(program.module(owner))
+    if _casts(holder) and incomparable and not program.replaying:
         return "they are called under autocast; give example_inputs to compare the types that it casts to"
     return None
 
