@@ -20,7 +20,7 @@ from .captured import (
 from .contexts import Context
 from .inactive import FOUND
 from .misses import HANDLER, Miss
-from .portable import copy_graph
+from .portable import PortableGraph, copy_graph
 from .regions import ContextRegion, Region, context_regions
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
@@ -36,6 +36,7 @@ __all__ = [
     "Context",
     "ContextRegion",
     "Miss",
+    "PortableGraph",
     "Region",
     "RegionPlan",
     "SharedSlices",

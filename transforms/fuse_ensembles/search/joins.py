@@ -97,9 +97,7 @@ def _by_pack(addends: list[Any], packs: Sequence[Pack]) -> list[Any]:
     return addends
 
 
-def _climbed(
-    addition: Operation, known: Collection[Operation], kept: Collection[Operation]
-) -> Iterator[Operation]:
+def _climbed(addition: Operation, known: Collection[Operation], kept: Collection[Operation]) -> Iterator[Operation]:
     """Yield `addition` and the longer ones that it is only a step of, up to what is known or kept."""
     # Not a recursion: chains are long.
     while addition not in known and addition not in kept:
