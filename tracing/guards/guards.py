@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .sources import (
     reader,
     type_of,
 )
+from .spelling import told_name
 
 __all__ = [
     "NOT_HELD",
@@ -218,10 +220,12 @@ def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
 
 
 def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
-    """Return guards on a plain value, or a short container of such; none for any other.
+    """Return guards on a plain value, a short container of such, or an enumeration's member; none for any other.
 
     What `==` takes for the same is told apart, in containers too: 1, 1.0 and True, 0.0 and -0.0.
     """
+    if isinstance(value, enum.Enum):
+        return [Guard(source, Is(Known(value)), reason or f"{source} is {told_name(value)}")]
     same = equal(source, value, reason)
     if same is None and type(value) is not float:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..guards import (
     Equals,
     Guard,
     Is,
+    Known,
     Lacks,
     Source,
     exactly,
@@ -168,7 +170,8 @@ class NestedReads:
             keys = [key for key, _ in items]
             named = type(value) is dict and len(keys) == len(cast("dict[Any, Any]", value))
             counted, expected = (Call(tuple, (source,)), tuple(keys)) if named else (length_of(source), len(items))
-            self._keep_equal(counted, expected, root, f"{source} has {len(items)} items")
+            compared = Known(expected) if any(isinstance(key, enum.Enum) for key in keys) else key_of(expected)
+            self._keep(Guard(counted, Equals(compared), f"{source} has {len(items)} items"), root)
         for key, held in items:
             if isinstance(held, torch.Tensor):
                 self._note_tensor(held, root, item_of(source, key))
@@ -184,9 +187,6 @@ class NestedReads:
         *owners, last = name.split(".")
         registered = Call(getattr, (module_at(owners), key_of(last), key_of(None)))
         self._keep(Guard(source, Is(registered), f"{source} is {name}"), root)
-
-    def _keep_equal(self, source: Source, value: Any, root: str, reason: str) -> None:
-        self._keep(Guard(source, Equals(key_of(value)), reason), root)
 
     def _keep(self, guard: Guard, root: str) -> None:
         self._read.setdefault(guard, root)
@@ -217,7 +217,9 @@ def _is_array(value: Any) -> bool:
 def _can_be_lent(value: Any) -> bool:
     """Say whether an object is a plain one: of a class written in Python, neither module nor function nor container."""
     cls = cast("type[Any]", type(value))
-    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, int, str, list, tuple, dict, set)):
+    if isinstance(
+        value, (nn.Module, torch.Tensor, type, types.ModuleType, enum.Enum, int, str, list, tuple, dict, set)
+    ):
         return False
     package = cls.__module__.partition(".")[0]
     return package not in ("torch", "builtins") and not callable(value) and hasattr(value, "__dict__")
@@ -231,7 +233,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     kind = cast("type[Any]", type(value))
     if kind not in (list, tuple, dict) or len(value) > _LONGEST:
         return []
-    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str)]
+    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str) or isinstance(key, enum.Enum)]
 
 
 def _holds_tensors_only(value: Any) -> bool:
