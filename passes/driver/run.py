@@ -7,13 +7,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import hold, release
+from ...tracing.recording import hold, plain_registries, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
 from ..contract import Pass
 from ..pipeline import Plan
@@ -27,7 +28,7 @@ from .own_forward import forbid_lost_forwards
 from .record import Record, record_of
 from .root import make_root
 
-__all__ = ["Request", "copied", "run_session"]
+__all__ = ["Request", "check_model", "copied", "run_session"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     with collection_paused():
         parameters = names.parameters()
         fast = copied(model)
+    with plain_registries(fast):
+        return _rewritten(model, fast, names, parameters, request)
+
+
+def _rewritten(
+    model: nn.Module, fast: nn.Module, names: ModelNames, parameters: dict[str, nn.Parameter], request: Request
+) -> nn.Module:
+    """Capture a copy of the user's model, and run the passes on it."""
+    with collection_paused():
         hold(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
@@ -141,10 +151,15 @@ def check_model(model: object) -> ModelNames:
 
     Raises:
         UsageError: if `model` is not a module.
-        InputError: if it has parameters without a shape yet.
+        InputError: if TorchScript compiled it, or it has parameters without a shape yet.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            f"this model is a {type(model).__name__}: TorchScript compiled it, and left no forward to capture; "
+            "give the module that it was made from"
+        )
     names = ModelNames(model)
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))

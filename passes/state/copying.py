@@ -65,5 +65,7 @@ def _saved(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return tensor.to("meta")  # a quantized one, say, which makes no empty one like itself
     skeleton = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(skeleton, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else skeleton
