@@ -32,8 +32,13 @@ def write(member: Tensor, value: Tensor, what: str) -> None:
     """Copy a tensor into a slice of a stacked one, of the same shape, called `what`.
 
     Raises:
-        FusedMemberError: if it has another shape.
+        FusedMemberError: if it has another shape, or is more than a plain tensor (quantized, say).
     """
+    if type(value) is not type(member) and type(value) not in (Tensor, nn.Parameter, Slice):
+        raise FusedMemberError(
+            f"{what} is a slice of a stacked parameter and cannot become of type {type(value).__name__}; "
+            f"quantize the model first, then optimize it. {ADVICE}"
+        )
     if value.shape != member.shape:
         raise FusedMemberError(
             f"{what} is a slice of a stacked parameter and keeps its shape {list(member.shape)}; a tensor of "

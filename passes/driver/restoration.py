@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of, deactivate_again
-from ...tracing.values import map_leaves, tensors_in
+from ...tracing.values import is_compiled, map_leaves, tensors_in
 from .record import Record
 
 __all__ = ["restored", "transplanted"]
@@ -49,6 +49,11 @@ def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
 def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module]) -> None:
     """Give modules the modes, transient buffers, hooks and attributes that those of the same names have now."""
     pairs = [(sources[name], target) for name, target in targets.items() if name in sources]
+    compiled = [pair for pair in pairs if is_compiled(pair[0])]
+    for source, target in compiled:  # they were copied whole, with the numbers of that time
+        target.load_state_dict(source.state_dict())
+        target.train(source.training)
+    pairs = [pair for pair in pairs if pair not in compiled]
     memo: dict[int, Any] = {id(source): target for source, target in pairs}
     for source, target in pairs:
         for name in transient_buffers(target):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import hold, plain_registries, release
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
+from ...tracing.recording import eagerly, hold, plain_registries, release
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_compiled
 from ..contract import Pass
 from ..pipeline import Plan
 from ..sites import Phase
@@ -69,7 +68,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
     try:
-        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
+        with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, names, request)
     finally:
         generators.restore()
@@ -93,8 +92,9 @@ def _rewritten(
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
         program.replaying = request.plan is not None
+    trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request)
+        manager = _manager(program, request, trained)
         if request.plan is None:
             manager.run(request.passes)
         else:
@@ -120,8 +120,6 @@ def _rewritten(
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
     limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
-    if limited or record.eval_only:
-        fast.eval()
     if record.eval_only:
         _limit(fast, record.eval_only)
     for rewrite in limited:
@@ -155,7 +153,7 @@ def check_model(model: object) -> ModelNames:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
+    if is_compiled(model):
         raise InputError(
             f"this model is a {type(model).__name__}: TorchScript compiled it, and left no forward to capture; "
             "give the module that it was made from"
@@ -198,10 +196,10 @@ def _in_mode(program: Program) -> Generator[None]:
                 module.training = flag
 
 
-def _manager(program: Program, request: Request) -> Manager:
+def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure,
+        settings=request.settings, on_failure=request.on_failure, trained=trained,
     )  # fmt: skip
 
 

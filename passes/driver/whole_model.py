@@ -47,7 +47,7 @@ class WholeModel:
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
                 return _as_timings(timing_figures(timings, "after"))
-            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
+            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.3g}x)")
         return None
 
     def _doubtful(self) -> list[Rewrite]:

@@ -211,6 +211,8 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
         reader = reads.reader(tensor)
         if reader is not None:
             return f"'{name}' is read in the graph of '{reader}'"
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return f"'{name}' is of type {type(tensor).__name__}, which is not folded"
     for what in ("dtype", "device"):
         found = list(dict.fromkeys(str(getattr(tensor, what)).removeprefix("torch.") for tensor in tensors.values()))
         if len(found) > 1:

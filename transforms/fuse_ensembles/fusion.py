@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import MatchFailure
 from ...passes.contract import Pass
@@ -161,6 +161,9 @@ def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str
             names = owners.names(holder.qualified(name))
             if len(names) > 1:
                 return f"the parameter '{names[0]}' is tied to '{names[1]}'"
+            kind = type(tensor_of(module, name))
+            if kind not in (Tensor, nn.Parameter):
+                return f"'{name}' is of type {kind.__name__}, which is not stacked"
             if name in seen:
                 return f"the parameter '{name}' is read in two places of the ensemble"
         seen.update(operand.names)
