@@ -104,7 +104,7 @@ class Assignments:
         """
         target = qualified(path, name)
         with self._tracer.session.aside():
-            if _held(module, name) is value:
+            if _held(module, name) is value and not self._may_be_another(module, name):
                 return
             is_buffer = name in module.__dict__["_buffers"] and isinstance(_example(value), Tensor)
             if not _is_plain(module, name) or not (is_buffer or _can_be_set(value)):
@@ -112,6 +112,10 @@ class Assignments:
             if module is self._tracer.module and name in self._tracer.seen_names():
                 self.note_read(module, name)
             self._write(module, path, name, value)
+
+    def _may_be_another(self, module: nn.Module, name: str) -> bool:
+        """Tell whether an attribute that has a value now may have another one at a later call: some call sets it."""
+        return (module, name) not in self._written and name in self.by_calls.get(module, ())
 
     def change(self, places: Iterable[_Place], other: Change | None) -> Change:
         """Return the change that a call which sets attributes makes, and `other` with it."""
