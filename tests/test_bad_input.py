@@ -469,3 +469,44 @@ def test_a_plan_of_a_newer_version_says_which() -> None:
     with pytest.raises(fxopt.PlanError, match="99"):
         type(plan).from_json(newer)
     assert type(plan).from_json(replace(plan, fxopt="99.0").to_json()).fxopt == "99.0"
+
+
+# -- arguments of another type -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plan": 3}, "expected a plan or the path of one, got int"),
+        ({"plan": b"plan.json"}, "expected a plan or the path of one, got bytes"),
+        ({"seed": "a"}, "seed='a': expected a whole number, got str"),
+        ({"seed": True}, "seed=True: expected a whole number, got bool"),
+        ({"inplace": "no"}, "inplace='no': expected True or False, got str"),
+        ({"verify": "yes"}, "verify='yes': expected True or False, got str"),
+        ({"measure": 1}, "measure=1: expected True or False, got int"),
+        ({"phase": ["eval"]}, "phase=['eval']; use 'train', 'eval', or None for the model's own mode"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, object], message: str) -> None:
+    model = Ensemble()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(fxopt.UsageError) as raised:
+        fxopt.optimize(model, FUSE, example_inputs=(X,), **arguments)
+    assert str(raised.value) == message
+    assert type(model) is Ensemble
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_other_functions_name_what_they_expect(tmp_path: Path) -> None:
+    fast = fxopt.optimize(Ensemble(), FUSE, example_inputs=(X,), measure=False)
+    attempts: list[Callable[[], object]] = [
+        lambda: fxopt.capture(3),
+        lambda: fxopt.save(fast, 3),
+        lambda: fxopt.load(3),
+        lambda: fxopt.load(tmp_path / "none", trust=3),
+        lambda: fxopt.export(fast, 3, (X,)),
+        lambda: fxopt.export(fast, tmp_path / "model.pt2", (X,), dynamic_batch="no"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(fxopt.UsageError, match=r"expected .* got (int|str)"):
+            attempt()

@@ -53,6 +53,7 @@ class Assignments:
         by_calls: module -> its own attributes that calls set.
         state: attributes that modules are to have, where they are not those that they have now.
         keep: makes a node of a tensor that a module holds now.
+        recorded: whether it is known which attributes calls set.
 
     Attributes:
         nodes: those that set an attribute.
@@ -67,7 +68,10 @@ class Assignments:
         by_calls: Mapping[nn.Module, frozenset[str]],
         state: State,
         keep: Callable[[Tensor], object],
+        *,
+        recorded: bool,
     ) -> None:
+        self._recorded = recorded
         self.by_calls = by_calls
         self.state = state
         self.left: State | None = None
@@ -115,7 +119,9 @@ class Assignments:
 
     def _may_be_another(self, module: nn.Module, name: str) -> bool:
         """Tell whether an attribute that has a value now may have another one at a later call: some call sets it."""
-        return (module, name) not in self._written and name in self.by_calls.get(module, ())
+        if (module, name) in self._written:
+            return False
+        return not self._recorded or name in self.by_calls.get(module, ())
 
     def change(self, places: Iterable[_Place], other: Change | None) -> Change:
         """Return the change that a call which sets attributes makes, and `other` with it."""

@@ -1,4 +1,4 @@
-"""What users do with ensembles that were fused: autocast, pickles, gradients in evaluation; members that are set apart."""
+"""What users do with fused ensembles: autocast, pickles, gradients in evaluation; and members that are set apart."""
 
 from __future__ import annotations
 
