@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         save,
         state_dict,
         translate_optimizer,
+        translate_state,
     )
     from .errors import (
         ArchiveError,
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer"
+        "translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
@@ -146,6 +147,7 @@ __all__ = [
     "save",
     "state_dict",
     "translate_optimizer",
+    "translate_state",
 ]
 
 

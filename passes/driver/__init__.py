@@ -5,8 +5,8 @@ from __future__ import annotations
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import restored, transplanted
-from .run import Request, check_model, copied, run_session
+from .restoration import check_optimizer, handed_over, moved_back, restored
+from .run import Request, check_kind, copied, run_session
 
 __all__ = [
     "Group",
@@ -14,13 +14,15 @@ __all__ = [
     "PassTrace",
     "Record",
     "Request",
-    "check_model",
+    "check_kind",
+    "check_optimizer",
     "copied",
     "grouped",
+    "handed_over",
+    "moved_back",
     "record_of",
     "restored",
     "run_session",
     "state_map_of",
-    "transplanted",
     "with_lowering",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
@@ -27,7 +28,7 @@ from .own_forward import forbid_lost_forwards
 from .record import Record, record_of
 from .root import make_root
 
-__all__ = ["Request", "check_model", "copied", "run_session"]
+__all__ = ["Request", "check_kind", "copied", "run_session"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         PassError: if a pass fails.
     """
     names = check_model(model)
+    for pass_ in request.passes:
+        _ = pass_.error_budget  # a wrong one is found before the work
     generators = RandomState()
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
@@ -99,6 +102,7 @@ def _rewritten(
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
+    manager.compare(model)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
@@ -144,12 +148,12 @@ def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
             yield module
 
 
-def check_model(model: object) -> ModelNames:
-    """Return the names in a model, and refuse what cannot be optimized at all.
+def check_kind(model: object) -> nn.Module:
+    """Return a model, and refuse what has no forward to capture.
 
     Raises:
-        UsageError: if `model` is not a module.
-        InputError: if TorchScript compiled it, or it has parameters without a shape yet.
+        UsageError: if it is not a module.
+        InputError: if TorchScript compiled it.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -158,10 +162,23 @@ def check_model(model: object) -> ModelNames:
             f"this model is a {type(model).__name__}: TorchScript compiled it, and left no forward to capture; "
             "give the module that it was made from"
         )
-    names = ModelNames(model)
+    return model
+
+
+def check_model(model: object) -> ModelNames:
+    """Return the names in a model, and refuse what cannot be optimized at all.
+
+    Raises:
+        UsageError: if `model` is not a module.
+        InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
+    """
+    names = ModelNames(check_kind(model))
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    for name, tensor in names.parameters().items():
+        if is_sharded(tensor):
+            raise InputError(f"'{name}' is sharded already; optimize the model first, then shard it (fully_shard)")
     return names
 
 
@@ -240,4 +257,5 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+        attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

@@ -17,11 +17,11 @@ from .captured import (
     with_graph,
     with_specializations,
 )
-from .contexts import Context
+from .contexts import Context, Opening
 from .inactive import FOUND
 from .misses import HANDLER, Miss
 from .portable import PortableGraph, copy_graph
-from .regions import ContextRegion, Region, context_regions
+from .regions import ContextRegion, Region, Runner, WrappedRegion, context_regions
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
 from .source import generate
@@ -36,11 +36,14 @@ __all__ = [
     "Context",
     "ContextRegion",
     "Miss",
+    "Opening",
     "PortableGraph",
     "Region",
     "RegionPlan",
+    "Runner",
     "SharedSlices",
     "Specialization",
+    "WrappedRegion",
     "autocast_state_now",
     "capture_of",
     "context_regions",
