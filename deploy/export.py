@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import batches_by_vmap
+from ..compat import batches_by_vmap, is_registered_operator
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding
@@ -92,7 +92,7 @@ def _warn_of_random(program: torch.export.ExportedProgram, path: Path) -> None:
     drawing = dict.fromkeys(
         canonical_name(node) or str(node.target)
         for node in program.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and has_random_effects(node)
+        if is_registered_operator(node.target) and has_random_effects(node)
     )
     if drawing:
         warnings.warn(
