@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
@@ -15,7 +14,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, UsageError
+from .errors import StateError, UnverifiedWarning, UsageError, expect
 from .passes.driver import (
     Record,
     Request,
@@ -37,6 +36,7 @@ from .passes.timing import collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
+from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import eagerly, hold, in_phase, misses_in, plain_registries, release
@@ -78,6 +78,8 @@ def optimize(
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
+    Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
+
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
@@ -109,9 +111,9 @@ def optimize(
         StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
             nor the model is changed.
     """
-    _check_flags(inplace=inplace, **{n: f for n, f in {"verify": verify, "measure": measure}.items() if f is not None})
-    if type(seed) is not int:
-        raise UsageError(f"seed={seed!r}: expected a whole number, got {type(seed).__name__}")
+    for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
+        expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
+    expect(seed, int, "seed", "a whole number")
     if optimizer is not None:
         check_optimizer(optimizer, model)
     pipeline = chosen_passes(passes)
@@ -123,7 +125,7 @@ def optimize(
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(_path(plan, "a plan or the path of one")),
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan")),
         seed=seed,
         settings=settings,
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
@@ -141,20 +143,9 @@ def _phase(phase: str | Phase | None) -> Phase | None:
     words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
     found = words.get(phase) if isinstance(phase, str) else phase
     if found not in (Phase.TRAIN, Phase.EVAL):
-        raise UsageError(f"phase={phase!r}; use 'train', 'eval', or None for the model's own mode")
+        shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
+        raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
     return found
-
-
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise UsageError(f"{name}={flag!r}: expected True or False, got {type(flag).__name__}")
-
-
-def _path(path: object, what: str = "a path") -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"expected {what}, got {type(path).__name__}")
-    return Path(cast("str | os.PathLike[str]", path))
 
 
 def capture(model: nn.Module, example_inputs: object = None) -> Program:
@@ -232,7 +223,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
+    state_map = _state_map(model)
+    expect(state, Mapping, "state", "a state dict")
+    return model.load_state_dict(sharded_state(model, state_map, state), strict=strict, assign=assign)
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
@@ -292,6 +285,7 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     Raises:
         StateError: the model was not optimized; a name that it does not have, or a wrong shape.
     """
+    expect(state, Mapping, "state", "a state dict, or a part of one")
     return functional_state(state, _record(model).state_map, tensors_by_name(model))
 
 
@@ -312,9 +306,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
+    target = as_path(path)
+    expect(factory, (str, type(None)), "factory", "'package.module:function', or leave it out")
     record, state = _record(model), state_dict(model)
     if writes_files(model):
-        archive.save(model, _path(path), record=record, state=state, factory=factory)
+        archive.save(model, target, record=record, state=state, factory=factory)
 
 
 def export(
@@ -343,8 +339,9 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    _check_flags(dynamic_batch=dynamic_batch)
-    export_model(model, _path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
+    expect(model, nn.Module, "model", "a torch.nn.Module")
+    expect(dynamic_batch, bool, "dynamic_batch", "True or False")
+    export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(
@@ -367,10 +364,10 @@ def load(
         with in_phase(original, phase == "train"):
             return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
-    if not isinstance(trust, (bool, Iterable)):
-        raise UsageError(f"trust={trust!r}: expected packages by name, or True, got {type(trust).__name__}")
+    expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
+    expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
-    return open_file(_path(path), replay=replay, model=model, trust=trusted)
+    return open_file(as_path(path), replay=replay, model=model, trust=trusted)
 
 
 def list_passes() -> dict[str, PassInfo]:
@@ -387,7 +384,7 @@ def _record(model: nn.Module) -> Record:
 
 def _what_to_give(model: nn.Module) -> str:
     """Say where the optimized model is: inside a wrapper, perhaps."""
-    modules = modules_by_name(model)
+    modules = modules_by_name(model) if isinstance(model, nn.Module) else {}
     inside = (name for name, module in modules.items() if record_of(module) is not None)
     name = next(inside, None)
     if name is None:

@@ -6,7 +6,8 @@ Shapes are written as in `ensemble.py`. Convolutions, batch norms and pools work
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -238,7 +239,8 @@ def reshape_members(x: Tensor, *shape: Any) -> Tensor:
         x: [N, ...].
         shape: the sizes one by one, or all as one sequence.
     """
-    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    whole = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+    sizes = cast("Sequence[int]", shape[0]) if whole else shape
     return x.reshape(x.shape[0], *sizes)
 
 

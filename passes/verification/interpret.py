@@ -64,10 +64,10 @@ class _Interpreter(fx.Interpreter):
 
     def run(self, *args: Any, initial_env: dict[fx.Node, Any] | None = None, enable_io_processing: bool = False) -> Any:
         """Run the graph; torch's own loop makes a progress bar, and the thread that watches it stays for good."""
-        if enable_io_processing:
-            args = tuple(self.graph.process_inputs(*args))
-        self.env, self.args_iter = dict(initial_env or {}), iter(args)
-        for node in self.graph.nodes:
+        graph = cast("fx.Graph", self.graph)
+        given: tuple[Any, ...] = graph.process_inputs(*args) if enable_io_processing else args
+        self.env, self.args_iter = dict(initial_env or {}), iter(given)
+        for node in graph.nodes:
             if node not in self.env:
                 self.env[node] = self.run_node(node)
             if node.op == "output":

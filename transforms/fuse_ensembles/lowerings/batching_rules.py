@@ -61,9 +61,11 @@ def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
         raise MatchFailure(f"'{pack.operator}' cannot be computed for several members at once")
     if not any(map(is_stacked, pack.operands)):
         return call(pack.function, *filled(pack, values), graph)
-    stacked = pytree.tree_map(
-        lambda leaf: isinstance(leaf, Slot) and is_stacked(pack.operands[leaf.index]), pack.arguments
-    )
+
+    def is_own(leaf: object) -> bool:
+        return _is_own(pack, leaf)
+
+    stacked = pytree.tree_map(is_own, pack.arguments)
     return graph.call_function(vectorize_members, (pack.function, stacked, *filled(pack, values)))
 
 
