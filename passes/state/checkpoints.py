@@ -172,7 +172,8 @@ class _Loading:
         """Return the merged tensors by new name."""
         current = {name: _tensor(self.module, name) for name in self.state_map.targets}
         sharded = {name for name, tensor in current.items() if is_sharded(tensor)}
-        known = self.state_map.backward({name: tensor for name, tensor in current.items() if name not in sharded})
+        whole = {name: tensor for name, tensor in current.items() if name not in sharded}
+        known = self.state_map.backward(whole, warn=False)
         values: dict[str, Tensor] = {}
         translated: dict[str, Tensor] = {}
         for target, names in self.state_map.origins.items():
