@@ -264,8 +264,6 @@ def test_a_member_is_compiled_by_itself_and_a_copy_of_it_exported(models: tuple[
     _, fast = models
     expected = fast.heads[2](inputs())
     torch.testing.assert_close(torch.compile(fast.heads[2], backend="eager")(inputs()), expected)
-    with pytest.raises(FusedMemberError, match="nothing reads another tensor in its place"):
-        torch.export.export(fast.heads[2], (inputs(),))
     exported = torch.export.export(copy.deepcopy(fast.heads[2]), (inputs(),))
     torch.testing.assert_close(exported.module()(inputs()), expected)
 
