@@ -41,16 +41,32 @@ class Comparison:
         self.pass_, self.group, self.timed = pass_, group, timed
         self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
-        self.references = self._references(seed, brief)
+        self._seed, self._brief = seed, brief
+        self._references: list[verification.Reference] | None = None
         self.before = self.runner()
 
-    def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
-        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC or is_on_meta(self._owner):
-            return []
-        gradients = self._phase.covers_training
+    @property
+    def checks(self) -> bool:
+        """Return whether there is anything to verify candidates on."""
+        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC:
+            return False
+        return not is_on_meta(self._owner)
+
+    def take_references(self) -> None:
+        """Run the module as it was, unless that was done; the group is not rewritten yet."""
+        if self._references is None:
+            self._references = self._taken() if self.checks else []
+
+    def _taken(self) -> list[verification.Reference]:
+        gradients, training = self._phase.covers_training, self._program.training
+        modes = modes_to_check(self._owner, self._phase, training)
+        if self._brief:
+            modes, gradients = modes[:1], gradients and training
         return [
-            verification.reference(self._owner, self._calls, training=mode, gradients=gradients, seed=seed, brief=brief)
-            for mode in modes_to_check(self._owner, self._phase, self._program.training)
+            verification.reference(
+                self._owner, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=self._brief
+            )
+            for mode in modes
         ]
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
@@ -58,7 +74,7 @@ class Comparison:
         state_map = edit.state_map()
         verdicts = [
             verification.verify(reference, self._owner, map_state=state_map.forward, numerics=self.pass_.numerics)
-            for reference in self.references
+            for reference in self._references or ()
         ]
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
 

@@ -151,8 +151,7 @@ class Manager:
     def _decide(self, pass_: Pass, group: Group) -> None:
         """Do at a group what was done at an equal one, or what the tuner finds best; then decide what that left."""
         block = self._block(pass_, group)
-        precedent = self._equal.precedent(block)
-        if block is not None and precedent is not None and self._follow(pass_, group, block, precedent):
+        if block is not None and self._follow(pass_, group, block):
             return
         candidate, apart = self._tuner.tune(pass_, group)
         if candidate is not None and candidate.edit is not None:
@@ -171,16 +170,18 @@ class Manager:
         module, calls = self.program.module(group.owner), self._tuner.calls.of(group.owner)
         return self._equal.block(pass_, self.history.step, group, module, calls)
 
-    def _follow(self, pass_: Pass, group: Group, block: Block, precedent: Precedent) -> bool:
-        """Do at a group what was done at an equal one; say whether that has settled it."""
+    def _follow(self, pass_: Pass, group: Group, block: Block) -> bool:
+        """Do what was done at an equal group, or at one that takes as long; say whether that has settled it."""
+        equal = self._equal.precedent(block)
+        precedent = equal or self._equal.timed(block)
+        if precedent is None:
+            return False
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, "as": first.label}
         if chosen is None:
             self.history.leave(pass_, Candidate(group, first.reason, figures=like))
             return True
-        candidate = self._tuner.repeat(
-            pass_, group.chosen_as(chosen), brief=True, is_right=lambda edit: block.result_of(edit) == precedent.result
-        )
+        candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
             return False
         figures = like if candidate.verdict is None else {**like, **candidate.figures}
@@ -189,6 +190,12 @@ class Manager:
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)
         return True
+
+    def _repeated(self, pass_: Pass, group: Group, block: Block, equal: Precedent | None) -> Candidate:
+        """Write a group as was decided elsewhere; what is not equal to that is verified in full."""
+        if equal is None:
+            return self._tuner.repeat(pass_, group)
+        return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
 
     def _note_change(self, pass_: Pass) -> None:
         if not keeps_function(pass_):

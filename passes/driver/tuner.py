@@ -62,12 +62,16 @@ class _Race:
     timings: timing.Timings
     best: str
 
+    def without_best(self) -> _Race | None:
+        """Return what the race says of the others, if there are any."""
+        others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
+        return _Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
+
 
 class Tuner:
     """Rewrite groups of sites in the way that is right and pays.
 
-    A lone site's lowerings are verified before they are timed. Those of several sites are timed first, since only one
-    combination has to be verified: the one to be kept.
+    Candidates are timed before any is verified, since verifying costs more: only the one to be kept has to be right.
 
     Args:
         program: is rewritten in place.
@@ -170,6 +174,7 @@ class Tuner:
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
         """Write and verify all sites of a group."""
+        comparison.take_references()
         try:
             edit = self.apply(comparison.pass_, group)
         except MatchFailure as failure:
@@ -196,22 +201,39 @@ class Tuner:
         if not comparison.timed:
             kept = next(iter(able.values()))
             return kept, group.rest(kept.group)
-        race = self._race(comparison, able)
+        return self._settled(comparison, self._race(comparison, able), ())
+
+    def _settled(
+        self, comparison: Comparison, race: _Race, wrong: Sequence[str]
+    ) -> tuple[Candidate | None, Sequence[Group]]:
+        """Keep what won a race, where it pays and is right; of a lone site, the next best where it is not.
+
+        Args:
+            wrong: what verification said of those that were better.
+        """
+        group = comparison.group
         figures, reason = _judged(race, comparison)
-        best = race.candidates[race.best]
         if reason:
-            return Candidate(group, reason, figures=figures), ()
-        return self._kept(comparison, best, figures)
+            return Candidate(group, "; ".join((*wrong, reason)), figures=figures), ()
+        kept = self._whole(comparison, race.candidates[race.best].group)
+        if not kept.failure:
+            return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
+        if not group.is_single:
+            return self._apart(comparison, self._guilty(comparison, race.candidates[race.best].group.sites))
+        reasons, others = tuple(dict.fromkeys((*wrong, kept.failure))), race.without_best()
+        if others is None:
+            return Candidate(group, "; ".join(reasons)), ()
+        return self._settled(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
         candidates: dict[str, Candidate] = {}
         for choice in comparison.group.choices:
+            if not comparison.timed:
+                comparison.take_references()
             candidate = self._written(comparison, comparison.group.lowered(choice))
-            if comparison.group.is_single or not comparison.timed:
-                candidate = self._verified(comparison, candidate)
-            if comparison.timed:
-                candidate = self._runnable(comparison, candidate)
+            decide = self._runnable if comparison.timed else self._verified
+            candidate = decide(comparison, candidate)
             candidates[choice or "after"] = candidate
             is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
             if is_settled and not comparison.timed:
@@ -230,18 +252,6 @@ class Tuner:
         finally:
             candidate.edit.undo()
         return dataclasses.replace(candidate, edit=None, runner=runner)
-
-    def _kept(
-        self, comparison: Comparison, best: Candidate, figures: Mapping[str, Any]
-    ) -> tuple[Candidate | None, Sequence[Group]]:
-        """Write the best candidate again, to stay; one of several sites is verified only now."""
-        group = comparison.group
-        if group.is_single:
-            return dataclasses.replace(best, edit=self.apply(comparison.pass_, best.group), figures=figures), ()
-        kept = self._whole(comparison, best.group)
-        if kept.failure:
-            return self._apart(comparison, self._guilty(comparison, best.group.sites))
-        return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
 
     # -- what is fastest -------------------------------------------------------------------------------------------
 
@@ -302,7 +312,7 @@ class Tuner:
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Say why no candidate is left; of several sites tell those apart that make every one fail."""
         group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
-        if group.is_single or (wrong and not comparison.references):
+        if group.is_single or (wrong and not comparison.checks):
             reasons = dict.fromkeys(each.failure for each in (*wrong, *candidates))
             return Candidate(group, "; ".join(reasons), was_written=bool(wrong)), ()
         if not wrong:
@@ -340,7 +350,6 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     """Return the figures of the best candidate, and why it does not pay, or ""."""
     speed = race.timings.ratio("before", race.best)
     figures = {
-        **comparison.figures(race.candidates[race.best].verdict),
         **timing_figures(race.timings, race.best),
         "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
     }
