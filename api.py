@@ -21,7 +21,7 @@ from .passes.pipeline import PassInfo, Plan, available, check_order, parse
 from .passes.sites import Phase
 from .passes.state import StateMap
 from .passes.state import translate_optimizer as move_optimizer
-from .passes.timing import collection_paused
+from .passes.timing import BudgetRequest, collection_paused
 from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
@@ -58,6 +58,7 @@ def optimize(
     phase: str | Phase | None = None,
     verify: bool | None = None,
     measure: bool | None = None,
+    time_budget: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     inplace: bool = False,
     seed: int = 0,
@@ -73,6 +74,9 @@ def optimize(
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
+        time_budget: what checks and timing may take together: seconds, or `"100 forwards"` of the whole model (with
+            their backwards in training). By default what FXOPT_TIME_BUDGET says, or 40 forwards, or 2 s if that is
+            more. Then documented rules decide (decision 017): what could not be checked is not applied.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
         seed: of the random inputs and gradients that verification draws.
@@ -97,6 +101,7 @@ def optimize(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         seed=seed,
         settings=settings,
+        time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
     )
     fast = run_session(model, request)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from .diff import diff_graphs
 from .table import ReportTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..passes.driver import Record
     from ..tracing.graphs import Miss
@@ -56,6 +57,7 @@ class Report:
             "coverage": record.coverage,
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
+            "spent": _spent(record.spent),
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": list(record.messages),
@@ -67,3 +69,7 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.record.plan.decisions)} decisions>"
+
+
+def _spent(spent: Mapping[str, float] | None) -> dict[str, float | None] | None:
+    return None if spent is None else {name: each if math.isfinite(each) else None for name, each in spent.items()}

@@ -28,22 +28,30 @@ class Comparison:
         group: its sites.
         calls: how the module around it is called.
         check: whether candidates are verified; else `unchecked` says why not.
-        timed: whether they are timed.
+        timed: in how many seconds they are timed; they are not where that is too little to tell anything.
         seed: of verification's random inputs.
+        budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
     """
 
     def __init__(
         self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
-        *, check: bool, timed: bool, seed: int, brief: bool = False,
+        *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
     ) -> None:  # fmt: skip
-        self._program, self._calls, self._check = program, calls, check
-        self.pass_, self.group, self.timed = pass_, group, timed
+        self._program, self._calls, self._check, self._budget = program, calls, check, budget
+        self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
         self._seed, self._brief = seed, brief
         self._references: list[verification.Reference] | None = None
         self.before = self.runner()
+        if self.before is not None and not self._can_be_timed(self.before.seconds):
+            self.timed, self.before = False, None
+
+    def _can_be_timed(self, seconds: float) -> bool:
+        """Say whether there is time for the fewest rounds, where one run of the module takes so many seconds."""
+        candidates = 1 + len(self.group.choices)
+        return self._limit >= timing.FEWEST_CALLS * candidates * seconds or self.group.required
 
     @property
     def checks(self) -> bool:
@@ -55,7 +63,8 @@ class Comparison:
     def take_references(self) -> None:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
         if self._references is None:
-            self._references = self._taken() if self.checks else []
+            with self._budget.spending():
+                self._references = self._taken() if self.checks else []
 
     def _taken(self) -> list[verification.Reference]:
         gradients, training = self._phase.covers_training, self._program.training
@@ -72,10 +81,11 @@ class Comparison:
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
         state_map = edit.state_map()
-        verdicts = [
-            verification.verify(reference, self._owner, map_state=state_map.forward, numerics=self.pass_.numerics)
-            for reference in self._references or ()
-        ]
+        with self._budget.spending():
+            verdicts = [
+                verification.verify(reference, self._owner, map_state=state_map.forward, numerics=self.pass_.numerics)
+                for reference in self._references or ()
+            ]
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
 
     def runner(self) -> timing.Runner | None:
@@ -87,12 +97,15 @@ class Comparison:
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
-        return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
+        with self._budget.spending(timing=True):
+            return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""
         every = {"before": self.before, **runners}
-        return timing.time_candidates({name: runner for name, runner in every.items() if runner is not None})
+        known = {name: runner for name, runner in every.items() if runner is not None}
+        with self._budget.spending(timing=True):
+            return timing.time_candidates(known, limit=self._limit)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

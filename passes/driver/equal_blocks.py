@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from ...tracing.program import Program
 from ...tracing.recording import Alike, Described, Likeness
 from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Site
+from ..sites import Refusal, Site
 from ..state import StateMap
 from .groups import Group, identity, keeps_function
 
-__all__ = ["Block", "EqualBlocks", "Precedent"]
+__all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class EqualBlocks:
 
     def remember(self, block: Block | None, decision: Decision, chosen: Group, edit: Edit | None) -> None:
         """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
-        if block is None or decision.status == "refused":
+        if block is None or decision.status in ("refused", "skipped"):
             return
         if "speedup" in decision.figures:
             self._timed.setdefault(block.timed_key, Precedent(decision, None if edit is None else chosen))
@@ -101,3 +103,14 @@ class EqualBlocks:
 
 def _wanted(site: Site) -> Hashable:
     return identity(site), site.specialization, site.choices, site.choice, site.phase, site.required
+
+
+def kinds_to_time(program: Program, found: Sequence[Group | Refusal]) -> list[int]:
+    """Return, for each that a pass found, in how many kinds of blocks it and those after it are; at least one."""
+    likeness = Likeness(Alike.TIMED)
+    kinds = [likeness.of(program.module(each.owner)) if isinstance(each, Group) else None for each in found]
+    begun, left = set[int](), list[int]()
+    for kind in kinds:
+        left.append(0 if kind is None or kind in begun else 1)
+        begun.update(() if kind is None else (kind,))
+    return [max(1, count) for count in reversed(list(itertools.accumulate(reversed(left))))]

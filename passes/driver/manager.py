@@ -14,9 +14,10 @@ from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..sites import Goal, Refusal, Site
 from ..state import twin
+from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import admitted
-from .equal_blocks import Block, EqualBlocks, Precedent
+from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
 from .record import PassTrace
@@ -37,6 +38,7 @@ class Manager:
         seed: of verification's random inputs.
         settings: limits from the environment.
         on_failure: called with the error when a pass fails; returns the reproducer's path.
+        budget: how long checks and timing may take.
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
@@ -48,6 +50,7 @@ class Manager:
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
+    budget: TimeBudget = field(default_factory=TimeBudget)
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
@@ -55,7 +58,9 @@ class Manager:
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tuner = Tuner(self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings)
+        self._tuner = Tuner(
+            self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings, budget=self.budget
+        )
 
     @property
     def decisions(self) -> list[Decision]:
@@ -117,7 +122,8 @@ class Manager:
     def _run_pass(self, pass_: Pass) -> None:
         found = grouped(pass_, self._found(pass_))
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
-        for item in found:
+        to_time = kinds_to_time(self.program, found)
+        for item, self._tuner.sharing in zip(found, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:
@@ -150,6 +156,10 @@ class Manager:
 
     def _decide(self, pass_: Pass, group: Group) -> None:
         """Do at a group what was done at an equal one, or what the tuner finds best; then decide what that left."""
+        unchecked = self._tuner.unchecked(pass_, group)
+        if unchecked is not None:
+            self.history.leave(pass_, unchecked)
+            return
         block = self._block(pass_, group)
         if block is not None and self._follow(pass_, group, block):
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import MatchFailure
@@ -17,7 +17,7 @@ from ..rewriting import Edit
 from ..sites import Goal, Numerics, Site
 from ..verification import is_on_meta
 from .comparison import Comparison, timing_figures
-from .groups import Group, identity, with_lowering
+from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
 
 __all__ = ["Candidate", "Tuner"]
@@ -34,6 +34,7 @@ class Candidate:
         group: the sites that it rewrites, each with its lowering; all of them where it fails.
         failure: why it is not to be had, or "".
         was_written: whether it could be written: then it was wrong, or did not pay.
+        was_skipped: whether there was no time to find out.
         verdict: what verification said; None where nothing could be checked, or nothing has been yet.
         edit: the rewrite, where it is in the program.
         runner: makes the recorded calls of it, where it is to be timed.
@@ -43,6 +44,7 @@ class Candidate:
     group: Group
     failure: str = ""
     was_written: bool = True
+    was_skipped: bool = False
     verdict: verification.Verdict | None = None
     edit: Edit | None = None
     runner: timing.Runner | None = None
@@ -51,7 +53,9 @@ class Candidate:
     @property
     def status(self) -> str:
         """Return what the decision on it is called."""
-        return "applied" if not self.failure else "undone" if self.was_written else "refused"
+        if not self.failure:
+            return "applied"
+        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +82,22 @@ class Tuner:
         check, time: whether candidates are verified, and timed where their pass is for speed.
         seed: of verification's random inputs.
         settings: limits from the environment.
+        budget: how long checking and timing may take.
+
+    Attributes:
+        sharing: among how many groups the time left for timing is to be divided.
     """
 
-    def __init__(self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings) -> None:
-        self.program, self.calls = program, SiteCalls(program)
+    def __init__(
+        self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings, budget: timing.TimeBudget
+    ) -> None:
+        self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
+        self.sharing = 1
         self._check, self._time, self._seed, self._settings = check, time, seed, settings
 
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
-        verified = self._check and pass_.numerics is not Numerics.SEMANTIC
-        if not (verified or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
+        if not (self._checks(pass_) or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
             return False
         return bool(self.calls.of(group.owner))
 
@@ -96,10 +106,20 @@ class Tuner:
 
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
+        timed = self.budget.left_for_timing / self.sharing if asked and time and self._is_timed(pass_) else 0.0
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
-            check=self._check, timed=asked and time and self._is_timed(pass_), seed=self._seed, brief=brief,
+            check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
         )  # fmt: skip
+
+    def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
+        """Return a group left as it is, where no time is left to check what a pass makes of it."""
+        if not self._checks(pass_) or self.budget.allows_check(clean_up=pass_.clean_up):
+            return None
+        return Candidate(group, f"not checked: {self.budget} was spent", was_skipped=True)
+
+    def _checks(self, pass_: Pass) -> bool:
+        return self._check and pass_.numerics is not Numerics.SEMANTIC
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +163,7 @@ class Tuner:
                 return Candidate(left, edit=self.apply(comparison.pass_, left))
             except MatchFailure as failure:
                 reasons[str(failure)] = None
-                remaining = Group(tuple(site for site in left.sites if not _is_like(site, failure.site)))
+                remaining = Group(tuple(site for site in left.sites if not is_like(site, failure.site)))
                 left = remaining if len(remaining.sites) < len(left.sites) else Group(())  # it may be known of none
         return Candidate(group, "; ".join(reasons) or "no site is left to rewrite", was_written=False)
 
@@ -194,12 +214,17 @@ class Tuner:
             that are to be decided by themselves, after this.
         """
         comparison = self._comparison(pass_, group)
+        was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
+        if was_untimed and len(group.choices) > 1 and not group.required:
+            return Candidate(group, f"not timed: {self.budget} is too short", was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
             return self._failed(comparison, list(candidates.values()))
         if not comparison.timed:
             kept = next(iter(able.values()))
+            if was_untimed:
+                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": f"{self.budget} is too short"})
             return kept, group.rest(kept.group)
         return self._settled(comparison, self._race(comparison, able), ())
 
@@ -281,7 +306,7 @@ class Tuner:
     ) -> dict[str, tuple[int, Candidate]]:
         """Return candidates in which one class of sites is left out or has another lowering, with its number."""
         varied: dict[str, tuple[int, Candidate]] = {}
-        for number, changed in itertools.islice(_changes(classes, choices), _MOST_VARIATIONS):
+        for number, changed in itertools.islice(changes(classes, choices), _MOST_VARIATIONS):
             candidate = self._combined(comparison, best.group.replaced(classes[number], changed))
             if not candidate.failure:
                 varied[f"change {len(varied)}"] = number, candidate
@@ -356,20 +381,3 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     if speed.low > 1.0 or comparison.group.required:
         return figures, ""
     return figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {race.best}"
-
-
-def _is_like(site: Site, other: object) -> bool:
-    """Say whether what holds of another site holds of this one, too; of every one, where it is not known of which."""
-    if not isinstance(other, Site):
-        return True
-    return site == other or (site.kind is not None and site.kind == other.kind and site.choice == other.choice)
-
-
-def _changes(classes: Sequence[Sequence[Site]], choices: Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
-    """Yield the number of a class and what may become of it: nothing of it is rewritten, or by another lowering."""
-    yield from ((number, list[Site]()) for number in range(len(classes)))
-    for choice in choices:
-        for number, sites in enumerate(classes):
-            changed = [with_lowering(site, choice) for site in sites]
-            if changed != list(sites) and all(site.choice == choice for site in changed):
-                yield number, changed
