@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         PipelineError,
         PlanError,
         StateError,
+        UnverifiedWarning,
         UsageError,
         VerificationError,
     )
@@ -66,7 +67,7 @@ _PLACES = {
     ),
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
-        "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
+        "PassError PipelineError PlanError StateError MatchFailure UnverifiedWarning UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
@@ -121,6 +122,7 @@ __all__ = [
     "Report",
     "Site",
     "StateError",
+    "UnverifiedWarning",
     "UsageError",
     "VerificationError",
     "__version__",

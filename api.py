@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
@@ -14,7 +15,7 @@ from .compat import all_modules
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UsageError
+from .errors import StateError, UnverifiedWarning, UsageError
 from .passes.contract import FunctionPass, Pass
 from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
 from .passes.pipeline import PassInfo, Plan, available, check_order, parse
@@ -22,12 +23,13 @@ from .passes.sites import Phase
 from .passes.state import StateMap
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import BudgetRequest, collection_paused
+from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import hold, misses_in, release
-from .tracing.values import normalize_inputs
+from .tracing.recording import eagerly, hold, in_phase, misses_in, release
+from .tracing.values import is_input, normalize_inputs
 
 __all__ = [
     "capture",
@@ -69,8 +71,10 @@ def optimize(
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
             to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
-        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), or a list of these (several calls).
-            Without them nothing can be verified or timed, and documented rules decide.
+        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
+            (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
+            without what the forward does not take (labels). Without any, nothing can be verified or timed, and
+            documented rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
@@ -84,6 +88,9 @@ def optimize(
     Returns:
         A module of the same class, in the same mode, with the same attributes, methods and names.
 
+    Warns:
+        UnverifiedWarning: rewrites stand that nothing was compared for.
+
     Raises:
         UsageError: a wrong pass, option, order, or argument.
         InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
@@ -92,9 +99,10 @@ def optimize(
     """
     pipeline = _passes(passes)
     settings = current()
+    inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline,
-        inputs=normalize_inputs(example_inputs),
+        inputs=inputs,
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
@@ -102,14 +110,22 @@ def optimize(
         seed=seed,
         settings=settings,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
-        on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
+        on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )
     fast = run_session(model, request)
+    doubt = "" if request.plan is not None else unverified(_record(fast))
+    if doubt:
+        warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
     return cast(M, transplanted(model, fast) if inplace else fast)
 
 
 def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     """Return the passes meant, checked for their order."""
+    if is_input(passes):
+        raise UsageError(
+            f"passes is of type {type(passes).__name__}, which is an example input; give it by name: "
+            "optimize(model, example_inputs=...)"
+        )
     single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
     listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
     found = [pass_ for item in listed for pass_ in _meant(item)]
@@ -126,7 +142,8 @@ def _meant(item: object) -> tuple[Pass, ...]:
         return (item(),)
     if callable(item) and not isinstance(item, (type, nn.Module)):
         return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
-    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
+    shown = f": {item!r}" if isinstance(item, (int, float)) else ""
+    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}{shown}")
 
 
 def _is_pass_class(item: object) -> TypeGuard[type[Pass]]:
@@ -155,7 +172,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     Raises:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
-    with outside_inference_mode(), collection_paused():
+    with outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)
@@ -171,7 +188,8 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model was not optimized.
     """
-    return Report(_record(model), misses_in(all_modules(model)))
+    record = _record(model)
+    return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
@@ -288,7 +306,7 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    export_model(model, path, normalize_inputs(example_inputs), dynamic_batch=dynamic_batch)
+    export_model(model, path, normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(
@@ -308,7 +326,8 @@ def load(
     """
 
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
-        return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+        with in_phase(original, phase == "train"):
+            return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
     return open_file(Path(path), replay=replay, model=model, trust=trusted)

@@ -224,7 +224,7 @@ def verify(
     from .tracing.values import normalize_inputs
 
     (before, own), (after, others) = open_model(a, inputs=inputs, trust=trust), open_model(b, trust=trust)
-    calls = normalize_inputs(others if own is None else own)
+    calls = normalize_inputs(others if own is None else own, before)
     if not calls:
         raise UsageError("neither model has example inputs; give --inputs FILE")
     training = phase is PhaseOption.TRAIN

@@ -29,6 +29,7 @@ class Rewrite:
         decision: on the group.
         evidence: the decision at the first of several equal groups, whose timing counts for all of them.
         recorded: what reports and plans say of it: the decision, or of several sites one for each.
+        replayed: a plan said so; it was neither checked nor timed now.
     """
 
     pass_: Pass
@@ -37,6 +38,7 @@ class Rewrite:
     decision: Decision
     evidence: Decision
     recorded: list[Decision]
+    replayed: bool = False
 
     @property
     def owner(self) -> str:
@@ -84,7 +86,7 @@ class History:
 
     def repeat(self, pass_: Pass, group: Group, edit: Edit, decisions: Sequence[Decision]) -> None:
         """Note a rewrite that a plan has decided on."""
-        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions)))
+        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=True))
 
     def _stand(self, rewrite: Rewrite) -> None:
         self.decisions.extend(rewrite.recorded)
@@ -123,7 +125,10 @@ class History:
 
     def checked(self) -> str:
         """Say how the rewrites that stand were checked."""
-        ways = dict.fromkeys(str(rewrite.decision.figures.get("checked", "replayed")) for rewrite in self.rewrites)
+        ways = dict.fromkeys(
+            "not now: a plan was repeated" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
+            for rewrite in self.rewrites
+        )
         return ", ".join(ways) or "nothing was rewritten"
 
 

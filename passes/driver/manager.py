@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError
 from ...settings import Settings
@@ -16,7 +18,7 @@ from ..sites import Goal, Refusal, Site
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
-from .admission import admitted
+from .admission import IN_TRAINING, admitted
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
@@ -38,6 +40,7 @@ class Manager:
         seed: of verification's random inputs.
         settings: limits from the environment.
         on_failure: called with the error when a pass fails; returns the reproducer's path.
+        trained: the modules that the user gave in training mode; by default those that are in it now.
         budget: how long checks and timing may take.
         history: what was decided, and what stands.
         traces: what each pass took and did.
@@ -50,6 +53,7 @@ class Manager:
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
+    trained: Collection[nn.Module] | None = None
     budget: TimeBudget = field(default_factory=TimeBudget)
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
@@ -131,7 +135,10 @@ class Manager:
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
         """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
-        sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
+        found = list(self._found(pass_))
+        sites = {item.key: item for item in found if isinstance(item, Site)}
+        if any(isinstance(item, Refusal) and item.reason == IN_TRAINING for item in found) and wanted.keys() - sites:
+            raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
         planned = [dataclasses.replace(sites[key], choice=d.choice) for key, d in wanted.items() if key in sites]
         for group in grouped_in_order(pass_, planned):
             try:
@@ -150,7 +157,8 @@ class Manager:
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return [admitted(self.program, item) for item in found]
+        trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
+        return [admitted(self.program, pass_, item, trained) for item in found]
 
     # -- one group -------------------------------------------------------------------------------------------------
 

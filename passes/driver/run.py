@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import hold, release
+from ...tracing.recording import eagerly, hold, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
 from ..contract import Pass
 from ..pipeline import Plan
@@ -71,7 +71,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
     try:
-        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
+        with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, names, request)
     finally:
         generators.restore()
@@ -85,8 +85,9 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
+    trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request)
+        manager = _manager(program, request, trained)
         if request.plan is None:
             manager.run(request.passes)
         else:
@@ -112,8 +113,6 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
     limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
-    if limited or record.eval_only:
-        fast.eval()
     if record.eval_only:
         _limit(fast, record.eval_only)
     for rewrite in limited:
@@ -185,10 +184,10 @@ def _in_mode(program: Program) -> Generator[None]:
                 module.training = flag
 
 
-def _manager(program: Program, request: Request) -> Manager:
+def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure, budget=_budget(program, request),
+        settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
     )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from ..pipeline import supervised
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, Site
 from ..verification import is_on_meta
-from .comparison import Comparison, timing_figures
+from .comparison import Comparison, microseconds, timing_figures
 from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
+from .surroundings import Surroundings, switches_kept
 
 __all__ = ["Candidate", "Tuner"]
 
@@ -130,17 +131,20 @@ class Tuner:
             MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
             PassError: if the pass raises or hangs.
         """
-        edit = Edit(self.program, group.sites[0], pass_.name)
+        edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
+        edit.on_undo(around.restore)
+        sites = [dataclasses.replace(site, opened=lambda: edit.graph) for site in group.sites]
 
         def rewrite() -> None:
             if group.is_single:
-                pass_.rewrite(group.sites[0], edit)
+                pass_.rewrite(sites[0], edit)
             else:
-                pass_.rewrite_group(group.sites, edit)
+                pass_.rewrite_group(sites, edit)
             edit.finish()
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))
+            around.settle()
         except MatchFailure as failure:
             failure.site = group.sites[0] if group.is_single else edit.failed_at
             edit.undo()
@@ -153,7 +157,8 @@ class Tuner:
     def supervised(self, pass_: Pass, step: Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
         """Run a pass's own code within its time limit, and with its name on what it raises."""
         seconds = self._settings.pass_timeout * times
-        return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
+        with switches_kept():
+            return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
@@ -376,8 +381,9 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     speed = race.timings.ratio("before", race.best)
     figures = {
         **timing_figures(race.timings, race.best),
-        "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
+        "lowerings": {name: microseconds(race.timings, name) for name in race.candidates},
     }
     if speed.low > 1.0 or comparison.group.required:
         return figures, ""
-    return figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {race.best}"
+    verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+    return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {race.best}"

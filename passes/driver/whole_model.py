@@ -46,7 +46,7 @@ class WholeModel:
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
                 return _as_timings(timing_figures(timings, "after"))
-            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
+            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.3g}x)")
             if not self._tuner.budget.left:
                 self._take_back_all(speed.mid)
         return None
@@ -54,7 +54,7 @@ class WholeModel:
     def _take_back_all(self, speed: float) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
         while doubtful := self._doubtful():
-            reason = f"the whole model was slower ({speed:.2f}x), and {self._tuner.budget} was spent"
+            reason = f"the whole model was slower ({speed:.3g}x), and {self._tuner.budget} was spent"
             self._take_back(doubtful, reason)
 
     def _doubtful(self) -> list[Rewrite]:

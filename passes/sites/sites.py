@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -94,6 +94,7 @@ class Site:
         label: what the report calls the site; the owner's name by default.
         kind: equal for sites of one owner that are alike, so that what is measured of one holds for all; None is
             like no other.
+        opened: while the site is rewritten, gives its graph as it may be edited; None while it is only looked at.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -107,13 +108,19 @@ class Site:
     detail: str = ""
     label: str = ""
     kind: Hashable = None
+    opened: Callable[[], fx.Graph] | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, label: str) -> fx.Node:
-        """Return the node called `label`, looked up in the graph as it is now."""
+        """Return the node called `label`, looked up in the graph as it is now; in `rewrite`, in that being edited."""
+        if self.opened is not None:
+            self.opened()
         return self.program.node(self.owner, self.nodes[label], self.specialization)
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the graph as it is now; in `rewrite`, the one being edited."""
+        if self.opened is not None:
+            self.opened()
         return self.program.graph(self.owner, self.specialization)
 
     def module(self, label: str) -> nn.Module:
