@@ -169,7 +169,7 @@ class Likeness:
 
     def _object(self, value: Any, parts: _Parts) -> Hashable:
         if self._alike is Alike.TRACED or not dataclasses.is_dataclass(value) or isinstance(value, type):
-            return type(value) if self._alike is Alike.TIMED else _Same(value)
+            return cast("type[Any]", type(value)) if self._alike is Alike.TIMED else _Same(value)
         names = (field.name for field in dataclasses.fields(value))
         return type(value), tuple(self._value(getattr(value, name), parts) for name in names)
 

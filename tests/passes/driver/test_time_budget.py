@@ -120,7 +120,7 @@ def test_what_nobody_timed_is_taken_back_together(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(timing, "time_candidates", timed)
     manager = managed(TimeBudget(100.0, timing=60.0), Subtract())
-    assert outcomes(manager) == [("undone", "the whole model was slower with it (0.50x)")] * 3
+    assert outcomes(manager) == [("undone", "the whole model was slower with it (0.5x)")] * 3
 
 
 def test_a_slower_model_without_time_to_learn_why_loses_all(monkeypatch: pytest.MonkeyPatch) -> None:
