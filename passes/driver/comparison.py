@@ -105,7 +105,7 @@ class Comparison:
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._budget.spending(timing=True):
-            return timing.time_candidates(known, limit=self._limit)
+            return timing.time_candidates(known, limit=min(self._limit, self._budget.for_a_race))
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

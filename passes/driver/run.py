@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,7 +197,10 @@ def _budget(program: Program, request: Request) -> TimeBudget:
     runs = (request.verify or request.measure) and request.plan is None
     if not runs or not program.inputs or is_on_meta(program.model):
         return TimeBudget()
-    return TimeBudget.granted(request.time_budget, forward_seconds(program.model, program.inputs, program.training))
+    on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
+    clock = time.perf_counter if on_gpu else time.thread_time
+    forward = forward_seconds(program.model, program.inputs, program.training, clock)
+    return TimeBudget.granted(request.time_budget, forward, clock)
 
 
 def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:

@@ -107,7 +107,7 @@ class Tuner:
 
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
-        timed = self.budget.left_for_timing / self.sharing if asked and time and self._is_timed(pass_) else 0.0
+        timed = self.budget.for_a_race / self.sharing if asked and time and self._is_timed(pass_) else 0.0
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,

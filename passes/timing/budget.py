@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,8 +20,11 @@ _WHOLE_MODEL_FORWARDS = 16.0
 _WHOLE_MODEL_SHARE = 0.4
 """More than this part of the time is not kept back for the whole model."""
 
-_OF_TIMING = 0.5
+_OF_TIMING = 0.75
 """Sites are timed in this part of the time for sites; the rest is for checking what won."""
+
+_OF_ONE_RACE = 0.5
+"""No race takes more than this part of the time that is left for timing: others may follow."""
 
 _OF_CLEAN_UPS = 0.5
 """Clean-ups save little, so they leave this part of the time for sites to other passes."""
@@ -70,30 +73,35 @@ class TimeBudget:
         forward: seconds of one forward of the model, with its backward in training; 0 where none was made.
         spent: seconds until now.
         timing: of these, what timing sites took.
+        clock: tells seconds. Processor time of this thread is what a CPU spends on the model; waiting for a busy
+            machine is not. Whoever waits for a GPU needs another clock.
     """
 
     seconds: float = math.inf
     forward: float = 0.0
     spent: float = 0.0
     timing: float = 0.0
+    clock: Callable[[], float] = time.thread_time
     _depth: int = 0
 
     @classmethod
-    def granted(cls, request: BudgetRequest, forward: float) -> TimeBudget:
-        """Return the budget for a model, one forward of which takes so many seconds."""
-        return cls(max(request.seconds, request.forwards * forward), forward)
+    def granted(
+        cls, request: BudgetRequest, forward: float, clock: Callable[[], float] = time.thread_time
+    ) -> TimeBudget:
+        """Return the budget for a model, one forward of which takes so many seconds by a clock."""
+        return cls(max(request.seconds, request.forwards * forward), forward, clock=clock)
 
     @contextmanager
     def spending(self, *, timing: bool = False) -> Generator[None]:
         """Count what runs meanwhile, on sites being timed or on anything else; nested uses count once."""
-        start = time.perf_counter()
+        start = self.clock()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if not self._depth:
-                seconds = time.perf_counter() - start
+                seconds = self.clock() - start
                 self.spent += seconds
                 self.timing += seconds if timing else 0.0
 
@@ -114,9 +122,10 @@ class TimeBudget:
         return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
 
     @property
-    def left_for_timing(self) -> float:
-        """Return the seconds in which sites may still be timed."""
-        return max(0.0, min(_OF_TIMING * self.for_sites - self.timing, self.for_sites - self.spent))
+    def for_a_race(self) -> float:
+        """Return the seconds that the next race of a site may take."""
+        left = min(_OF_TIMING * self.for_sites - self.timing, self.for_sites - self.spent)
+        return max(0.0, _OF_ONE_RACE * left)
 
     def __str__(self) -> str:
         return f"the time budget of {self.seconds:.3g} s"

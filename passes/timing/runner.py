@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,13 +40,15 @@ def runner(
     return Runner(module, [(call.args, call.kwargs) for call in calls], training, input_gradients, seed)
 
 
-def forward_seconds(module: nn.Module, calls: Sequence[Inputs], training: bool) -> float:
+def forward_seconds(
+    module: nn.Module, calls: Sequence[Inputs], training: bool, clock: Callable[[], float] = time.thread_time
+) -> float:
     """Return what running a module on its calls takes, roughly: from one run, and without its backward."""
     with preserved(module), torch.set_grad_enabled(training):
-        start = time.perf_counter()
+        start = clock()
         for call in calls:
             module(*map_tensors(torch.clone, call.args), **map_tensors(torch.clone, call.kwargs))
-        return (time.perf_counter() - start) * (_WITH_BACKWARD if training else 1.0)
+        return (clock() - start) * (_WITH_BACKWARD if training else 1.0)
 
 
 class Runner:
@@ -55,18 +57,18 @@ class Runner:
     In training a call ends when every gradient has arrived; none is accumulated. What runs on a GPU is waited for.
 
     Attributes:
-        seconds: what getting ready took, which is at least one run of all calls.
+        seconds: of processor time that getting ready took, which is at least one run of all calls.
     """
 
     def __init__(
         self, module: nn.Module, calls: Sequence[Arguments], training: bool, input_gradients: bool | None, seed: int
     ) -> None:
         self.module, self.training = module, training
-        start = time.perf_counter()
+        start = time.thread_time()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with self.leaving_no_trace():
             self._calls = [_Call(module, arguments, training, input_gradients, parameters, seed) for arguments in calls]
-        self.seconds = time.perf_counter() - start
+        self.seconds = time.thread_time() - start
         tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
         self._gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
 

@@ -99,16 +99,16 @@ def test_clean_ups_leave_time_to_the_others(races: list[list[str]]) -> None:
 
 
 def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_judges(races: list[list[str]]) -> None:
-    manager = managed(TimeBudget(100.0, timing=60.0), Subtract())
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
     assert outcomes(manager) == [("applied", "")] * 3
     assert {d.figures["untimed"] for d in manager.decisions} == {"the time budget of 100 s is too short"}
     assert races == [["after", "before"]]
 
 
 def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:
-    manager = managed(TimeBudget(100.0, timing=60.0), Subtract(choices=("one", "two")))
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two")))
     assert outcomes(manager) == [("skipped", "not timed: the time budget of 100 s is too short")] * 3
-    manager = managed(TimeBudget(100.0, timing=60.0), Subtract(choices=("one", "two"), required=True))
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two"), required=True))
     assert [status for status, _ in outcomes(manager)] == ["applied"] * 3
 
 
@@ -119,7 +119,7 @@ def test_what_nobody_timed_is_taken_back_together(monkeypatch: pytest.MonkeyPatc
         return Timings([{name: next(slower) if name == "before" else 2.0 for name in sorted(candidates)[::-1]}] * 9)
 
     monkeypatch.setattr(timing, "time_candidates", timed)
-    manager = managed(TimeBudget(100.0, timing=60.0), Subtract())
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
     assert outcomes(manager) == [("undone", "the whole model was slower with it (0.5x)")] * 3
 
 
