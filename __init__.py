@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         save,
         state_dict,
         translate_optimizer,
+        translate_state,
     )
     from .errors import (
         ArchiveError,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer"
+        "translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
@@ -145,6 +146,7 @@ __all__ = [
     "save",
     "state_dict",
     "translate_optimizer",
+    "translate_state",
 ]
 
 

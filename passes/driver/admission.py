@@ -30,14 +30,17 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
     """
     if isinstance(item, Refusal):
         return item
-    reason = _obstacle(program, pass_, item, trained)
+    reasons = (_obstacle(program, pass_, place, item.phase, trained) for place in item.places)
+    reason = next(filter(None, reasons), None)
     return item if reason is None else Refusal(reason, at=item.owner or "(root)")
 
 
-def _obstacle(program: Program, pass_: Pass, site: Site, trained: Collection[nn.Module]) -> str | None:
+def _obstacle(
+    program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
+) -> str | None:
     if is_volatile(holder_of(program.model, site.owner).module):
         return VOLATILE
-    if (site.phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
+    if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
         return IN_TRAINING
     around = program.analyses[TypeCheckers].around
     return around.get(program.module(site.owner)) if around else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from ...compat import all_modules
 from ...tracing.program import Program, deactivate
@@ -12,7 +15,7 @@ from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics
-from ..state import twin
+from ..state import StateMap, twin
 from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 
@@ -32,21 +35,28 @@ class Comparison:
         seed: of verification's random inputs.
         budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
+        simulated: what the rewritten module must be equal to; see `Pass.reference`.
     """
 
     def __init__(
         self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
         *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
+        simulated: nn.Module | None = None,
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check, self._budget = program, calls, check, budget
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
-        self._owner = program.module(group.owner)
         self._phase = group.phase or pass_.phase
-        self._seed, self._brief = seed, brief
+        self._seed, self._brief, self._simulated = seed, brief, simulated
         self._references: list[verification.Reference] | None = None
+        self._simulations: list[verification.Reference] = []
         self.before = self.runner()
         if self.before is not None and not self._can_be_timed(self.before.seconds):
             self.timed, self.before = False, None
+
+    @property
+    def _owner(self) -> nn.Module:
+        """Return the module around the group as it is now: a rewrite may put another in its place."""
+        return self._program.module(self.group.owner)
 
     def _can_be_timed(self, seconds: float) -> bool:
         """Say whether there is time for the fewest rounds, where one run of the module takes so many seconds."""
@@ -56,37 +66,53 @@ class Comparison:
     @property
     def checks(self) -> bool:
         """Return whether there is anything to verify candidates on."""
-        if not self._check or not self._calls or self.pass_.numerics is Numerics.SEMANTIC:
-            return False
-        return not is_on_meta(self._owner)
+        return self._check and bool(self._calls) and not is_on_meta(self._owner)
 
     def take_references(self) -> None:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
-        if self._references is None:
-            with self._budget.spending():
-                self._references = self._taken() if self.checks else []
+        if self._references is not None:
+            return
+        with self._budget.spending():
+            brief = self._brief or self.pass_.numerics is Numerics.SEMANTIC
+            self._references = self._taken(self._owner, brief=brief)
+            if self._simulated is not None:  # noise would fill what is zero there
+                self._simulations = self._taken(self._simulated, brief=True)
 
-    def _taken(self) -> list[verification.Reference]:
+    def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
+        if not self.checks:
+            return []
         gradients, training = self._phase.covers_training, self._program.training
         modes = modes_to_check(self._owner, self._phase, training)
         if self._brief:
             modes, gradients = modes[:1], gradients and training
         return [
             verification.reference(
-                self._owner, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=self._brief
+                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief
             )
             for mode in modes
         ]
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
-        state_map = edit.state_map()
         with self._budget.spending():
-            verdicts = [
-                verification.verify(reference, self._owner, map_state=state_map.forward, numerics=self.pass_.numerics)
-                for reference in self._references or ()
-            ]
+            verdicts = self._verdicts(edit)
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
+
+    def _verdicts(self, edit: Edit) -> list[verification.Verdict]:
+        state_map, pass_ = edit.state_map(), self.pass_
+        verdicts = [
+            verification.verify(
+                reference, self._owner, map_state=state_map.forward, numerics=pass_.numerics,
+                budget=pass_.error_budget, keeps_form=pass_.keeps_form,
+            )
+            for reference in self._references or ()
+        ]  # fmt: skip
+        # What a lossy pass takes away does not come back: of these only the way there counts.
+        verdicts += [
+            verification.verify(reference, self._owner, map_state=partial(StateMap.forward, state_map))
+            for reference in self._simulations
+        ]
+        return verdicts
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""
@@ -111,6 +137,8 @@ class Comparison:
         """Return what reports and plans say of how a rewrite was checked."""
         if verdict is None:
             return {"checked": self._unchecked()}
+        if self.pass_.numerics is Numerics.SEMANTIC and not self.simulated:
+            return {"checked": "that it runs: it changes the function by design"}
         return {
             "checked": verdict.checked_in,
             "meaning_error": verdict.meaning_error,
@@ -122,8 +150,6 @@ class Comparison:
             return "unverified: verify=False"
         if is_on_meta(self._owner):
             return "unverified: meta"
-        if self.pass_.numerics is Numerics.SEMANTIC:
-            return "unverified: changes the function by design"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Phase, Refusal
+from ..sites import Phase, Refusal, Site
 from ..state import StateMap
 from .groups import Group
 from .tuner import Candidate
@@ -98,6 +98,7 @@ class History:
             step=self.step, pass_name=pass_.name, key=group.key, label=group.label, status=candidate.status,
             reason=candidate.failure, choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
+            site=None if others else _described(first),
         )  # fmt: skip
 
     def undo(self, rewrite: Rewrite, reason: str) -> None:
@@ -140,7 +141,12 @@ def _by_site(decision: Decision, group: Group) -> list[Decision]:
     return [
         dataclasses.replace(
             decision, key=site.key, label=site.label or site.owner or "(root)", choice=site.choice, detail=site.detail,
-            figures=figures,
+            figures=figures, site=_described(site),
         )
         for site in group.sites
     ]  # fmt: skip
+
+
+def _described(site: Site) -> dict[str, Any] | None:
+    """Return what a plan keeps of a site that is not to be found anew: its data, and where it is."""
+    return site.to_json() if site.data or site.parts else None

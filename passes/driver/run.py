@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
@@ -68,6 +69,8 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         PassError: if a pass fails.
     """
     names = check_model(model)
+    for pass_ in request.passes:
+        _ = pass_.error_budget  # a wrong one is found before the work
     generators = RandomState()
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
@@ -93,6 +96,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
+    manager.compare(model)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
@@ -143,7 +147,7 @@ def check_model(model: object) -> ModelNames:
 
     Raises:
         UsageError: if `model` is not a module.
-        InputError: if it has parameters without a shape yet.
+        InputError: if it has parameters without a shape yet, or sharded ones.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -151,6 +155,9 @@ def check_model(model: object) -> ModelNames:
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    for name, tensor in names.parameters().items():
+        if is_sharded(tensor):
+            raise InputError(f"'{name}' is sharded already; optimize the model first, then shard it (fully_shard)")
     return names
 
 
@@ -248,4 +255,5 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+        attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

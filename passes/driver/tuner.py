@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from ...errors import MatchFailure
 from ...settings import Settings
 from ...tracing.program import Program
@@ -14,7 +16,8 @@ from .. import timing, verification
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit
-from ..sites import Goal, Numerics, Site
+from ..sites import Goal, Site
+from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import Comparison, microseconds, timing_figures
 from .groups import Group, changes, identity, is_like
@@ -98,7 +101,7 @@ class Tuner:
 
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
-        if not (self._checks(pass_) or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
+        if not (self._check or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
             return False
         return bool(self.calls.of(group.owner))
 
@@ -111,16 +114,22 @@ class Tuner:
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
+            simulated=self._simulated(pass_, group) if asked and self._check else None,
         )  # fmt: skip
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
         """Return a group left as it is, where no time is left to check what a pass makes of it."""
-        if not self._checks(pass_) or self.budget.allows_check(clean_up=pass_.clean_up):
+        if not self._check or self.budget.allows_check(clean_up=pass_.clean_up):
             return None
         return Candidate(group, f"not checked: {self.budget} was spent", was_skipped=True)
 
-    def _checks(self, pass_: Pass) -> bool:
-        return self._check and pass_.numerics is not Numerics.SEMANTIC
+    def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
+        """Return what the rewritten module must be equal to, where the pass says so."""
+        if type(pass_).reference is Pass.reference or not group.is_single:
+            return None
+        original = copied_module(self.program.module(group.owner))
+        site = group.sites[0]
+        return self.supervised(pass_, lambda: f"reference of {group.key}", lambda: pass_.reference(site, original))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -133,14 +142,15 @@ class Tuner:
         """
         edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
         edit.on_undo(around.restore)
-        sites = [dataclasses.replace(site, opened=lambda: edit.graph) for site in group.sites]
+        sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
-            if group.is_single:
-                pass_.rewrite(sites[0], edit)
-            else:
-                pass_.rewrite_group(sites, edit)
-            edit.finish()
+            with edit.watched():
+                if group.is_single:
+                    pass_.rewrite(sites[0], edit)
+                else:
+                    pass_.rewrite_group(sites, edit)
+                edit.finish()
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .operations import operation_at
-from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from .suggest import did_you_mean
+from .plain import as_plain
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
@@ -15,7 +15,8 @@ __all__ = [
     "Phase",
     "Refusal",
     "Site",
-    "did_you_mean",
+    "StaleSite",
+    "as_plain",
     "is_volatile",
     "operation_at",
 ]

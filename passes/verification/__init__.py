@@ -11,12 +11,14 @@ from .reference import Data, Reference, reference
 from .tape import Tape
 from .translation import MapState
 from .verify import Verdict, verify
+from .whole_model import Original
 
 __all__ = [
     "CallSites",
     "Data",
     "Float64Mode",
     "MapState",
+    "Original",
     "Reference",
     "Tape",
     "TensorOwners",

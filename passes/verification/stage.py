@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...compat import transient_buffers
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 
@@ -53,6 +54,14 @@ class Stage:
     def _named(self, kind: str) -> dict[str, Tensor]:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """Return what a state dict holds: the parameters, and the buffers that are not transient."""
+        passing = {
+            qualified(prefix, name) for prefix, module in self._modules.items() for name in transient_buffers(module)
+        }
+        return {name: tensor for name, tensor in self.state.items() if name not in passing}
 
     @property
     def plain(self) -> dict[str, Tensor]:

@@ -103,6 +103,23 @@ class AttributeState:
         names |= {name for name, container, copy in self._kept if not _same(container, copy)}
         return frozenset(name for name in names if name not in INTERNAL and name != "forward")
 
+    def differences(self) -> Iterator[tuple[str, str]]:
+        """Yield what is no longer what it was: "" and the name of an attribute, or a container and the name in it."""
+        now, before = self._attributes, self._copy
+        for name in {**before, **now}:
+            if not name.startswith("_fxopt") and now.get(name, _NOTHING) is not before.get(name, _NOTHING):
+                yield "", name
+        for name, container, copy in self._kept:
+            if not isinstance(container, dict):
+                if not _same(container, copy):
+                    yield name, ""
+                continue
+            held, kept = cast("dict[Any, Any]", container), cast("dict[Any, Any]", copy)
+            of_capture = context_regions(held) if name == "_modules" else _NOTHING
+            for key in {**kept, **held}:
+                if key not in of_capture and held.get(key, _NOTHING) is not kept.get(key, _NOTHING):
+                    yield name, str(key)
+
     def restore(self, *, exact: bool = False) -> None:
         """Put attributes, registries and containers back as they were; if `exact`, without regions that came since."""
         self.restore_attributes()

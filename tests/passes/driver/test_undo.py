@@ -125,8 +125,8 @@ def test_what_a_pass_did_beside_its_edit_is_undone_with_it(kind: type[Wrong]) ->
 def test_a_pass_that_stops_half_way_leaves_nothing_behind(stop: type[BaseException]) -> None:
     class Stops(Meddlers.Container):
         def meddle(self, edit: Edit) -> None:
-            super().meddle(edit)
             edit.add_module(nn.Linear(4, 4), name="new")
+            super().meddle(edit)
             raise stop
 
     program = fxopt.capture(Net(), (X,))

@@ -65,18 +65,18 @@ def test_what_raises_is_counted(clock: Clock) -> None:
 
 def test_time_for_the_whole_model_is_kept_back() -> None:
     budget = TimeBudget(40.0, forward=1.0)
-    assert budget.for_sites == 24.0
-    assert (budget.for_a_race, budget.allows_check(clean_up=True)) == (9.0, True)
-    budget.spent = 12.0
+    assert budget.for_sites == 20.0
+    assert (budget.for_a_race, budget.allows_check(clean_up=True)) == (7.5, True)
+    budget.spent = 10.0
     assert not budget.allows_check(clean_up=True)
     assert budget.allows_check(clean_up=False)
-    budget.spent = 24.0
+    budget.spent = 20.0
     assert not budget.allows_check(clean_up=False)
-    assert (budget.for_a_race, budget.left) == (0.0, 16.0)
+    assert (budget.for_a_race, budget.left) == (0.0, 20.0)
 
 
 def test_a_short_budget_is_not_all_kept_back() -> None:
-    assert TimeBudget(1.0, forward=1.0).for_sites == pytest.approx(0.6)
+    assert TimeBudget(1.0, forward=1.0).for_sites == 0.5
 
 
 def test_without_a_limit_everything_is_allowed() -> None:

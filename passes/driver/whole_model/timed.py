@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ...compat import all_modules
-from ...errors import PassError
-from ...tracing.program import deactivate
-from .. import timing
-from ..sites import Goal
-from .comparison import timing_figures
-from .history import History, Rewrite
-from .tuner import Candidate, Tuner
+from ....compat import all_modules
+from ....errors import PassError
+from ....tracing.program import deactivate
+from ... import timing
+from ...sites import Goal
+from ..comparison import timing_figures
+from ..history import History, Rewrite
+from ..tuner import Candidate, Tuner
 
 __all__ = ["WholeModel"]
 
