@@ -137,7 +137,7 @@ class Comparison:
         """Return what reports and plans say of how a rewrite was checked."""
         if verdict is None:
             return {"checked": self._unchecked()}
-        if self.pass_.numerics is Numerics.SEMANTIC and not self.simulated:
+        if self.pass_.numerics is Numerics.SEMANTIC and not self._simulations:
             return {"checked": "that it runs: it changes the function by design"}
         return {
             "checked": verdict.checked_in,
