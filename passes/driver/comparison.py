@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +37,9 @@ class Comparison:
         budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
         simulated: what the rewritten module must be equal to; see `Pass.reference`.
+
+    Attributes:
+        choices: the lowerings to try.
     """
 
     def __init__(
@@ -50,18 +54,22 @@ class Comparison:
         self._references: list[verification.Reference] | None = None
         self._simulations: list[verification.Reference] = []
         self.before = self.runner()
-        if self.before is not None and not self._can_be_timed(self.before.seconds):
-            self.timed, self.before = False, None
+        self.choices = self._affordable()
+        if not self.choices:
+            self.timed, self.before, self.choices = False, None, group.choices
 
     @property
     def _owner(self) -> nn.Module:
         """Return the module around the group as it is now: a rewrite may put another in its place."""
         return self._program.module(self.group.owner)
 
-    def _can_be_timed(self, seconds: float) -> bool:
-        """Say whether there is time for the fewest rounds, where one run of the module takes so many seconds."""
-        candidates = 1 + len(self.group.choices)
-        return self._limit >= timing.FEWEST_CALLS * candidates * seconds or self.group.required
+    def _affordable(self) -> tuple[str | None, ...]:
+        """Return as many lowerings as there is time to time, in their order; none where there is none for one."""
+        choices, seconds = self.group.choices, 0.0 if self.before is None else self.before.seconds
+        if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
+            return choices
+        count = (self._limit / seconds - timing.CALLS_OF_TWO) / timing.CALLS_OF_EACH
+        return choices[: max(0, int(count) - 1)]
 
     @property
     def checks(self) -> bool:
@@ -131,7 +139,7 @@ class Comparison:
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._budget.spending(timing=True):
-            return timing.time_candidates(known, limit=min(self._limit, self._budget.for_a_race))
+            return timing.time_candidates(known, limit=self._limit)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -37,8 +37,7 @@ class Candidate:
     Attributes:
         group: the sites that it rewrites, each with its lowering; all of them where it fails.
         failure: why it is not to be had, or "".
-        was_written: whether it could be written: then it was wrong, or did not pay.
-        was_skipped: whether there was no time to find out.
+        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
         verdict: what verification said; None where nothing could be checked, or nothing has been yet.
         edit: the rewrite, where it is in the program.
         runner: makes the recorded calls of it, where it is to be timed.
@@ -110,7 +109,8 @@ class Tuner:
 
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
-        timed = self.budget.for_a_race / self.sharing if asked and time and self._is_timed(pass_) else 0.0
+        wanted = asked and time and self._is_timed(pass_)
+        timed = self.budget.for_a_race(whole=not group.owner) / self.sharing if wanted else 0.0
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
@@ -268,7 +268,7 @@ class Tuner:
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
         candidates: dict[str, Candidate] = {}
-        for choice in comparison.group.choices:
+        for choice in comparison.choices:
             if not comparison.timed:
                 comparison.take_references()
             candidate = self._written(comparison, comparison.group.lowered(choice))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .collection import collection_paused
-from .measure import FEWEST_CALLS, Interval, Timings, time_candidates
+from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
 from .runner import Runner, forward_seconds, runner
 
 __all__ = [
+    "CALLS_OF_EACH",
+    "CALLS_OF_TWO",
     "DEFAULT_BUDGET",
-    "FEWEST_CALLS",
     "BudgetRequest",
     "Interval",
     "Runner",

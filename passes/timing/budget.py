@@ -17,13 +17,16 @@ _FORWARDS = "forwards"
 _WHOLE_MODEL_FORWARDS = 20.0
 """What timing and comparing the whole model takes: six rounds and four calls to get ready, and both in each mode."""
 
+_COMPARING_FORWARDS = 4.0
+"""Of these, what comparing takes."""
+
 _WHOLE_MODEL_SHARE = 0.5
 """More than this part of the time is not kept back for the whole model."""
 
 _OF_TIMING = 0.75
 """Sites are timed in this part of the time for sites; the rest is for checking what won."""
 
-_OF_ONE_RACE = 0.5
+_OF_ONE_RACE = 0.7
 """No race takes more than this part of the time that is left for timing: others may follow."""
 
 _OF_CLEAN_UPS = 0.5
@@ -121,10 +124,11 @@ class TimeBudget:
         """Say whether a site may still be checked."""
         return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
 
-    @property
-    def for_a_race(self) -> float:
-        """Return the seconds that the next race of a site may take."""
-        left = min(_OF_TIMING * self.for_sites - self.timing, self.for_sites - self.spent)
+    def for_a_race(self, *, whole: bool = False) -> float:
+        """Return the seconds that the next race may take; the `whole` model is then not raced again."""
+        kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        for_sites = self.seconds - kept_back if whole and math.isfinite(self.seconds) else self.for_sites
+        left = min(_OF_TIMING * for_sites - self.timing, for_sites - self.spent)
         return max(0.0, _OF_ONE_RACE * left)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from .runner import Runner, runner
 if sys.platform == "linux":
     import resource
 
-__all__ = ["FEWEST_CALLS", "Interval", "Runner", "Timings", "runner", "time_candidates"]
+__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
 
 Candidate = Callable[[], object]
 
@@ -33,12 +33,12 @@ _LEAST_ROUNDS = 9
 _FEWEST_ROUNDS = 6
 """Fewer pairs cannot give a 95% interval for a median: 2 * 0.5**6 = 0.03. Where time is short, these must do."""
 
-FEWEST_CALLS = _FEWEST_ROUNDS + 2
-"""Of each candidate so many calls are made at least: it is run twice to get ready."""
-
 _HOPELESS_ROUNDS = 3
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
+
+CALLS_OF_EACH, CALLS_OF_TWO = 2 + _HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - _HOPELESS_ROUNDS)
+"""So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
 _LONG_SECONDS = 20e-3
 """One sample of such a call says what it takes."""
@@ -154,9 +154,9 @@ def time_candidates(
         seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case, and four times as long
             where it is still open whether something beats the first candidate.
         least_rounds: the number of rounds before anything is decided.
-        limit: seconds after which the fewest rounds that say anything must do, here six.
+        limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
     """
-    timings, start = Timings(), time.perf_counter()
+    timings, start = Timings(), time.thread_time()
     with ExitStack() as stack:
         for candidate in candidates.values():
             if isinstance(candidate, Runner):
@@ -177,7 +177,7 @@ def _sample_rounds(
         order = shuffling.sample(racing, len(racing))
         timings.rounds.append({name: samplings[name].sample() for name in order})
         racing = _hopeful(timings, racing)
-        if len(timings.rounds) >= _FEWEST_ROUNDS and time.perf_counter() > end:
+        if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
             return
         if len(timings.rounds) < least_rounds:
             continue

@@ -57,18 +57,17 @@ class Runner:
     In training a call ends when every gradient has arrived; none is accumulated. What runs on a GPU is waited for.
 
     Attributes:
-        seconds: of processor time that getting ready took, which is at least one run of all calls.
+        seconds: of processor time that one run of all calls takes, roughly.
     """
 
     def __init__(
         self, module: nn.Module, calls: Sequence[Arguments], training: bool, input_gradients: bool | None, seed: int
     ) -> None:
         self.module, self.training = module, training
-        start = time.thread_time()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with self.leaving_no_trace():
             self._calls = [_Call(module, arguments, training, input_gradients, parameters, seed) for arguments in calls]
-        self.seconds = time.thread_time() - start
+        self.seconds = sum(call.seconds for call in self._calls) * (_WITH_BACKWARD if training else 1.0)
         tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
         self._gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
 
@@ -123,8 +122,10 @@ class _Call:
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
         before = [version_of(tensor) for tensor in given]
         state = state_of([args, kwargs])
+        start = time.thread_time()
         with torch.set_grad_enabled(training):
             self.module(*args, **kwargs)
+        self.seconds = time.thread_time() - start
         return [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
 
     def _upstream(self, seed: int) -> dict[str, Tensor]:

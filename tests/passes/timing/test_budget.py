@@ -66,13 +66,15 @@ def test_what_raises_is_counted(clock: Clock) -> None:
 def test_time_for_the_whole_model_is_kept_back() -> None:
     budget = TimeBudget(40.0, forward=1.0)
     assert budget.for_sites == 20.0
-    assert (budget.for_a_race, budget.allows_check(clean_up=True)) == (7.5, True)
+    assert budget.for_a_race() == pytest.approx(10.5)
+    assert budget.for_a_race(whole=True) == pytest.approx(18.9)
+    assert budget.allows_check(clean_up=True)
     budget.spent = 10.0
     assert not budget.allows_check(clean_up=True)
     assert budget.allows_check(clean_up=False)
     budget.spent = 20.0
     assert not budget.allows_check(clean_up=False)
-    assert (budget.for_a_race, budget.left) == (0.0, 20.0)
+    assert (budget.for_a_race(), budget.left) == (0.0, 20.0)
 
 
 def test_a_short_budget_is_not_all_kept_back() -> None:
@@ -82,4 +84,4 @@ def test_a_short_budget_is_not_all_kept_back() -> None:
 def test_without_a_limit_everything_is_allowed() -> None:
     budget = TimeBudget(spent=1e9)
     assert budget.allows_check(clean_up=True)
-    assert budget.for_a_race == math.inf
+    assert budget.for_a_race() == math.inf

@@ -39,7 +39,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(measure.time, name, lambda: clock.now)
     return clock
 
 
