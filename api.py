@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, UsageError
+from .errors import StateError, UnverifiedWarning, UsageError, expect
 from .passes.driver import (
     Record,
     Request,
@@ -36,6 +36,7 @@ from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
+from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import eagerly, hold, in_phase, misses_in, release
@@ -77,6 +78,8 @@ def optimize(
     seed: int = 0,
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
+
+    Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
 
     Args:
         model: any module. It is left untouched unless `inplace`.
@@ -140,9 +143,10 @@ def _phase(phase: str | Phase | None) -> Phase | None:
     if phase is None:
         return None
     words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
-    found = phase if isinstance(phase, Phase) else words.get(phase)
+    found = words.get(phase) if isinstance(phase, str) else phase
     if found not in (Phase.TRAIN, Phase.EVAL):
-        raise UsageError(f"phase={phase!r}; use 'train', 'eval', or None for the model's own mode")
+        shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
+        raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
     return found
 
 
@@ -218,7 +222,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
+    state_map = _state_map(model)
+    expect(state, Mapping, "state", "a state dict")
+    return model.load_state_dict(sharded_state(model, state_map, state), strict=strict, assign=assign)
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
@@ -278,6 +284,7 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     Raises:
         StateError: the model was not optimized; a name that it does not have, or a wrong shape.
     """
+    expect(state, Mapping, "state", "a state dict, or a part of one")
     return functional_state(state, _record(model).state_map, tensors_by_name(model))
 
 
@@ -298,9 +305,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
+    target = as_path(path)
+    expect(factory, (str, type(None)), "factory", "'package.module:function', or leave it out")
     record, state = _record(model), state_dict(model)
     if writes_files(model):
-        archive.save(model, path, record=record, state=state, factory=factory)
+        archive.save(model, target, record=record, state=state, factory=factory)
 
 
 def export(
@@ -329,7 +338,8 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    export_model(model, path, normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
+    expect(model, nn.Module, "model", "a torch.nn.Module")
+    export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(
@@ -352,8 +362,10 @@ def load(
         with in_phase(original, phase == "train"):
             return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
+    expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
+    expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
-    return open_file(Path(path), replay=replay, model=model, trust=trusted)
+    return open_file(as_path(path), replay=replay, model=model, trust=trusted)
 
 
 def list_passes() -> dict[str, PassInfo]:
@@ -370,7 +382,7 @@ def _record(model: nn.Module) -> Record:
 
 def _what_to_give(model: nn.Module) -> str:
     """Say where the optimized model is: inside a wrapper, perhaps."""
-    modules = modules_by_name(model)
+    modules = modules_by_name(model) if isinstance(model, nn.Module) else {}
     inside = (name for name, module in modules.items() if record_of(module) is not None)
     name = next(inside, None)
     if name is None:

@@ -20,6 +20,7 @@ __all__ = [
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",
+    "expect",
     "one_line",
 ]
 
@@ -123,6 +124,16 @@ class PassError(FxoptError):
     def __init__(self, message: str, reproducer: str | None = None) -> None:
         super().__init__(message)
         self.reproducer = reproducer
+
+
+def expect(value: object, kinds: type | tuple[type, ...], name: str, wanted: str) -> None:
+    """Make sure that an argument is of one of these types.
+
+    Raises:
+        UsageError: it is not; the message names it, its type and what is wanted, never what it holds.
+    """
+    if not isinstance(value, kinds):
+        raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")
 
 
 def one_line(error: BaseException) -> str:

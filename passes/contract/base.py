@@ -65,7 +65,7 @@ class Pass:
         Raises:
             UsageError: if the option is no positive number.
         """
-        budget: object = getattr(self, "budget", _BUDGET)
+        budget: object = getattr(self, "budget", _BUDGET) if self.numerics is Numerics.APPROXIMATE else _BUDGET
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
             raise UsageError(f"pass '{self.name}': budget={budget!r}; give a relative error, such as 0.01")
         return float(budget)

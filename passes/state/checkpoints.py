@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import is_sharded, submodule
+from ...compat import submodule
+from ...tracing.values import is_sharded
 from .state_map import StateMap
 
 __all__ = [

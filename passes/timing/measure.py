@@ -176,7 +176,7 @@ def _sample_rounds(
     while len(timings.rounds) < _MOST_ROUNDS:
         order = shuffling.sample(racing, len(racing))
         timings.rounds.append({name: samplings[name].sample() for name in order})
-        racing = _hopeful(timings, racing)
+        racing = _hopeful(timings, racing, samplings)
         if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
             return
         if len(timings.rounds) < least_rounds:
@@ -187,13 +187,14 @@ def _sample_rounds(
             return
 
 
-def _hopeful(timings: Timings, racing: Sequence[str]) -> list[str]:
-    """Return the candidates without those that cannot win; the first stays, and one other to compare it with."""
+def _hopeful(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> list[str]:
+    """Return the candidates without long ones that cannot win; the first stays, and one other to compare it with."""
     first, *others = racing
     if len(others) < 2:
         return list(racing)
     best, leader = timings.quickest(racing), timings.quickest(others)
-    return [first, *(name for name in others if name == leader or not timings.is_hopeless(name, best))]
+    kept = {name for name in others if samplings[name].warm_up or not timings.is_hopeless(name, best)}
+    return [first, *(name for name in others if name == leader or name in kept)]
 
 
 def _interruptions() -> int:

@@ -134,10 +134,11 @@ class Original:
         after = Stage(model)
         try:
             translation = Translation(self._as_reference(), after, map_state)
+            translation.check_state()
+            if only_runs or budget is not None:
+                translation.check_round_trip()
             if only_runs:
                 return self._running(after, translation, keeps_form)
-            if budget is None:
-                translation.check_state()
             error = max(self._compared(sample, after, translation, budget) for sample in self._samples)
         except Objection as objection:
             error = objection.error if isinstance(objection, TooFar) else 0.0

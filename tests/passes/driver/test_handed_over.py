@@ -95,6 +95,51 @@ def test_a_replayed_plan_is_compared_too() -> None:
     assert_same(fast, model)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 1.0 - x
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HookLast(Pass):
+    """Write the subtraction as a function; in the last of equal blocks change what its module gives, too."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for match in program.matches(operation("sub", name="sub")):
+            yield match.site()
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("sub")
+        edit.replace(node, edit.call(torch.sub, *node.args))
+        if site.owner == "blocks.2":
+            first = edit.program.module("blocks.0.inner")
+            handle = first.register_forward_hook(lambda _, args, output: output * 2)
+            edit.on_undo(handle.remove)
+
+
+def test_what_an_equal_block_does_to_another_one_is_undone() -> None:
+    model = Blocks()
+    fast = fxopt.optimize(model, [HookLast()], example_inputs=(X,))
+    assert statuses(fast) == {"blocks.0": "applied", "blocks.1": "applied", "blocks.2": "undone"}
+    assert_same(fast, model)
+
+
 class Caller(nn.Module):
     def __init__(self, inner: nn.Module, factor: float) -> None:
         super().__init__()

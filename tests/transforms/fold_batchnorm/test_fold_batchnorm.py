@@ -285,6 +285,13 @@ def test_refuses_training_mode() -> None:
     assert [d.reason for d in fxopt.plan(fast).decisions] == ["the batch norm is in training mode"]
 
 
+def test_refuses_frozen_norms_in_a_model_in_training() -> None:
+    model = block().train()
+    model.norm.eval()
+    (reason,) = reasons(model)
+    assert reason == "the model is in training, where weights change at every step; call model.eval() first"
+
+
 def test_a_model_in_training_is_not_folded_for_evaluation_either() -> None:
     model = block().train()
     fast = folded(model, phase="eval")
