@@ -65,7 +65,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 def optimize(
     model: M,
-    passes: PassLike | Iterable[PassLike] = "inference",
+    passes: PassLike | Iterable[PassLike] | None = None,
     *,
     example_inputs: object = None,
     phase: str | Phase | None = None,
@@ -84,7 +84,8 @@ def optimize(
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
-            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
+            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order. By
+            default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
             without what the forward does not take (labels). Without any, nothing can be verified or timed, and
@@ -117,7 +118,8 @@ def optimize(
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    pipeline = chosen_passes(passes)
+    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
@@ -126,7 +128,7 @@ def optimize(
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
+        plan=decided,
         seed=seed,
         settings=settings,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
