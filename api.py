@@ -88,16 +88,13 @@ def optimize(
             default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
-            without what the forward does not take (labels). Without any, nothing can be verified or timed, and
-            documented rules decide.
+            without what the forward does not take (labels). Without any, nothing is verified or timed: rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
             with its groups, state and schedulers. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
-        time_budget: what checks and timing may take together: seconds, or `"100 forwards"` of the whole model (with
-            their backwards in training). By default what FXOPT_TIME_BUDGET says, or 40 forwards, or 2 s if that is
-            more. Then documented rules decide (decision 017): what could not be checked is not applied.
+        time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
         seed: of the random inputs and gradients that verification draws.
