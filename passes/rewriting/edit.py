@@ -217,6 +217,8 @@ class Edit:
         """
         new.meta.setdefault("val", old.meta.get("val"))
         new.meta["replaces"] = (*new.meta.get("replaces", ()), old.name, *old.meta.get("replaces", ()))
+        if new.meta.get("provenance") == (self.pass_name, self.site.key):
+            new.meta.setdefault("origin", old.meta.get("origin", old.name))
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.erase(old)
 

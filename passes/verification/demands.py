@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
-from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
+from .sharing import Layout
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -14,7 +18,10 @@ __all__ = [
     "TooFar",
     "check_attachment",
     "check_bits",
+    "check_drift",
+    "check_finite",
     "check_form",
+    "check_layout",
     "check_same_quantities",
     "check_sharing",
     "check_structure",
@@ -22,6 +29,9 @@ __all__ = [
 ]
 
 _NONE = Tolerance(0.0, 0.0)
+
+_ENOUGH = 16
+"""A tensor of fewer elements says nothing of how rounding averages out."""
 
 
 class TooFar(Objection):
@@ -51,6 +61,46 @@ def check_sharing(before: Run, after: Run) -> None:
     """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
     for output, owner in sorted(after.shared - before.shared):
         raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
+
+
+def check_layout(before: Run, after: Run) -> None:
+    """Object to an output that allows less than before: `view`, or writing into it."""
+    for name, old in before.layouts.items():
+        new = after.layouts.get(name, old)
+        if new is Layout.EXPANDED and old is not Layout.EXPANDED:
+            raise Objection(f"{name} is expanded now, so writing into it fails")
+        if new is Layout.STRIDED and old is Layout.CONTIGUOUS:
+            raise Objection(f"{name} is no longer contiguous, so view() of it may fail")
+
+
+def check_finite(before: Quantities, after: Quantities) -> None:
+    """Object to what is not finite any more."""
+    for label, expected in before.items():
+        found = after.get(label)
+        if not _is_floating(expected) or not _is_floating(found) or expected.shape != found.shape:
+            continue
+        lost = expected.isfinite() & ~found.isfinite()
+        if lost.any():
+            raise Objection(f"{label} is {found[lost][0].item()} where it was finite")
+
+
+def check_drift(exact: Quantities, before: Quantities, after: Quantities) -> None:
+    """Object to an error of narrow floats that goes one way: rounding goes both, and so averages out."""
+    for label, expected in exact.items():
+        old, new = before.get(label), after.get(label)
+        if not _is_floating(expected) or not _is_floating(old) or not _is_floating(new):
+            continue
+        if new.dtype.itemsize != 2 or expected.numel() < _ENOUGH or not expected.shape == old.shape == new.shape:
+            continue
+        was, noise_before = drift(expected, old)
+        now, noise = drift(expected, new)
+        chance = 4 * max(noise, noise_before) / math.sqrt(expected.numel())
+        if abs(now) > 4 * abs(was) + 2 * torch.finfo(new.dtype).eps + chance:
+            raise Objection(f"{label} is off by {now:+.1%} on average, in its own types; it was by {was:+.1%}")
+
+
+def _is_floating(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
 def check_attachment(before: Run, after: Run) -> None:

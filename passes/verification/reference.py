@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
 from .perturb import perturbed_inputs, perturbed_state
+from .probes import more_rows, one_row, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -25,11 +26,18 @@ _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
 
 
+_Test = Callable[[Run], bool]
+
+
 class Data(enum.Enum):
     """What a sample was run on."""
 
     RECORDED = "on the recorded inputs"
     NOISY_INPUTS = "on inputs with noise"
+    ROWS = "on another number of rows, scaled and negated"
+    ONE_ROW = "on one row"
+    SECOND = "second derivatives, on one row"
+    ZEROS = "on inputs of zeros"
     NOISY = "on inputs and parameters with noise"
 
 
@@ -71,6 +79,8 @@ class Reference:
         random: whether random operators ran; their draws then come from a tape.
         several: whether the calls run several graphs of the module.
         stream: the native run of the first call on the plain random stream; present where `random`.
+        served: calls made one after another without gradients, in the module's own types.
+        serving: what came of them.
     """
 
     samples: tuple[Sample, ...]
@@ -87,6 +97,8 @@ class Reference:
     random: bool = False
     several: bool = False
     stream: Run | None = None
+    served: tuple[Arguments, ...] = ()
+    serving: tuple[Run, ...] = ()
 
     @property
     def checked_in(self) -> str:
@@ -147,6 +159,7 @@ class _Maker:
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
+        served = () if self.brief or not samples else self._served(samples)
         runs = self.runs
         return Reference(
             samples=tuple(samples),
@@ -163,6 +176,8 @@ class _Maker:
             random=runs.random,
             several=runs.several,
             stream=runs.stream(calls[0], self.state) if runs.random else None,
+            served=served,
+            serving=self._serving(served),
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -182,8 +197,10 @@ class _Maker:
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
-        noisy = () if self.brief else (self._noisy(sample) for sample in recorded[: len(firsts)])
-        return [*recorded, *itertools.chain.from_iterable(noisy)]
+        if self.brief:
+            return recorded
+        noisy = (self._noisy(sample) for sample in recorded[: len(firsts)])
+        return [*recorded, *itertools.chain.from_iterable(noisy), *self._derived(recorded[0])]
 
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
@@ -217,16 +234,85 @@ class _Maker:
             samples.append(Sample(Data.NOISY_INPUTS, inputs, self.state, run))
         return samples
 
-    def _attempt(self, arguments: Arguments, state: Mapping[str, Tensor], usual: Run) -> Run | None:
+    def _derived(self, first: Sample) -> list[Sample]:
+        """Run calls that are derived from one, each the farthest from it that the module takes."""
+        tables, seed = first.exact.tables, self.runs.seed + 2
+        rows = self._first_taken(Data.ROWS, more_rows(first.arguments, tables, seed), first.exact)
+        one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first.exact)
+        zero = self._first_taken(Data.ZEROS, [zeros(first.arguments)], first.exact, _is_finite_in_value)
+        found = (rows, one and self._second(one), zero)
+        return [sample for sample in found if sample is not None]
+
+    def _first_taken(
+        self, data: Data, derived: Iterable[Arguments], usual: Run, is_finite: _Test | None = None
+    ) -> Sample | None:
+        for arguments in derived:
+            if not self._runs_graph(arguments):
+                continue
+            run = self._attempt(arguments, self.state, usual, is_finite)
+            if run is not None and run.structure == usual.structure:
+                return Sample(data, arguments, self.state, run)
+        return None
+
+    def _second(self, sample: Sample) -> Sample:
+        """Return the sample with second derivatives, where the module has any."""
+        if not self.runs.gradients or not self.runs.of_inputs or self.runs.wide is None:
+            return sample
+        run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
+        return sample if run is None or _is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
+
+    def _runs_graph(self, arguments: Arguments) -> bool:
+        """Say whether a derived call runs a graph of the module, where it has graphs."""
+        if capture_of(self.stage.module) is None:
+            return True
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+            return select(self.stage.module, *arguments) is not None
+
+    def _served(self, samples: Sequence[Sample]) -> tuple[Arguments, ...]:
+        """Return calls to make in a row: as recorded, of the same sizes with noise, and the farthest one."""
+        first = samples[0].arguments
+        far = [sample.arguments for sample in samples if sample.data is Data.ROWS]
+        return (first, perturbed_inputs(first, self.runs.seed + 1), *far)
+
+    def _serving(self, calls: tuple[Arguments, ...]) -> tuple[Run, ...]:
+        if not calls:
+            return ()
+        try:
+            return tuple(self.runs.served(calls, self.state))
+        except Exception:  # the original may not take noise, or not run without gradients; then nobody asks that of it
+            return ()
+
+    def _attempt(
+        self,
+        arguments: Arguments,
+        state: Mapping[str, Tensor],
+        usual: Run,
+        is_finite: _Test | None = None,
+        *,
+        second: bool = False,
+    ) -> Run | None:
         """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
         try:
-            run = self.runs.exact(arguments, state)
+            run = self.runs.exact(arguments, state, second=second)
         except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
             return None
-        return run if _is_finite(run) or not _is_finite(usual) else None
+        is_finite = is_finite or _is_finite
+        return run if is_finite(run) or not is_finite(usual) else None
+
+
+def _is_zero(run: Run) -> bool:
+    gradients = (*run.input_gradients.values(), *run.parameter_gradients.values())
+    return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
 
 def _is_finite(run: Run) -> bool:
-    values = (*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values())
+    return _are_finite((*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values()))
+
+
+def _is_finite_in_value(run: Run) -> bool:
+    return _are_finite(run.outputs.values())
+
+
+def _are_finite(values: Iterable[object]) -> bool:
     floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
     return all(math.isfinite(value.sum()) for value in floats)

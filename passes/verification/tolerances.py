@@ -131,10 +131,12 @@ class Tolerances:
         A `budget` replaces what was seen; it is relative to the scale.
         """
         typical = _typical(self._native.distance.values())
+        least = Tolerance(0.0, 0.0) if self.native_is_coarser or budget is not None else _EXACT[torch.float64]
         return {
             label: Tolerance(
-                0.0,
-                (self._share(sample, label, typical) if budget is None else budget) * max(scale, 1e-6 * around),
+                least.relative,
+                least.absolute * scale
+                + (self._share(sample, label, typical) if budget is None else budget) * max(scale, 1e-6 * around),
                 self._unit(label, scale, around),
                 _FLIPS_FACTOR * self._native.places.get(label, 0) if budget is None else sample.exact[label].numel(),
             )
