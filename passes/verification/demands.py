@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
-from .sharing import Layout
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -19,16 +18,20 @@ __all__ = [
     "check_attachment",
     "check_bits",
     "check_drift",
+    "check_expansion",
     "check_finite",
     "check_form",
-    "check_layout",
     "check_same_quantities",
     "check_sharing",
     "check_structure",
+    "drifts",
     "largest_gap",
 ]
 
 _NONE = Tolerance(0.0, 0.0)
+
+_LOUD = 0.1
+"""Where rounding moves elements by this part of their size, it is chaos that drifts, and nobody's mistake."""
 
 _ENOUGH = 16
 """A tensor of fewer elements says nothing of how rounding averages out."""
@@ -63,14 +66,10 @@ def check_sharing(before: Run, after: Run) -> None:
         raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
 
 
-def check_layout(before: Run, after: Run) -> None:
-    """Object to an output that allows less than before: `view`, or writing into it."""
-    for name, old in before.layouts.items():
-        new = after.layouts.get(name, old)
-        if new is Layout.EXPANDED and old is not Layout.EXPANDED:
-            raise Objection(f"{name} is expanded now, so writing into it fails")
-        if new is Layout.STRIDED and old is Layout.CONTIGUOUS:
-            raise Objection(f"{name} is no longer contiguous, so view() of it may fail")
+def check_expansion(before: Run, after: Run) -> None:
+    """Object to an output whose elements share memory where they did not: writing into it fails."""
+    for name in sorted(after.expanded - before.expanded):
+        raise Objection(f"{name} is expanded now, so writing into it would fail")
 
 
 def check_finite(before: Quantities, after: Quantities) -> None:
@@ -84,18 +83,34 @@ def check_finite(before: Quantities, after: Quantities) -> None:
             raise Objection(f"{label} is {found[lost][0].item()} where it was finite")
 
 
-def check_drift(exact: Quantities, before: Quantities, after: Quantities) -> None:
-    """Object to an error of narrow floats that goes one way: rounding goes both, and so averages out."""
+def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:
+    """Return by what part narrow floats are larger than the exact ones on the whole, and the noise left besides."""
+    found: dict[str, tuple[float, float]] = {}
     for label, expected in exact.items():
-        old, new = before.get(label), after.get(label)
-        if not _is_floating(expected) or not _is_floating(old) or not _is_floating(new):
+        value = other.get(label)
+        if not _is_floating(expected) or not _is_floating(value) or expected.shape != value.shape:
             continue
-        if new.dtype.itemsize != 2 or expected.numel() < _ENOUGH or not expected.shape == old.shape == new.shape:
+        if expected.numel() >= _ENOUGH:
+            found[label] = drift(expected, value)
+    return found
+
+
+def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance: Mapping[str, float]) -> None:
+    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out.
+
+    Args:
+        exact: what is meant.
+        before, after: what both sides give in their own types.
+        chance: by what part rounding was seen to move a quantity one way.
+    """
+    old = drifts(exact, before)
+    for label, (now, noise) in drifts(exact, after).items():
+        was, noise_before = old.get(label, (now, noise))
+        if after[label].dtype.itemsize != 2 or max(noise, noise_before) > _LOUD:
             continue
-        was, noise_before = drift(expected, old)
-        now, noise = drift(expected, new)
-        chance = 4 * max(noise, noise_before) / math.sqrt(expected.numel())
-        if abs(now) > 4 * abs(was) + 2 * torch.finfo(new.dtype).eps + chance:
+        random = 4 * max(noise, noise_before) / math.sqrt(exact[label].numel())
+        allowed = 4 * max(abs(was), chance.get(label, 0.0)) + 2 * torch.finfo(after[label].dtype).eps + random
+        if abs(now) > allowed:
             raise Objection(f"{label} is off by {now:+.1%} on average, in its own types; it was by {was:+.1%}")
 
 

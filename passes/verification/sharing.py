@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-__all__ = ["MEMORY_OF_MODULE", "Layout", "layout_of", "shared_memory"]
+__all__ = ["MEMORY_OF_MODULE", "is_expanded", "shared_memory"]
 
 MEMORY_OF_MODULE = "the module's own tensors"
 
 
-class Layout(enum.IntEnum):
-    """What a user can do with a tensor as it lies in memory, from all to little."""
-
-    CONTIGUOUS = 0
-    """All."""
-    STRIDED = 1
-    """`view` may fail."""
-    EXPANDED = 2
-    """Writing into it fails: elements share memory."""
-
-
-def layout_of(tensor: Tensor) -> Layout:
-    """Return how a tensor lies in memory; one of another layout than `torch.strided` counts as contiguous."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return Layout.CONTIGUOUS
-    is_expanded = any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return Layout.EXPANDED if is_expanded else Layout.STRIDED
+def is_expanded(tensor: Tensor) -> bool:
+    """Say whether elements of a tensor share memory, so that torch refuses to write into it."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(size > 1 and step == 0 for size, step in steps)
 
 
 def shared_memory(

@@ -40,18 +40,27 @@ class Tape(DispatchMode):
         super().__init__()
         self.seed, self.keyed = seed, keyed
         self._places: list[tuple[Key, Counter[str]]] = [("", Counter())]
-        self._inside = torch.Generator().manual_seed(_FIRST_PLACE).get_state()
+        self._entered = 0
+        self.rewind()
         self._outside = self._inside
 
     def __enter__(self) -> Self:
-        self._outside = torch.get_rng_state()
-        torch.set_rng_state(self._inside)
+        if not self._entered:
+            self._outside = torch.get_rng_state()
+            torch.set_rng_state(self._inside)
+        self._entered += 1
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._inside = torch.get_rng_state()
-        torch.set_rng_state(self._outside)
+        self._entered -= 1
+        if not self._entered:
+            self._inside = torch.get_rng_state()
+            torch.set_rng_state(self._outside)
+
+    def rewind(self) -> None:
+        """Begin anew, outside of the tape."""
+        self._inside = torch.Generator().manual_seed(_FIRST_PLACE).get_state()
 
     def at(self, key: Key) -> None:
         """Let the draws that follow belong to `key`."""
@@ -73,11 +82,16 @@ class Tape(DispatchMode):
         kwargs = kwargs or {}
         if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        rule = _RULES.get(str(func))
+        if rule is None:
+            with self:  # in inference mode, what is made of other operators arrives whole
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         key, before = self._place()
         members = (key,) if isinstance(key, str) else key
         counts = tuple(before[member] for member in members)
         self._move(key, before + Counter(members))
-        rule = _RULES.get(str(func))
         if rule is None:
             return self._seeded(str(key), counts[0], func, args, kwargs)
         return rule(_Draws(self.seed, key, counts), args, kwargs)

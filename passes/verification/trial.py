@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
 from .interpret import graph_forward, region_forward
-from .sharing import Layout, layout_of, shared_memory
+from .sharing import is_expanded, shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
 
@@ -39,7 +39,7 @@ class Run:
         shared: (output, owner of memory that it lies in); see `shared_memory`.
         rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
         random_state: of the CPU generator after the forward.
-        layouts: of the outputs that are tensors; see `layout_of`.
+        expanded: the outputs whose elements share memory.
         tables: the integer arguments that pick from tables, and the length of the shortest table.
     """
 
@@ -53,7 +53,7 @@ class Run:
     shared: frozenset[tuple[str, str]]
     rewritten: frozenset[str]
     random_state: Tensor
-    layouts: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
+    expanded: frozenset[str] = frozenset()
     tables: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -103,6 +103,8 @@ class Trial:
                 with torch.inference_mode(bool(runs)), torch.no_grad():
                     if self.by_node:
                         self._interpret(arguments)
+                    if self.tape is not None:
+                        self.tape.rewind()
                     runs.append(self._run(arguments, stand_ins))
         return runs
 
@@ -171,7 +173,7 @@ class Trial:
             shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
             rewritten=frozenset(name for name, (tensor, at) in held.items() if _version(tensor) != at),
             random_state=random_state,
-            layouts={name: layout_of(value) for name, value in outputs.items() if isinstance(value, Tensor)},
+            expanded=frozenset(name for name, v in outputs.items() if isinstance(v, Tensor) and is_expanded(v)),
             tables={} if self.promotion is None else self.promotion.tables_of(given),
         )
 
@@ -196,11 +198,7 @@ class Trial:
         wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
         if not losses or not wanted:
             return {}
-        with ExitStack() as stack:
-            # What is computed again for the backward pass runs as it ran before.
-            stack.enter_context(self.promotion if self.promotion and self.promotion.promoted else nullcontext())
-            stack.enter_context(self.tape or nullcontext())
-            found = self._differentiated(losses, list(wanted.values()), list(leaves.values()))
+        found = self._differentiated(losses, list(wanted.values()), list(leaves.values()))
         gradients = zip(wanted, found, strict=True)
         return {key: gradient for key, gradient in gradients if gradient is not None}
 
@@ -208,10 +206,17 @@ class Trial:
         self, losses: Sequence[Tensor], wanted: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         if not self.second:
-            return torch.autograd.grad(losses, wanted, allow_unused=True)
-        first = torch.autograd.grad(losses, leaves, allow_unused=True, create_graph=True)
+            return self._backward(losses, wanted)
+        first = self._backward(losses, leaves, create_graph=True)
         again = [self._loss(value, number) for number, value in enumerate(first) if _requires_grad(value)]
-        return torch.autograd.grad(again, wanted, allow_unused=True, materialize_grads=True) if again else ()
+        return self._backward(again, wanted, materialize_grads=True) if again else [None] * len(wanted)
+
+    def _backward(self, losses: Sequence[Tensor], wanted: Sequence[Tensor], **how: bool) -> Sequence[Tensor | None]:
+        """Return gradients; what is computed again on the way runs as it ran before."""
+        with ExitStack() as stack:
+            stack.enter_context(self.promotion if self.promotion and self.promotion.promoted else nullcontext())
+            stack.enter_context(self.tape or nullcontext())
+            return torch.autograd.grad(losses, wanted, allow_unused=True, **how)
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a scalar that sends the same random gradient into `output`, whatever its type."""
