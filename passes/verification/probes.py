@@ -10,14 +10,20 @@ from torch import Tensor
 from ...tracing.values import Arguments, TensorFunction, flatten, map_tensors
 from .perturb import stands_for_infinity
 
-__all__ = ["more_rows", "one_row", "zeros"]
+__all__ = ["few_rows", "one_row", "other_rows", "zeros"]
 
 _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
 
 
-def more_rows(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Iterator[Arguments]:
-    """Yield calls with one row more, rows large and negative, identifiers from whole tables, masks changed.
+_FEW, _ODD, _SHORT = 2, 3, 8
+"""So many rows are few, so many are few and odd; so many elements along another dimension are few."""
+
+
+def other_rows(
+    arguments: Arguments, tables: Mapping[str, int], seed: int, *, more: bool = False
+) -> Iterator[Arguments]:
+    """Yield calls with another number of rows, large and negative, identifiers from whole tables, masks changed.
 
     The first is the farthest from the example, the last the nearest: the one to take is the first that the original
     takes.
@@ -26,29 +32,42 @@ def more_rows(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Ite
         arguments: of the call.
         tables: the integer arguments that pick from tables, with the tables' lengths.
         seed: of identifiers and masks.
+        more: with one row more; else with three, which is cheaper, or one more than there are.
     """
     rows = _rows(arguments)
     if not rows:
         return
-    drawn = _Drawn(arguments, tables, seed)
+    drawn, count = _Drawn(arguments, tables, seed), rows + 1 if more else min(_ODD, rows + 1)
+    if count == rows:
+        count += 1
     # Numbers that pick from no table are scaled, too; the sign is kept where the original is not defined below zero.
     for factors, integers in ((_FACTORS, True), (_FACTORS, False), ((100.0, 0.5), False), ((1.0,), False)):
-        change = _scaled(rows + 1, factors, integers)
-        yield drawn.over(_resized(arguments, {0: {rows: rows + 1}}), change)
+        yield drawn.over(_resized(arguments, {0: {rows: count}}), _scaled(count, factors, integers))
     yield drawn.over(arguments, _scaled(rows, _FACTORS, integers=False))
 
 
 def one_row(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Iterator[Arguments]:
-    """Yield calls with the first row alone, nothing masked; at first with an inner size that is one larger."""
+    """Yield calls with the first row alone, nothing masked; at first with an inner size that is odd and smaller."""
     rows = _rows(arguments)
     if not rows:
         return
     drawn = _Drawn(arguments, tables, seed, masks=False)
     first = _resized(arguments, {0: {rows: 1}})
     for inner in _inner_sizes(arguments):
-        yield drawn.over(_resized(first, {dim: {size: size + 1 for size in inner} for dim in range(1, 6)}), _kept)
+        yield drawn.over(_resized(first, {dim: {size: _another(size) for size in inner} for dim in range(1, 6)}), _kept)
     yield drawn.over(first, _kept)
     yield first
+
+
+def few_rows(arguments: Arguments) -> Arguments:
+    """Return the call with its first two rows alone."""
+    rows = _rows(arguments)
+    return _resized(arguments, {0: {rows: 2}}) if rows > _FEW else arguments
+
+
+def _another(size: int) -> int:
+    """Return an odd size of about a quarter; one more where there is little."""
+    return size + 1 if size <= _SHORT else size // 4 // 2 * 2 + 3
 
 
 def zeros(arguments: Arguments) -> Arguments:

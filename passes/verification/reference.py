@@ -6,6 +6,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
 from .perturb import perturbed_inputs, perturbed_state
-from .probes import more_rows, one_row, zeros
+from .probes import few_rows, one_row, other_rows, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -33,7 +34,6 @@ class Data(enum.Enum):
     """What a sample was run on."""
 
     RECORDED = "on the recorded inputs"
-    NOISY_INPUTS = "on inputs with noise"
     ROWS = "on another number of rows, scaled and negated"
     ONE_ROW = "on one row"
     SECOND = "second derivatives, on one row"
@@ -155,11 +155,12 @@ class _Maker:
         self.brief = brief
         self.state = stage.state
         self.reason = ""
+        self.few: Arguments = ((), {})
         self.epsilon = 0.0
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
-        served = () if self.brief or not samples else self._served(samples)
+        served, serving = self._served(samples[0]) if samples and not self.brief else ((), ())
         runs = self.runs
         return Reference(
             samples=tuple(samples),
@@ -177,7 +178,7 @@ class _Maker:
             several=runs.several,
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
-            serving=self._serving(served),
+            serving=serving,
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -197,6 +198,7 @@ class _Maker:
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
+        self.few = recorded[0].arguments
         if self.brief:
             return recorded
         noisy = (self._noisy(sample) for sample in recorded[: len(firsts)])
@@ -220,37 +222,38 @@ class _Maker:
         return Sample(data, arguments, state, exact, self.runs.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
-        """Run a call again with noise; where the module does not take it, with less of it, or not at all."""
+        """Run a call again with noise; where the module does not take it, with less of it, or not at all.
+
+        Two rows of it are enough, and cheaper.
+        """
         state = perturbed_state(self.state, self.runs.seed)
-        inputs = perturbed_inputs(first.arguments, self.runs.seed + 1)
-        samples: list[Sample] = []
-        for arguments in (inputs, first.arguments):
-            run = self._attempt(arguments, state, first.exact)
-            if run is not None:
-                samples.append(self._sample(Data.NOISY, arguments, state, run))
-                break
-        run = self._attempt(inputs, self.state, first.exact)
-        if run is not None:
-            samples.append(Sample(Data.NOISY_INPUTS, inputs, self.state, run))
-        return samples
+        for arguments in (few_rows(first.arguments), first.arguments):
+            for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
+                run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
+                if run is not None and run.structure == first.exact.structure:
+                    self.few = arguments
+                    return [self._sample(Data.NOISY, inputs, state, run)]
+        return []
 
     def _derived(self, first: Sample) -> list[Sample]:
         """Run calls that are derived from one, each the farthest from it that the module takes."""
         tables, seed = first.exact.tables, self.runs.seed + 2
-        rows = self._first_taken(Data.ROWS, more_rows(first.arguments, tables, seed), first.exact)
-        one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first.exact)
-        zero = self._first_taken(Data.ZEROS, [zeros(first.arguments)], first.exact, _is_finite_in_value)
+        far = [*other_rows(first.arguments, tables, seed), perturbed_inputs(first.arguments, seed)]
+        rows = self._first_taken(Data.ROWS, far, first)
+        one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first)
+        small = [one.arguments] if one else []
+        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, _is_finite_in_value)
         found = (rows, one and self._second(one), zero)
         return [sample for sample in found if sample is not None]
 
     def _first_taken(
-        self, data: Data, derived: Iterable[Arguments], usual: Run, is_finite: _Test | None = None
+        self, data: Data, derived: Iterable[Arguments], first: Sample, is_finite: _Test | None = None
     ) -> Sample | None:
         for arguments in derived:
-            if not self._runs_graph(arguments):
+            if not self._runs_same(arguments, first.arguments):
                 continue
-            run = self._attempt(arguments, self.state, usual, is_finite)
-            if run is not None and run.structure == usual.structure:
+            run = self._attempt(arguments, self.state, first.exact, is_finite)
+            if run is not None and run.structure == first.exact.structure:
                 return Sample(data, arguments, self.state, run)
         return None
 
@@ -261,26 +264,23 @@ class _Maker:
         run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
         return sample if run is None or _is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
 
-    def _runs_graph(self, arguments: Arguments) -> bool:
-        """Say whether a derived call runs a graph of the module, where it has graphs."""
-        if capture_of(self.stage.module) is None:
+    def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
+        """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
+        if arguments is recorded or capture_of(self.stage.module) is None:
             return True
         with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
-            return select(self.stage.module, *arguments) is not None
+            one, other = (select(self.stage.module, *call) for call in (arguments, recorded))
+        return one is not None and other is not None and one[0] is other[0]
 
-    def _served(self, samples: Sequence[Sample]) -> tuple[Arguments, ...]:
-        """Return calls to make in a row: as recorded, of the same sizes with noise, and the farthest one."""
-        first = samples[0].arguments
-        far = [sample.arguments for sample in samples if sample.data is Data.ROWS]
-        return (first, perturbed_inputs(first, self.runs.seed + 1), *far)
-
-    def _serving(self, calls: tuple[Arguments, ...]) -> tuple[Run, ...]:
-        if not calls:
-            return ()
-        try:
-            return tuple(self.runs.served(calls, self.state))
-        except Exception:  # the original may not take noise, or not run without gradients; then nobody asks that of it
-            return ()
+    def _served(self, first: Sample) -> tuple[tuple[Arguments, ...], tuple[Run, ...]]:
+        """Make calls in a row: as recorded, of the same sizes with noise, and with a row more, large and negative."""
+        near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
+        more = next(other_rows(first.arguments, first.exact.tables, self.runs.seed, more=True), None)
+        for calls in (near if more is None else (*near, more), near):
+            # The module may take no such call, or not run without gradients; then nobody asks that of the rewritten one.
+            with suppress(Exception):
+                return calls, tuple(self.runs.served(calls, self.state))
+        return (), ()
 
     def _attempt(
         self,
