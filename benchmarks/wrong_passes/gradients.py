@@ -178,7 +178,7 @@ DOUBLE = Subject(
             lambda x, w, a: torch.softmax(x @ w, -1, dtype=torch.float32).to(x.dtype) + 0.1 * torch.sin(a * x)
         ),
         ("float64", "a constant in float32"): (
-            lambda x, w, a: torch.softmax(x @ w, -1) + torch.tensor(0.1, dtype=torch.float32) .to(x.dtype)* torch.sin(a * x)
+            lambda x, w, a: double(x, w, a) + (torch.tensor(0.1, dtype=torch.float32).to(x.dtype) - 0.1) * x
         ),
         ("float64", "a sine from a narrow argument"): (
             lambda x, w, a: torch.softmax(x @ w, -1) + 0.1 * torch.sin((a * x).float()).to(x.dtype)
@@ -289,7 +289,9 @@ ORDER = Subject(
         ("values", "a norm without its epsilon"): (
             lambda x, a, b, s: order(x, a, b, s) + F.layer_norm(x * s, (6,), eps=0) - F.layer_norm(x * s, (6,))
         ),
-        ("values", "gelu by its tanh"): lambda x, a, b, s: order(x, a, b, s) + F.gelu(x, approximate="tanh") - F.gelu(x),
+        ("values", "gelu by its tanh"): (
+            lambda x, a, b, s: order(x, a, b, s) + F.gelu(x, approximate="tanh") - F.gelu(x)
+        ),
         ("values", "a root two of 1.41421"): lambda x, a, b, s: order(x, a, b, s) * (1.41421 / math.sqrt(2)),
     },
 )  # fmt: skip

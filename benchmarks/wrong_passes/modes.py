@@ -123,19 +123,48 @@ class Dropped(nn.Module):
         return torch.tanh(F.dropout(x @ self.weight, 0.3, self.training))
 
 
+def dropped(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return torch.dropout(x, p, bool(training))
+
+
+def keeping(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return F.dropout(x, 1 - p, training)
+
+
+def without_scale(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return F.dropout(x, p, training) * (1 - p if training else 1)
+
+
+def scaled_in_evaluation(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return F.dropout(x, p, training) * (1 - p)
+
+
+def one_mask(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return x * F.dropout(torch.ones_like(x[:1]), p, training)
+
+
+def always(x: Tensor, p: float, *_: bool) -> Tensor:
+    return F.dropout(x, p, True)
+
+
+def left_out(x: Tensor, *_: float) -> Tensor:
+    return x * 1
+
+
+def the_other_mode(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+    return F.dropout(x, p, not training)
+
+
 DROPPED = Subject(
-    Dropped, lambda: (torch.randn(4, 6),), (),
-    lambda x, p, training, inplace: torch.dropout(x, p, bool(training)),
+    Dropped, lambda: (torch.randn(4, 6),), (), dropped,
     {
-        ("dropout", "keeps with the probability of dropping"): lambda x, p, training, inplace: F.dropout(x, 1 - p, training),
-        ("dropout", "no scale"): lambda x, p, training, inplace: F.dropout(x, p, training) * (1 - p if training else 1),
-        ("dropout", "scaled in evaluation instead"): lambda x, p, training, inplace: F.dropout(x, p, training) * (1 - p),
-        ("dropout", "one mask for all rows"): (
-            lambda x, p, training, inplace: x * F.dropout(torch.ones_like(x[:1]), p, training)
-        ),
-        ("dropout", "on in evaluation too"): lambda x, p, training, inplace: F.dropout(x, p, True),
-        ("dropout", "left out"): lambda x, p, training, inplace: x * 1,
-        ("dropout", "never in training"): lambda x, p, training, inplace: F.dropout(x, p, not training),
+        ("dropout", "keeps with the probability of dropping"): keeping,
+        ("dropout", "no scale"): without_scale,
+        ("dropout", "scaled in evaluation instead"): scaled_in_evaluation,
+        ("dropout", "one mask for all rows"): one_mask,
+        ("dropout", "on in evaluation too"): always,
+        ("dropout", "left out"): left_out,
+        ("dropout", "never in training"): the_other_mode,
     },
     training=True, node="dropout",
 )  # fmt: skip
@@ -192,13 +221,13 @@ def statistics_lost_without_gradients(x, w, b, m, v, n, t):
 NORMED = Subject(
     Normed, lambda: (torch.randn(4, 3, 5),), NORMED_TENSORS, statistics_by_hand,
     {
-        ("buffers", "statistics counted twice"): lambda *a: normed(a[0], *a[1:]) + 0 * normed(a[0], *a[1:5], a[5] * 1, a[6]),
+        ("buffers", "statistics counted twice"): lambda *a: normed(*a) + 0 * normed(*a[:5], a[5] * 1, a[6]),
         ("buffers", "the biased variance kept"): lambda *a: statistics_by_hand(*a, correction=0),
         ("buffers", "a counter not counted"): lambda *a: normed(*a, step=0),
         ("buffers", "a counter counted twice"): lambda *a: normed(*a, step=2),
         ("buffers", "momentum the other way round"): lambda *a: normed(*a, momentum=0.9),
         ("buffers", "statistics lost without gradients"): statistics_lost_without_gradients,
-        ("modes", "statistics of the batch in evaluation"): lambda *a: normed(*a[:3], a[3] * 1, a[4] * 1, *a[5:], training=True),
+        ("modes", "statistics of the batch in evaluation"): lambda *a: normed(*a, training=True),
         ("modes", "folded in evaluation without the shift"): eval_without_shift,
         ("values", "an epsilon of 1.1e-5"): lambda *a: normed(*a, eps=1.1e-5),
         ("reduction", "statistics of each row"): (

@@ -159,7 +159,9 @@ ENTROPY = Subject(
     {
         ("zero", "zero times the logarithm of zero"): entropy_of_logs,
         ("zero", "zero over zero where it was set right"): lambda x: (entropy(x)[0], x.sum(-1) / (x > 0).sum(-1)),
-        ("zero", "counts that are never zero"): lambda x: (torch.special.entr(x / x.sum(-1, True)).sum(-1), entropy(x)[1]),
+        ("zero", "counts that are never zero"): (
+            lambda x: (torch.special.entr(x / x.sum(-1, True)).sum(-1), entropy(x)[1])
+        ),
     },
 )  # fmt: skip
 

@@ -14,6 +14,8 @@ from ...operators import operator_info
 
 __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
+_Picked = tuple[int, Sequence[Tensor | None]]
+
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
@@ -65,8 +67,9 @@ class Float64Mode(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random = self.random or draws_randomly(func, args, kwargs or {})
-        if func.overloadpacket in _PICKING:
-            self._note_table(*_PICKING[func.overloadpacket](*args))
+        picked = _PICKING.get(operator_name(func) or "")
+        if picked is not None:
+            self._note_table(*picked(*args))
         if is_view_operator(func):
             return func(*args, **(kwargs or {}))
         written = written_arguments(func)
@@ -111,15 +114,23 @@ def _counts(tensor: Tensor) -> bool:
     return is_integer and tensor.layout is torch.strided
 
 
-def _indexed(table: Tensor, picks: Sequence[Tensor | None]) -> tuple[int, Sequence[Tensor | None]]:
-    return min(size for size, pick in zip(table.shape, picks, strict=False) if pick is not None), picks
+def _indexed(table: Tensor, picks: Sequence[Tensor | None], *_: Any) -> _Picked:
+    return min((size for size, pick in zip(table.shape, picks, strict=False) if pick is not None), default=0), picks
 
 
-_PICKING: Mapping[Any, Callable[..., tuple[int, Sequence[Tensor | None]]]] = {
-    torch.ops.aten.embedding: lambda table, picks, *_: (len(table), [picks]),
-    torch.ops.aten._embedding_bag: lambda table, picks, *_: (len(table), [picks]),
-    torch.ops.aten.index: _indexed,
-    torch.ops.aten.index_select: lambda table, dim, picks, *_: (table.shape[dim], [picks]),
-    torch.ops.aten.gather: lambda table, dim, picks, *_: (table.shape[dim], [picks]),
+def _embedded(table: Tensor, picks: Tensor, *_: Any) -> _Picked:
+    return len(table), [picks]
+
+
+def _gathered(table: Tensor, dim: int, picks: Tensor, *_: Any) -> _Picked:
+    return (table.shape[dim] if table.dim() else 1), [picks]
+
+
+_PICKING: Mapping[str, Callable[..., _Picked]] = {
+    "aten::embedding": _embedded,
+    "aten::_embedding_bag": _embedded,
+    "aten::index": _indexed,
+    "aten::index_select": _gathered,
+    "aten::gather": _gathered,
 }
 """Operators that pick from tables: how long the table is, and by what they pick."""

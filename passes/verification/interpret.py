@@ -40,7 +40,7 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
 
 
 def region_forward(region: Region, tape: Tape | None) -> Callable[..., Any]:
-    """Return a forward that interprets the graph of a region: its random draws belong to the nodes that it took over."""
+    """Return a forward that interprets the graph of a region: random draws belong to the nodes it took over."""
     capture = required_capture(region)
     return _Forward(region, capture.specializations, capture, tape)
 

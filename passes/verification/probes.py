@@ -190,7 +190,5 @@ def _identifiers(like: Tensor, length: int, generator: torch.Generator) -> Tenso
     """Return identifiers over a whole table; the first and the last are among them, where there is room."""
     drawn = torch.randint(0, length, like.shape, generator=generator)
     flat = drawn.view(-1)
-    flat[: 2] = torch.tensor([length - 1, 0])[: flat.numel()]
+    flat[:2] = torch.tensor([length - 1, 0])[: flat.numel()]
     return drawn.to(device=like.device, dtype=like.dtype)
-
-

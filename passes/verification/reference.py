@@ -38,6 +38,12 @@ class Data(enum.Enum):
     ONE_ROW = "on one row"
     SECOND = "second derivatives, on one row"
     ZEROS = "on inputs of zeros"
+
+    @property
+    def is_derived(self) -> bool:
+        """Say whether the call is one that verification thought of."""
+        return self not in (Data.RECORDED, Data.NOISY)
+
     NOISY = "on inputs and parameters with noise"
 
 
@@ -277,7 +283,7 @@ class _Maker:
         near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
         more = next(other_rows(first.arguments, first.exact.tables, self.runs.seed, more=True), None)
         for calls in (near if more is None else (*near, more), near):
-            # The module may take no such call, or not run without gradients; then nobody asks that of the rewritten one.
+            # The module may not take such calls, or not run without gradients: then nobody asks for that.
             with suppress(Exception):
                 return calls, tuple(self.runs.served(calls, self.state))
         return (), ()

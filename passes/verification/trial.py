@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...compat import version_of
+from ...compat import reentrant_checkpoints_off, version_of
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
@@ -115,6 +115,7 @@ class Trial:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(reentrant_checkpoints_off())
             stack.enter_context(random_state_kept(self.seed))
             stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
             stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
@@ -208,15 +209,26 @@ class Trial:
         if not self.second:
             return self._backward(losses, wanted)
         first = self._backward(losses, leaves, create_graph=True)
-        again = [self._loss(value, number) for number, value in enumerate(first) if _requires_grad(value)]
+        known = [(number, value) for number, value in enumerate(first) if value is not None and value.requires_grad]
+        again = [self._loss(value, number) for number, value in known]
         return self._backward(again, wanted, materialize_grads=True) if again else [None] * len(wanted)
 
-    def _backward(self, losses: Sequence[Tensor], wanted: Sequence[Tensor], **how: bool) -> Sequence[Tensor | None]:
+    def _backward(
+        self,
+        losses: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        *,
+        create_graph: bool = False,
+        materialize_grads: bool = False,
+    ) -> Sequence[Tensor | None]:
         """Return gradients; what is computed again on the way runs as it ran before."""
         with ExitStack() as stack:
             stack.enter_context(self.promotion if self.promotion and self.promotion.promoted else nullcontext())
             stack.enter_context(self.tape or nullcontext())
-            return torch.autograd.grad(losses, wanted, allow_unused=True, **how)
+            found = torch.autograd.grad(
+                losses, wanted, allow_unused=True, create_graph=create_graph, materialize_grads=materialize_grads
+            )
+            return cast("tuple[Tensor | None, ...]", found)
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a scalar that sends the same random gradient into `output`, whatever its type."""
@@ -242,7 +254,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_written(given: Tensor, original: Tensor, version: int) -> bool:
-    """Say whether a call wrote into an argument, seen by its version or, where the write goes round it, by its values."""
+    """Say whether a call wrote into an argument: by its version or, where the write goes round that, its values."""
     if _version(given) != version or given.layout is not torch.strided:
         return _version(given) != version
     return not given.isnan().any() and not torch.equal(given, original.to(given.dtype))
