@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         save,
         state_dict,
         translate_optimizer,
+        translate_state,
     )
     from .errors import (
         ArchiveError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         PipelineError,
         PlanError,
         StateError,
+        UnverifiedWarning,
         UsageError,
         VerificationError,
     )
@@ -62,11 +64,11 @@ if TYPE_CHECKING:
 _PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer"
+        "translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
-        "PassError PipelineError PlanError StateError MatchFailure UsageError VerificationError"
+        "PassError PipelineError PlanError StateError MatchFailure UnverifiedWarning UsageError VerificationError"
     ),
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
@@ -121,6 +123,7 @@ __all__ = [
     "Report",
     "Site",
     "StateError",
+    "UnverifiedWarning",
     "UsageError",
     "VerificationError",
     "__version__",
@@ -143,6 +146,7 @@ __all__ = [
     "save",
     "state_dict",
     "translate_optimizer",
+    "translate_state",
 ]
 
 

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .compat import all_modules
+from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UsageError
-from .passes.contract import FunctionPass, Pass
-from .passes.driver import Record, Request, copied, record_of, restored, run_session, state_map_of, transplanted
-from .passes.pipeline import PassInfo, Plan, available, check_order, parse
+from .errors import StateError, UnverifiedWarning, UsageError
+from .passes.driver import (
+    Record,
+    Request,
+    check_optimizer,
+    copied,
+    handed_over,
+    moved_back,
+    record_of,
+    restored,
+    run_session,
+    state_map_of,
+)
+from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
 from .passes.sites import Phase
-from .passes.state import StateMap
+from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import collection_paused
+from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import hold, misses_in, release
-from .tracing.values import normalize_inputs
+from .tracing.recording import eagerly, hold, in_phase, misses_in, release
+from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
     "capture",
@@ -43,11 +55,11 @@ __all__ = [
     "save",
     "state_dict",
     "translate_optimizer",
+    "translate_state",
 ]
 
 M = TypeVar("M", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 
 
 def optimize(
@@ -56,6 +68,7 @@ def optimize(
     *,
     example_inputs: object = None,
     phase: str | Phase | None = None,
+    optimizer: Optimizer | None = None,
     verify: bool | None = None,
     measure: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -68,9 +81,13 @@ def optimize(
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
             to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
-        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), or a list of these (several calls).
-            Without them nothing can be verified or timed, and documented rules decide.
+        example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
+            (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
+            without what the forward does not take (labels). Without any, nothing can be verified or timed, and
+            documented rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
+        optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
+            with its groups, state and schedulers. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
@@ -80,52 +97,38 @@ def optimize(
     Returns:
         A module of the same class, in the same mode, with the same attributes, methods and names.
 
+    Warns:
+        UnverifiedWarning: rewrites stand that nothing was compared for.
+
     Raises:
         UsageError: a wrong pass, option, order, or argument.
         InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
         PassError: a pass raised, hung or returned nonsense; the model is untouched, and a reproducer was written.
         PlanError: the plan does not fit this model.
+        StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
+            nor the model is changed.
     """
-    pipeline = _passes(passes)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    pipeline = chosen_passes(passes)
     settings = current()
+    inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline,
-        inputs=normalize_inputs(example_inputs),
+        inputs=inputs,
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         seed=seed,
         settings=settings,
-        on_failure=lambda error: reproducer.write(model, pipeline, error, example_inputs, phase, seed, settings),
+        on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )
     fast = run_session(model, request)
-    return cast(M, transplanted(model, fast) if inplace else fast)
-
-
-def _passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
-    """Return the passes meant, checked for their order."""
-    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
-    listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
-    found = [pass_ for item in listed for pass_ in _meant(item)]
-    check_order(found)
-    return tuple(found)
-
-
-def _meant(item: object) -> tuple[Pass, ...]:
-    if isinstance(item, str):
-        return parse(item)
-    if isinstance(item, Pass):
-        return (item,)
-    if _is_pass_class(item):
-        return (item(),)
-    if callable(item) and not isinstance(item, (type, nn.Module)):
-        return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
-    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}: {item!r}")
-
-
-def _is_pass_class(item: object) -> TypeGuard[type[Pass]]:
-    return isinstance(item, type) and issubclass(item, Pass)
+    doubt = "" if request.plan is not None else unverified(_record(fast))
+    if doubt:
+        warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
+    return cast(M, handed_over(model, fast, optimizer, inplace=inplace))
 
 
 def _phase(phase: str | Phase | None) -> Phase | None:
@@ -150,7 +153,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     Raises:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
-    with outside_inference_mode(), collection_paused():
+    with outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         hold(fresh)
         program = capture_program(fresh, example_inputs)
@@ -166,7 +169,8 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model was not optimized.
     """
-    return Report(_record(model), misses_in(all_modules(model)))
+    record = _record(model)
+    return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
@@ -191,32 +195,47 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
+    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
+    this then, and gets them all.
+
     Raises:
         StateError: the model was not optimized.
     """
-    return _state_map(model).backward(model.state_dict())
+    return _state_map(model).backward(gathered(model.state_dict()))
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
     """Load a checkpoint with original or new names into an optimized model; like `nn.Module.load_state_dict`.
 
+    Whole tensors are distributed to a sharded model (FSDP2); every rank gives all of them then.
+
     Raises:
-        StateError: the model was not optimized, or tied tensors differ in `state`.
+        StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    _state_map(model)
-    return model.load_state_dict(state, strict=strict, assign=assign)
+    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
 
 
-def restore(model: nn.Module) -> nn.Module:
+def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
     """Return the original structure and class with the current weights, buffers and attributes.
 
     The optimized model is left as it is; the result shares no tensors with it.
 
+    Args:
+        model: the optimized model.
+        optimizer: over its parameters: it stays the same object, and trains those of the result from then on.
+
     Raises:
-        StateError: the model was not optimized.
+        StateError: the model was not optimized, or is sharded; or the optimizer cannot move, and is left as it was.
     """
-    return restored(model, _record(model))
+    record = _record(model)
+    refuse_sharded(
+        model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
+    )
+    original = restored(model, record)
+    if optimizer is not None:
+        moved_back(optimizer, model, original)
+    return original
 
 
 def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
@@ -233,15 +252,35 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         StateError: an optimizer that does not work element by element, or members in different groups or at unequal
             steps; nothing is changed then.
     """
+    if record_of(model) is None:
+        raise StateError(
+            f"this {type(model).__name__} was not optimized by fxopt; to go back to the original model, give the "
+            "optimizer to fxopt.restore(fast, optimizer=optimizer)"
+        )
     record = _record(model)
     names = record.original_names()
     return move_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
 
 
+def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state with original names as `torch.func.functional_call(model, ...)` takes it; gradients flow through.
+
+    Args:
+        state: parameters and buffers by original name, all of them or some. What is given of merged ones is completed
+            with the model's own numbers.
+        model: the optimized model.
+
+    Raises:
+        StateError: the model was not optimized; a name that it does not have, or a wrong shape.
+    """
+    return functional_state(state, _record(model).state_map, tensors_by_name(model))
+
+
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
     """Save an optimized model, whole or not at all: how to build the original, the plan and the weights; no pickle.
 
-    Loading gives the user's class back. What is to run without the user's code is exported instead.
+    Loading gives the user's class back. What is to run without the user's code is exported instead. Of a sharded model
+    (FSDP2) every rank calls this, and rank 0 writes.
 
     Args:
         model: an optimized model.
@@ -254,7 +293,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
-    archive.save(model, path, record=_record(model), state=state_dict(model), factory=factory)
+    record, state = _record(model), state_dict(model)
+    if writes_files(model):
+        archive.save(model, path, record=record, state=state, factory=factory)
 
 
 def export(
@@ -283,7 +324,7 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    export_model(model, path, normalize_inputs(example_inputs), dynamic_batch=dynamic_batch)
+    export_model(model, path, normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(
@@ -303,7 +344,8 @@ def load(
     """
 
     def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
-        return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+        with in_phase(original, phase == "train"):
+            return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
     return open_file(Path(path), replay=replay, model=model, trust=trusted)
@@ -317,10 +359,18 @@ def list_passes() -> dict[str, PassInfo]:
 def _record(model: nn.Module) -> Record:
     record = record_of(model)
     if record is None:
-        raise StateError(
-            f"this {type(model).__name__} was not optimized by fxopt; give the whole model that fxopt.optimize returned"
-        )
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")
     return record
+
+
+def _what_to_give(model: nn.Module) -> str:
+    """Say where the optimized model is: inside a wrapper, perhaps."""
+    modules = modules_by_name(model)
+    inside = (name for name, module in modules.items() if record_of(module) is not None)
+    name = next(inside, None)
+    if name is None:
+        return "give the whole model that fxopt.optimize returned"
+    return f"the model that fxopt.optimize returned is its '{name}': give that one"
 
 
 def _state_map(model: nn.Module) -> StateMap:

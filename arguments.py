@@ -11,13 +11,13 @@ from torch import fx, nn
 from . import api
 from .deploy.archive import factory_of
 from .deploy.exported import load_exported
-from .deploy.factory import build_model
+from .deploy.factory import build_model, importable
 from .deploy.opening import FileKind, kind_of_file
 from .deploy.source import inputs_beside, load_weights, read_inputs
 from .errors import UsageError
 from .passes.driver import record_of
 
-__all__ = ["factory_for", "graphs_of", "open_model"]
+__all__ = ["factory_for", "graphs_of", "open_model", "weights_of_both"]
 
 ANYTHING = "all"
 """Trusting this package trusts a file altogether."""
@@ -29,9 +29,9 @@ def open_model(
     """Return the model that MODEL means, and its example inputs or None.
 
     Args:
-        model: `package.module:factory`, or the path of a file with a model.
-        weights: a safetensors file to load into it.
-        inputs: a safetensors file with example inputs; by default those beside the factory, or in a .pt2 file.
+        model: `package.module:factory`, `path/to/file.py:factory`, or the path of a file with a model.
+        weights: a safetensors or `.pt` file to load into it.
+        inputs: such a file with example inputs; by default those beside the factory, or in a .pt2 file.
         trust: packages that a file may have imported, or `all`.
 
     Raises:
@@ -41,18 +41,29 @@ def open_model(
     # Like `python -m`, find the user's own modules in the folder the command is run in.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    given = None if inputs is None else read_inputs(inputs)
     if Path(model).is_file():
         built, example_inputs = _read(Path(model), trust)
     else:
         if Path(model).is_dir() or ":" not in model:
             what = "a folder" if Path(model).is_dir() else "no file"
             raise UsageError(f"{model!r} is {what}; name a saved model, or write package.module:factory")
-        built, example_inputs = build_model(model), None
+        spec = importable(model)
+        built, example_inputs = build_model(spec), inputs_beside(spec) if given is None else None
     if weights is not None:
         load_weights(built, weights)
-    if inputs is not None:
-        return built, read_inputs(inputs)
-    return built, example_inputs if Path(model).is_file() else inputs_beside(model)
+    return built, example_inputs if given is None else given
+
+
+def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path | None]:
+    """Return the weights to load into each of two models: those given, where it has no file of its own.
+
+    Raises:
+        UsageError: both are files.
+    """
+    if weights is not None and all(Path(model).is_file() for model in (a, b)):
+        raise UsageError(f"--weights {weights}: both models are files with weights of their own; leave it out")
+    return {model: None if Path(model).is_file() else weights for model in (a, b)}
 
 
 def _read(path: Path, trust: Sequence[str] | None) -> tuple[nn.Module, object]:
@@ -68,7 +79,7 @@ def factory_for(model: str) -> str | None:
         UsageError: it is a file that holds the whole model.
     """
     if not Path(model).is_file():
-        return model
+        return importable(model)
     if kind_of_file(Path(model)) is not FileKind.RECIPE:
         raise UsageError(
             f"{model} does not say how its model is built, so it cannot be saved; leave -o out, or use fxopt export"

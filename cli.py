@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import FxoptError
+from .errors import FxoptError, UnverifiedWarning
+from .prechecks import check_name, check_output, check_pipeline, check_plan_output, complete_name, complete_pipeline
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 SCHEMA_VERSION = 1
+_MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 
 app = typer.Typer(
     name="fxopt",
@@ -31,8 +34,8 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="MODEL is package.module:factory, with example_inputs() beside the factory, a file saved by fxopt, a .pt2 "
-    "file, or, with --trust all, a pickled model.",
+    epilog="MODEL is package.module:factory or path/to/file.py:factory, with example_inputs() beside the factory, a "
+    "file saved by fxopt, a .pt2 file, or, with --trust all, a pickled model.",
 )
 
 
@@ -43,9 +46,14 @@ class PhaseOption(StrEnum):
     EVAL = "eval"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:factory, or a file with a model.")]
-Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors) first.")]
-Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors); see the docs.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="package.module:factory, file.py:factory, or a file with a model.")
+]
+Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors, .pt) first.")]
+BothWeights = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Load these weights into each model that has no file of its own.")
+]
+Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors, .pt); see the docs.")]
 Trust = Annotated[
     list[str] | None,
     typer.Option(metavar="PACKAGE", help="Allow a saved MODEL to import this package; all: allow any code."),
@@ -89,7 +97,10 @@ def common(
 def optimize(
     model: Model,
     passes: Annotated[
-        str | None, typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.")
+        str | None,
+        typer.Option(
+            "--passes", "-p", metavar="PIPELINE", help="Passes or a preset.", autocompletion=complete_pipeline
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
     weights: Weights = None,
@@ -107,12 +118,16 @@ def optimize(
 
     Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
     """
+    check_pipeline(passes)
+    check_output(output, model)
+    check_plan_output(save_plan)
     from . import api
     from .arguments import factory_for
 
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
     training = original.training if wanted is None else wanted == "train"
+    warnings.simplefilter("ignore", UnverifiedWarning)  # the report says so
     fast = api.optimize(
         original,
         passes if passes is not None else "training" if training else "inference",
@@ -145,6 +160,7 @@ def export(
 
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
+    check_output(output, model)
     from . import api
 
     opened, example_inputs = _open(model, weights, inputs, trust)
@@ -171,8 +187,8 @@ def inspect(
     from .arguments import graphs_of
     from .errors import UsageError
     from .passes.driver import record_of
-    from .passes.sites import did_you_mean
     from .reporting.inspection import inspection, inspection_json
+    from .suggest import did_you_mean
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     if graph is not None:
@@ -189,15 +205,23 @@ def inspect(
 
 
 @app.command()
-def diff(a: Model, b: Model, trust: Trust = None, as_json: Json = False) -> None:
+def diff(
+    a: Model,
+    b: Model,
+    weights: BothWeights = None,
+    inputs: Inputs = None,
+    trust: Trust = None,
+    as_json: Json = False,
+) -> None:
     """Compare the graphs of two models; exit with 1 if they differ.
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
-    from .arguments import graphs_of
+    from .arguments import graphs_of, weights_of_both
     from .reporting.diff import diff_graphs
 
-    found = (graphs_of(*_open(model, None, None, trust)) for model in (a, b))
+    state = weights_of_both(a, b, weights)
+    found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
     text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
     _show({"equal": not text, "diff": text} if as_json else text, as_json)
     raise typer.Exit(1 if text else 0)
@@ -207,6 +231,7 @@ def diff(a: Model, b: Model, trust: Trust = None, as_json: Json = False) -> None
 def verify(
     a: Model,
     b: Model,
+    weights: BothWeights = None,
     inputs: Inputs = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Compare gradients too.")] = False,
     phase: Annotated[PhaseOption, typer.Option(help="The mode to compare in.")] = PhaseOption.EVAL,
@@ -218,15 +243,17 @@ def verify(
 
     The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
-    from .arguments import open_model
+    from .arguments import open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models
     from .tracing.values import normalize_inputs
 
-    (before, own), (after, others) = open_model(a, inputs=inputs, trust=trust), open_model(b, trust=trust)
-    calls = normalize_inputs(others if own is None else own)
+    state = weights_of_both(a, b, weights)
+    before, own = open_model(a, state[a], inputs, trust)
+    after, others = open_model(b, state[b], None, trust)
+    calls = normalize_inputs(others if own is None else own, before)
     if not calls:
-        raise UsageError("neither model has example inputs; give --inputs FILE")
+        raise UsageError(f"neither model has example inputs; {_MAKE_INPUTS}")
     training = phase is PhaseOption.TRAIN
     comparison = compare_models(before, after, calls, gradients=gradients, training=training, seed=seed)
     _show(comparison.to_json() if as_json else comparison, as_json)
@@ -235,13 +262,16 @@ def verify(
 
 @app.command()
 def passes(
-    name: Annotated[str | None, typer.Argument(metavar="PASS", help="Describe this pass.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="PASS", help="Describe this pass.", autocompletion=complete_name)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the passes and presets, or describe one pass.
 
     Example: fxopt passes fuse_ensembles
     """
+    check_name(name)
     from .reporting.catalogue import catalogue, catalogue_json
 
     _show(catalogue_json(name) if as_json else catalogue(name), as_json)
@@ -289,7 +319,7 @@ def _open(
 
     opened, example_inputs = open_model(model, weights, inputs, trust)
     if example_inputs is None:
-        typer.echo("fxopt: there are no example inputs, so nothing can be checked or timed", err=True)
+        typer.echo(f"fxopt: no example inputs, so nothing can be checked or timed; {_MAKE_INPUTS}", err=True)
     return opened, example_inputs
 
 

@@ -6,6 +6,7 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -44,6 +45,7 @@ __all__ = [
     "is_plainly_eager",
     "is_reentrant_checkpoint",
     "is_registered_operator",
+    "is_sharded",
     "is_torch_wrapper",
     "is_view_operator",
     "load_exported_program",
@@ -215,6 +217,12 @@ def is_reentrant_checkpoint(function: type) -> bool:
 def is_registered_operator(function: Any) -> bool:
     """Say whether a function is one of `torch.ops`."""
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Say whether a tensor is a `DTensor`, as sharding makes them; nothing is imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_torch_wrapper(cls: type) -> bool:

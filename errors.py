@@ -17,6 +17,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "StateError",
+    "UnverifiedWarning",
     "UsageError",
     "VerificationError",
     "one_line",
@@ -83,6 +84,10 @@ class GuardError(FxoptError):
 
 class GuardWarning(UserWarning):
     """A call does not meet what was assumed at capture, and the module's original forward ran instead of a graph."""
+
+
+class UnverifiedWarning(UserWarning):
+    """Rewrites stand that nothing was compared for: there were no example inputs, or `verify` was off."""
 
 
 class ModeError(FxoptError):

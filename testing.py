@@ -39,7 +39,7 @@ def assert_equivalent(
     Args:
         before: the module that is right.
         after: the module to judge.
-        inputs: a tuple of positional arguments, a dict of keywords, `Inputs`, or a list of these.
+        inputs: as the `example_inputs` of `fxopt.optimize`.
         training: compare in this mode; None leaves every flag as it is.
         gradients: compare gradients of arguments and parameters too.
         map_state: from all parameters and buffers of `before` by name to those of `after`. By default that which an
@@ -56,7 +56,7 @@ def assert_equivalent(
         UsageError: if there is no call to compare on.
         InputError: if `before` does not run on `inputs`.
     """
-    calls = normalize_inputs(inputs)
+    calls = normalize_inputs(inputs, before)
     if not calls:
         raise UsageError("assert_equivalent compares what modules do on inputs; give at least one call")
     keyed = capture_of(after) is not None

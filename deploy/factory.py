@@ -8,15 +8,25 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from torch import nn
 
 from ..errors import InputError, UsageError, one_line
-from ..passes.sites import did_you_mean
+from ..suggest import did_you_mean
 
-__all__ = ["build_model", "find_factory", "import_module", "is_trusted", "module_of", "name_class", "owner_of"]
+__all__ = [
+    "build_model",
+    "find_factory",
+    "import_module",
+    "importable",
+    "is_trusted",
+    "module_of",
+    "name_class",
+    "owner_of",
+]
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 
@@ -78,6 +88,32 @@ def import_module(name: str) -> ModuleType:
         raise InputError(f"importing {name!r} raised {type(error).__name__}: {one_line(error)}") from error
 
 
+def importable(spec: str) -> str:
+    """Return `package.module:factory` for `path/to/file.py:factory`, whose folder can be imported from then.
+
+    A file in a package (a folder with `__init__.py`) is imported as a part of it. Anything else comes back as it is.
+
+    Raises:
+        UsageError: there is no such file, or another module has its name.
+    """
+    place, separator, path = spec.rpartition(".py:")
+    if not separator:
+        return spec
+    file = Path(f"{place}.py").resolve()
+    if not file.is_file():
+        raise UsageError(f"{spec!r}: there is no file {place}.py")
+    names, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module = ".".join(names[:-1] if file.stem == "__init__" else names)
+    found = getattr(import_module(module), "__file__", None)
+    if found is None or Path(found).resolve() != file:
+        raise UsageError(f"{spec!r}: another module is called {module!r} ({found or 'built in'}); rename the file")
+    return f"{module}:{path}"
+
+
 def module_of(spec: str) -> str:
     """Return the module part of `package.module:factory`.
 
@@ -121,8 +157,6 @@ def _parts(spec: str) -> tuple[str, str]:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise UsageError(f"{spec!r} does not name a model; write package.module:factory")
-    if match["module"].endswith(".py"):
-        raise UsageError(f"{spec!r} names a file; write {match['module'][:-3]}:{match['path']}")
     return match["module"], match["path"]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import InputError, UsageError, one_line
+from ..errors import InputError, one_line
+from ..settings import weights_only
 from .factory import import_module, module_of
 
 __all__ = ["inputs_beside", "load_weights", "read_inputs"]
@@ -34,26 +36,34 @@ def inputs_beside(spec: str) -> object:
         raise InputError(f"{module_of(spec)}:{BESIDE} raised {type(error).__name__}: {one_line(error)}") from error
 
 
-def read_inputs(path: Path) -> tuple[Tensor, ...] | dict[str, Tensor]:
-    """Return example inputs from a safetensors file: positional if the names are 0, 1, 2 ..., else keywords.
+def read_inputs(path: Path) -> object:
+    """Return example inputs from a file.
+
+    Those of a safetensors file are positional if the names are 0, 1, 2 ..., else keywords; a `.pt` file holds them as
+    they were given to `torch.save`.
 
     Raises:
-        UsageError: the file is a pickle by its name.
         InputError: it cannot be read.
     """
-    tensors = _tensors(path, "example inputs")
+    if path.suffix.lower() in _PICKLES:
+        return _unpickled(path)
+    tensors = _tensors(path)
     positions = [str(i) for i in range(len(tensors))]
     return tuple(tensors[i] for i in positions) if set(positions) == set(tensors) else tensors
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a safetensors file into a model, every name matched; tied tensors may be there under one name only.
+    """Load a file of weights into a model, every name matched; tied tensors may be there under one name only.
+
+    Args:
+        model: changed in place.
+        path: a safetensors file, or what `torch.save(model.state_dict(), path)` wrote, alone or as "state_dict" beside
+            other things.
 
     Raises:
-        UsageError: the file is a pickle by its name.
-        InputError: it cannot be read, or does not fit the model.
+        InputError: it cannot be read, holds more than tensors and plain values, or does not fit the model.
     """
-    state = _tensors(path, "weights")
+    state = _state(path) if path.suffix.lower() in _PICKLES else _tensors(path)
     try:
         model.load_state_dict(_with_tied(model, state))
     except RuntimeError as error:
@@ -70,11 +80,28 @@ def _with_tied(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
     return complete
 
 
-def _tensors(path: Path, what: str) -> dict[str, Tensor]:
-    if path.suffix.lower() in _PICKLES:
-        raise UsageError(
-            f"{path} looks like a pickle, which runs code when it is read; save the {what} with safetensors instead"
-        )
+def _state(path: Path) -> Mapping[str, Tensor]:
+    found: Any = _unpickled(path)
+    state: Any = cast("Mapping[str, Any]", found).get("state_dict", found) if isinstance(found, Mapping) else found
+    values = list(cast("Mapping[str, Any]", state).values()) if isinstance(state, Mapping) else [None]
+    if not all(isinstance(value, Tensor) for value in values):
+        raise InputError(f"{path} holds no state dict; write one with torch.save(model.state_dict(), path)")
+    return cast("Mapping[str, Tensor]", state)
+
+
+def _unpickled(path: Path) -> object:
+    """Return what `torch.save` wrote, tensors and plain values only: nothing in the file is run."""
+    try:
+        with weights_only():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, where a file is damaged or asks for classes
+        advice = "save a state dict, or tensors, with torch.save or safetensors"
+        raise InputError(f"{path} cannot be read without running code in it, or is damaged; {advice}") from error
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (OSError, LookupError, ValueError, TypeError, RuntimeError, OverflowError, SafetensorError) as error:

@@ -15,16 +15,22 @@ from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_tensor
 from ..errors import FusedMemberError
+from ..passes.state import VIEWS
 from ..tracing.graphs import Capture, capture_of, install, own_class
 from ..tracing.values import INTERNAL
-from .parts import FUSED_FROM, SEALED, VIEWS, FusedPart, View, fused_class, sealed_names, views_of
+from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Register
+from .saving import SavesWhatMembersDoNot, count_slices
+from .slices import View
+from .views import SEALED, sealed_names, views_of
 
 __all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
 
 
-class FusedMembers(nn.Module):
+class FusedMembers(SavesWhatMembersDoNot):
     """Hold the parameters of an ensemble's N members, stacked: `weight_0` of shape [N, *member shape], and so on.
+
+    Members that read the slices save and load them; the stacked tensors are in no state dict then.
 
     Args:
         parameters: name -> tensor [N, ...]; it is taken over, not copied, with whatever memory layout it has.
@@ -72,6 +78,7 @@ def attach_member(
     for name, view in slices.items():
         _check_slice(module, name, view)
     taken = [(key, module.__dict__[key]) for key in REGISTERS if not slices.keys().isdisjoint(module.__dict__[key])]
+    count_slices(slices.values(), 1)
     undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     for key, register in taken:
@@ -82,11 +89,12 @@ def attach_member(
 def _give_back(
     module: nn.Module,
     undo: Callable[[], None],
-    slices: Collection[str],
+    slices: Mapping[str, View],
     taken: Sequence[tuple[str, dict[str, Any]]],
     listed: Any,
 ) -> None:
     undo()
+    count_slices(slices.values(), -1)
     for key, old in taken:
         now = {name: tensor for name, tensor in module.__dict__[key].items() if name not in slices}
         old.update(now)

@@ -9,60 +9,39 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, own_tensor, version_of
+from ..compat import own_tensor, version_of
 from ..errors import FusedMemberError
+from ..passes.state import VIEWS
 from ..tracing.graphs import Captured, sharing
-from ..tracing.values import class_recipe, qualified, subclass, user_class
-from .slices import ADVICE, Slice, write
+from ..tracing.values import class_recipe, subclass, user_class
+from .independent import can_be_independent, make_independent
+from .saving import SavesSlices
+from .slices import ADVICE, View, frozen_alone, slices_in
+from .views import (
+    SEALED,
+    outside_views,
+    parameters_among,
+    sealed_names,
+    slices_alone,
+    stacked_or_slices,
+    stores_among,
+    views_of,
+)
 
-__all__ = ["FUSED_FROM", "SEALED", "VIEWS", "FusedPart", "View", "fused_class", "live_weights"]
+__all__ = ["FUSED_FROM", "FusedPart", "fused_class", "live_weights"]
 
-VIEWS = "_fxopt_views"
-SEALED = "_fxopt_sealed"
 FUSED_FROM = "_fxopt_fused_from"
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MUTATORS = (
     "__delitem__", "__iadd__", "__imul__", "__setitem__", "append", "clear", "extend", "insert", "pop", "update",
 )  # fmt: skip
-
-
-class View(NamedTuple):
-    """Slice `position` of the parameter or buffer `name` of `store`."""
-
-    store: nn.Module
-    name: str
-    position: int
-
-    @property
-    def stacked(self) -> Tensor:
-        stacked = own_tensor(self.store, self.name)
-        return getattr(self.store, self.name) if stacked is None else stacked
-
-    @property
-    def is_buffer(self) -> bool:
-        return self.name in self.store._buffers  # pyright: ignore[reportPrivateUsage]
-
-    def read(self) -> Tensor:
-        """Return the slice, attached to the stacked parameter; its `.grad` is the slice of that one's gradient."""
-        stacked = self.stacked
-        member = stacked[self.position]
-        if torch.compiler.is_compiling():
-            return member
-        member = member.as_subclass(Slice)
-        if stacked.is_leaf and stacked.grad is not None:
-            member.grad = stacked.grad[self.position]
-        return member
-
-    def write(self, value: Tensor, what: str) -> None:
-        """Copy a tensor of the same shape into the slice."""
-        write(self.stacked[self.position], value, what)
 
 
 def _hook_registration(name: str) -> Callable[..., Any]:
@@ -76,7 +55,17 @@ def _hook_registration(name: str) -> Callable[..., Any]:
     return register
 
 
-class FusedPart(nn.Module):
+class _Whole:
+    """What is applied to the tensors of a module that holds all of an ensemble; members inside are no exception."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return self.function(tensor)
+
+
+class FusedPart(SavesSlices):
     """Mix into the class of a module inside a fused ensemble.
 
     A member's parameters read as slices of the stacked ones, and writing to them writes there. Asked directly, a part
@@ -108,6 +97,8 @@ class FusedPart(nn.Module):
             raise _refusal(self, f"'{name}' cannot be replaced")
         if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):
             raise _refusal(self, f"'{name}' cannot be added")
+        if _loses_tensor(self, name, value):
+            raise _refusal(self, f"'{name}' cannot become None")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -125,8 +116,10 @@ class FusedPart(nn.Module):
         views = views_of(self)
         if name in views:
             self._fxopt_write(name, views[name], param)
-        elif views:
+        elif views or ("forward" in sealed_names(self) and own_tensor(self, name) is None):
             raise _refusal(self, f"the parameter '{name}' cannot be added (by pruning or a normalization, say)")
+        elif _loses_tensor(self, name, param):
+            raise _refusal(self, f"'{name}' cannot become None")
         else:
             super().register_parameter(name, param)
 
@@ -137,9 +130,34 @@ class FusedPart(nn.Module):
     register_full_backward_pre_hook = _hook_registration("register_full_backward_pre_hook")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if any(not isinstance(parameter, nn.Parameter) for parameter in self.parameters()):
-            raise _refusal(self, "one member cannot be frozen by itself")
+        if any(part.requires_grad != requires_grad for part in slices_in(self.parameters())):
+            frozen_alone(f"this {type(self).__name__}")
         return super().requires_grad_(requires_grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or convert the stacked tensors with what holds all members; a part of them cannot be moved."""
+        views = {} if isinstance(fn, _Whole) else outside_views(self)
+        for store in stores_among(views):
+            cast("Any", store)._apply(fn)
+        for name, view in slices_alone(views).items():
+            mine = view.read().detach()
+            moved = fn(mine)
+            if (moved.dtype, moved.device) != (mine.dtype, mine.device):
+                raise _refusal(self, f"'{name}' is of one member, which cannot be moved or converted by itself")
+        return super()._apply(cast("Any", fn if isinstance(fn, _Whole) else _Whole(fn)), recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy; of a member that is asked directly, an independent module with parameters of its own."""
+        # Members among other things are copied one by one: the memo then holds these.
+        alone = not memo and can_be_independent(self)
+        if alone:
+            memo.update({id(view.store): view.store for view in outside_views(self).values()})
+        make, arguments, state = self.__reduce__()
+        memo[id(self)] = copied = make(*arguments)
+        copied.__setstate__(copy.deepcopy(state, memo))
+        if alone:
+            make_independent(copied)
+        return copied
 
     def _replicate_for_data_parallel(self) -> Any:
         replica: Any = super()._replicate_for_data_parallel()
@@ -150,7 +168,13 @@ class FusedPart(nn.Module):
     def _fxopt_write(self, name: str, view: View, value: object) -> None:
         if not isinstance(value, Tensor):
             raise _refusal(self, f"'{name}' cannot become {value!r}")
-        view.write(value, f"'{name}' of this {type(self).__name__}")
+        what = f"'{name}' of this {type(self).__name__}"
+        if not isinstance(value, nn.Parameter):
+            view.write(value, what)
+        elif value.requires_grad == view.stacked.requires_grad:
+            view.replace(value, what)
+        else:
+            frozen_alone(what)
 
     # -- asked directly --------------------------------------------------------------------------------------------
 
@@ -160,7 +184,7 @@ class FusedPart(nn.Module):
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
         if recurse:
             dotted = f"{prefix}." if prefix else ""
-            for name, parameter in _stacked_or_slices(_parameter_views(self)):
+            for name, parameter in stacked_or_slices(parameters_among(outside_views(self))):
                 yield dotted + name, cast("nn.Parameter", parameter)
 
     def named_buffers(
@@ -169,99 +193,28 @@ class FusedPart(nn.Module):
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         if recurse:
             dotted = f"{prefix}." if prefix else ""
-            views = {name: view for name, view in _outside(self).items() if view.is_buffer}
-            yield from ((dotted + name, buffer) for name, buffer in _stacked_or_slices(views))
+            views = {name: view for name, view in outside_views(self).items() if view.is_buffer}
+            yield from ((dotted + name, buffer) for name, buffer in stacked_or_slices(views))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         views = views_of(self)
         if name in views:
             self._fxopt_write(name, views[name], tensor)
+        elif _loses_tensor(self, name, tensor):
+            raise _refusal(self, f"'{name}' cannot become None")
         else:
             super().register_buffer(name, tensor, persistent)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        result: Any = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if destination is None and not args:
-            for name, view in _outside(self).items():
-                result[prefix + name] = view.read() if keep_vars else view.read().detach()
-        return result
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if views_of(self):
-            # A plain dict names no version, for which batch norms add a buffer that is not here any more.
-            local_metadata = {**local_metadata, "version": self._version}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        views = _outside(self)
-        if not views:
-            return super().load_state_dict(state_dict, strict, assign)
-        missing = [name for name in views if name not in state_dict]
-        if strict and missing:
-            listed = ", ".join(f'"{name}"' for name in missing)
-            raise RuntimeError(f"Error(s) in loading state_dict for {type(self).__name__}: missing key(s): {listed}")
-        rest = cast("dict[str, Any]", copy.copy(state_dict))
-        slices = [(name, view, rest.pop(name)) for name, view in views.items() if name in state_dict]
-        result: Any = super().load_state_dict(rest, strict, assign)
-        for name, view, value in slices:
-            view.write(value, f"'{name}'")
-        return type(result)([*missing, *result.missing_keys], result.unexpected_keys)
+def _loses_tensor(part: FusedPart, name: str, value: object) -> bool:
+    """Say whether a module that others compute for would be without a tensor that they read."""
+    return value is None and "forward" in sealed_names(part) and own_tensor(part, name) is not None
 
 
 def _refusal(part: FusedPart, what: str) -> FusedMemberError:
     return FusedMemberError(
         f"this {type(part).__name__} was fused or folded, or holds a module that was: {what}. {ADVICE}"
     )
-
-
-def views_of(module: nn.Module) -> Mapping[str, View]:
-    """Return the parameters of a member that are slices of stacked ones, by name."""
-    return module.__dict__.get(VIEWS, {})
-
-
-def sealed_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's children and settings that must stay what they are."""
-    return module.__dict__.get(SEALED, frozenset())
-
-
-def _outside(module: nn.Module) -> dict[str, View]:
-    """Return the slices that `module` and its children read from stores that are not among its children."""
-    children = modules_by_name(module)
-    inside = {id(child) for child in children.values()}
-    return {
-        qualified(path, name): view
-        for path, child in children.items()
-        for name, view in child.__dict__.get(VIEWS, {}).items()
-        if id(view.store) not in inside
-    }
-
-
-def _parameter_views(module: nn.Module) -> dict[str, View]:
-    return {name: view for name, view in _outside(module).items() if not view.is_buffer}
-
-
-def _stacked_or_slices(views: Mapping[str, View]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a stacked parameter once where all its slices are there, else each slice that is."""
-    families: dict[tuple[int, str], list[str]] = {}
-    for name, view in views.items():
-        families.setdefault((id(view.store), view.name), []).append(name)
-    for names in families.values():
-        stacked = views[names[0]].stacked
-        if len({views[name].position for name in names}) == stacked.shape[0]:
-            yield f"{names[0]}..{names[-1]}", stacked
-        else:
-            yield from ((name, views[name].read()) for name in names)
 
 
 # -- classes -------------------------------------------------------------------------------------------------------

@@ -28,9 +28,15 @@ class Register(dict[str, Any]):
         if value is not None and name in self.slices:
             raise FusedMemberError(
                 f"'{name}' is a slice of a stacked parameter, and nothing reads another tensor in its place. Give "
-                "torch.func.functional_call the names that model.named_parameters() lists"
+                "torch.func.functional_call what fxopt.translate_state(state, model) makes of the state, or the names "
+                "that model.named_parameters() lists"
             )
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.slices:
+            raise FusedMemberError(f"'{name}' is a slice of a stacked parameter and cannot be taken away")
+        super().__delitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Register, (dict(self), self.slices)

@@ -1,43 +1,213 @@
-"""Slices of stacked parameters, as code that reaches for a member's parameter gets them."""
+"""Slices of stacked tensors, as code that reaches for a member's parameter gets them."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..compat import is_sharded, own_tensor
 from ..errors import FusedMemberError
 
-__all__ = ["ADVICE", "Slice", "write"]
+__all__ = ["ADVICE", "Slice", "View", "frozen_alone", "slices_in"]
 
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
 
 
+class View(NamedTuple):
+    """Slice `position` of the parameter or buffer `name` of `store`."""
+
+    store: nn.Module
+    name: str
+    position: int
+
+    @property
+    def stacked(self) -> Tensor:
+        stacked = own_tensor(self.store, self.name)
+        return getattr(self.store, self.name) if stacked is None else stacked
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name in self.store._buffers  # pyright: ignore[reportPrivateUsage]
+
+    def _cut(self) -> Tensor:
+        stacked = self.stacked
+        _refuse_sharded(stacked, self.name)
+        return stacked[self.position]
+
+    def read(self) -> Tensor:
+        """Return the slice, attached to the stacked tensor."""
+        member = self._cut()
+        if torch.compiler.is_compiling():
+            return member
+        found = member.as_subclass(Slice)
+        found._fxopt_view = self  # pyright: ignore[reportPrivateUsage]
+        return found
+
+    def write(self, value: Tensor, what: str) -> None:
+        """Copy a tensor of the same shape into the slice.
+
+        Raises:
+            FusedMemberError: if it has another shape.
+        """
+        member = self._cut()
+        _check_like(member, value, what, ("shape",))
+        with torch.no_grad():
+            member.copy_(value)
+
+    def replace(self, value: Tensor, what: str) -> None:
+        """Let the slice have the values of a tensor of its shape, type and device.
+
+        Raises:
+            FusedMemberError: if it has others: the member's parameter cannot take these on by itself.
+        """
+        _check_like(self._cut(), value, what)
+        self.write(value, what)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The slice of the stacked parameter's gradient; writing to it writes there."""
+        stacked = self.stacked
+        _refuse_sharded(stacked, self.name)
+        return stacked.grad[self.position] if stacked.is_leaf and stacked.grad is not None else None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Set the slice of the gradient; without one it is zero, where other members have one.
+
+        Raises:
+            FusedMemberError: if it has another shape, type or device than the slice.
+        """
+        stacked = self.stacked
+        if value is not None:
+            _check_like(self._cut(), value, "this gradient")
+            if stacked.grad is None:
+                stacked.grad = torch.zeros_like(stacked)
+        if stacked.grad is not None:
+            stacked.grad.detach()[self.position] = 0 if value is None else value.detach()
+
+
 class Slice(Tensor):
-    """A slice of a stacked parameter: setting its `data` writes there; what is computed from it is a plain tensor."""
+    """A slice of a stacked parameter: its data, gradient and hooks are that one's.
+
+    What is computed from it is a plain tensor.
+    """
 
     __torch_function__ = cast("Any", nn.Parameter.__torch_function__)
+    _fxopt_view: View
 
     @property
     def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
-    def data(self, value: Any) -> None:
-        write(self, value, "this tensor")
+    def data(self, value: Tensor) -> None:
+        self._fxopt_view.replace(value, "this tensor")
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self._fxopt_view.gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._fxopt_view.set_gradient(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return cast("Any", Tensor.requires_grad).__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            frozen_alone("this tensor")
+
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  it is declared with another name
+        self, requires_grad: bool = True
+    ) -> Any:
+        """Accept what the stacked parameter does already; one member cannot differ from the others."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def retains_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Refuse: optimizers ask for it before they say that they take no slice of a parameter."""
+        raise FusedMemberError(
+            "this tensor is a slice of a stacked parameter, which no optimizer can train by itself: build the "
+            "optimizer on the parameters of the model or of all members (model.heads.parameters())"
+        )
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register a hook on the gradient of the slice, wherever it comes from."""
+        position = self._fxopt_view.position
+
+        def of_all(gradient: Tensor) -> Tensor | None:
+            changed = hook(gradient[position])
+            if changed is None:
+                return None
+            whole = gradient.clone()
+            whole[position] = changed
+            return whole
+
+        return cast("Any", self._fxopt_view.stacked).register_hook(of_all)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register a hook that is given the slice, once it has its gradient."""
+        view = self._fxopt_view
+
+        def of_all(_: Tensor) -> None:
+            hook(view.read())
+
+        return cast("Any", view.stacked).register_post_accumulate_grad_hook(of_all)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an independent parameter of the same numbers."""
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return cast("Any", self.detach().clone()).__reduce_ex__(protocol)
 
 
-def write(member: Tensor, value: Tensor, what: str) -> None:
-    """Copy a tensor into a slice of a stacked one, of the same shape, called `what`.
+def slices_in(tensors: Iterable[Tensor]) -> list[Slice]:
+    """Return the slices among some tensors."""
+    return [tensor for tensor in tensors if isinstance(tensor, Slice)]
+
+
+def frozen_alone(what: str) -> NoReturn:
+    """Refuse to let one member's parameters want gradients where the others' do not, or the other way round.
 
     Raises:
-        FusedMemberError: if it has another shape.
+        FusedMemberError: always.
     """
-    if value.shape != member.shape:
+    raise FusedMemberError(
+        f"{what} is part of a fused member, and one member cannot be frozen by itself: freeze all of them "
+        "(model.heads.requires_grad_(False)), freeze this one before optimizing, or keep its gradient zero "
+        f"(weight.register_hook(torch.zeros_like)). {ADVICE}"
+    )
+
+
+def _check_like(
+    member: Tensor, value: Tensor, what: str, kinds: tuple[str, ...] = ("shape", "dtype", "device")
+) -> None:
+    for kind in kinds:
+        mine, given = getattr(member, kind), getattr(value, kind)
+        if mine != given:
+            mine, given = (list(size) if kind == "shape" else size for size in (mine, given))
+            raise FusedMemberError(
+                f"{what} is a slice of a stacked parameter and keeps its {kind} {mine}; a tensor of {kind} {given} "
+                f"cannot take its place. {ADVICE}"
+            )
+
+
+def _refuse_sharded(stacked: Tensor, name: str) -> None:
+    """Refuse to cut a sharded tensor: a slice of it is a copy, and writes to it are lost.
+
+    Raises:
+        FusedMemberError: if it is one.
+    """
+    if is_sharded(stacked):
         raise FusedMemberError(
-            f"{what} is a slice of a stacked parameter and keeps its shape {list(member.shape)}; a tensor of "
-            f"shape {list(value.shape)} cannot be copied into it. {ADVICE}"
+            f"the stacked parameter '{name}' is sharded, so its members cannot be read or written one by one; "
+            "fxopt.state_dict(model) gathers them, fxopt.load_state_dict(model, state) writes them"
         )
-    with torch.no_grad():
-        member.copy_(value)

@@ -7,7 +7,8 @@ import enum
 import inspect
 from typing import Any
 
-from ..passes.pipeline import PRESETS, PassInfo, available, find_pass
+from ..known_passes import PRESETS
+from ..passes.pipeline import PassInfo, available, find_pass
 
 __all__ = ["catalogue", "catalogue_json"]
 

@@ -15,8 +15,8 @@ from ..version import VERSION
 
 __all__ = ["Check", "checks"]
 
-REQUIRED = ("torch-geometric", "networkx", "torchao", "safetensors", "typer", "rich")
-OPTIONAL = {"triton": "GPU kernels", "onnx": "ONNX export", "transformers": "its models"}
+REQUIRED = ("torch-geometric", "networkx", "safetensors", "typer", "rich")
+OPTIONAL = {"torchao": "quantization", "triton": "GPU kernels", "onnx": "ONNX export", "transformers": "its models"}
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 

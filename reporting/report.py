@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .diff import diff_graphs
+from .html import report_html
 from .table import ReportTable
+from .wording import headline, summary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,18 +28,20 @@ class Report:
     Args:
         record: what the model remembers; see `fxopt.report`.
         missed: the guards that turned calls away from its graphs since it was handed over.
+        notes: what else its user should know, a line each.
     """
 
-    def __init__(self, record: Record, missed: Sequence[Miss] = ()) -> None:
+    def __init__(self, record: Record, missed: Sequence[Miss] = (), notes: Sequence[str] = ()) -> None:
         self.record = record
         self.missed = tuple(missed)
+        self.notes = tuple(notes)
 
     def table(self) -> ReportTable:
         """Return sites, lowerings, errors, speed and parameters, then what was refused or undone and why.
 
         It is a `rich` renderable: a table where there is room, lines where there is not, ASCII in pipes.
         """
-        return ReportTable(self.record, self.missed)
+        return ReportTable(self.record, self.missed, self.notes)
 
     def diff(self) -> str:
         """Return the graphs before and after as a unified diff, module by module; empty if nothing changed."""
@@ -58,7 +62,7 @@ class Report:
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
-            "messages": list(record.messages),
+            "messages": [*record.messages, *self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 
@@ -66,4 +70,8 @@ class Report:
         return str(self.table())
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.record.plan.decisions)} decisions>"
+        return f"<{type(self).__name__}: {headline(self.record)}; whole model {summary(self.record)['whole model']}>"
+
+    def _repr_html_(self) -> str:
+        """Show the report in a notebook."""
+        return report_html(self.table())

@@ -12,13 +12,13 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .wording import Left, Row, applied_rows, headline, left_alone, printable, summary, turned_away
+from .wording import Left, Row, applied_rows, headline, left_alone, phase_of, printable, summary, turned_away
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
     from ..tracing.graphs import Miss
 
-__all__ = ["ReportTable"]
+__all__ = ["ReportTable", "cells", "titles"]
 
 NARROW = 100
 TITLES = {
@@ -35,8 +35,9 @@ STYLES = {"refused": "dim", "undone": "yellow", "skipped": "dim", "not captured"
 class ReportTable:
     """What was done to a model, for `rich` to print; as a string it is plain text of any width."""
 
-    def __init__(self, record: Record, missed: Sequence[Miss] = ()) -> None:
+    def __init__(self, record: Record, missed: Sequence[Miss] = (), notes: Sequence[str] = ()) -> None:
         self.record = record
+        self.notes = [*record.messages, *notes]
         self.rows = applied_rows(record)
         self.left = left_alone(record) + turned_away(missed)
 
@@ -61,14 +62,14 @@ class ReportTable:
         if self.left:
             yield Text()
             yield from map(_left_line, self.left)
-        yield from (Text(printable(message), style="yellow") for message in self.record.messages)
+        yield from (Text(printable(message), style="yellow") for message in self.notes)
 
     def _table(self, terminal: bool) -> Iterator[RenderableType]:
         table = Table(box=box.SIMPLE_HEAD if terminal else box.MARKDOWN)
-        for title in TITLES.values():
+        for title in titles(self.record).values():
             table.add_column(title, overflow="fold")
         for row in self.rows:
-            table.add_row(*(Text(text) for text in _cells(row)))
+            table.add_row(*(Text(text) for text in cells(row)))
         yield table
         yield from (Text(f"{row.site}: {row.timed}", style="dim") for row in self.rows if row.timed)
 
@@ -81,7 +82,13 @@ class ReportTable:
                     yield Text(f"  {field.name:<10}{text}")
 
 
-def _cells(row: Row) -> list[str]:
+def titles(record: Record) -> dict[str, str]:
+    """Return the columns' titles by field of a row; speed is that of one phase."""
+    return {**TITLES, "speed": f"speed in {phase_of(record)}"}
+
+
+def cells(row: Row) -> list[str]:
+    """Return a row's cells, in the order of the titles."""
     return [getattr(row, name) for name in TITLES]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,22 @@ __all__ = [
     "headline",
     "left_alone",
     "located",
+    "phase_of",
     "printable",
     "summary",
     "turned_away",
 ]
 
 LONGEST_NAME = 60
+_PHASES = {"eval": "inference", "train": "training"}
+_SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
+_NUMBER = re.compile(r"\d+")
+_LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rewrite that stands."""
+    """One rewrite that stands, or several alike: at equal sites, or at one site in both modes of its module."""
 
     pass_name: str
     site: str
@@ -52,18 +58,38 @@ class Left:
     reason: str
 
 
+def phase_of(record: Record) -> str:
+    """Return what the model was optimized for: `inference` or `training`."""
+    return _PHASES[record.plan.phase]
+
+
 def headline(record: Record) -> str:
-    """Say in one line how many rewrites stand and how they were checked."""
-    statuses = [decision.status for decision in record.plan.decisions]
+    """Say in one line how many rewrites stand, for which phase, and how they were checked."""
+    # What holds in both modes of a module, each with a graph of its own, is one rewrite to its user.
+    places = {(d.status, d.step, d.pass_name, _place(d)) for d in record.plan.decisions}
+    statuses = [status for status, *_ in places]
     applied = statuses.count("applied")
     others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]
-    return f"{', '.join([_count(applied, 'rewrite') + ' applied', *others])}; checked: {record.checked}"
+    counted = f"{_count(applied, 'rewrite')} applied for {phase_of(record)}"
+    return ", ".join([counted, *others]) + (_checked(record.checked) if applied else "")
+
+
+def _place(decision: Decision) -> str:
+    return _SPECIALIZATION.sub("", decision.key)
+
+
+def _checked(ways: str) -> str:
+    """Say how rewrites were checked, or that they were not."""
+    way, separator, reason = ways.partition("unverified: ")
+    if not separator:
+        return f"; checked: {ways}"
+    return f"; {f'checked: {way}but also ' if way else ''}NOT VERIFIED: {reason}"
 
 
 def summary(record: Record) -> dict[str, str]:
     """Return the whole model's figures, each under its title."""
     lines = {
-        "whole model": _whole_model(record.timings),
+        "whole model": _whole_model(record.timings, phase_of(record)),
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage.partition("\n")[0]),
     }
@@ -72,38 +98,62 @@ def summary(record: Record) -> dict[str, str]:
     return lines
 
 
-def _whole_model(timings: Mapping[str, float] | None) -> str:
+def _whole_model(timings: Mapping[str, float] | None, phase: str) -> str:
     if not timings:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
-    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x"
+    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}"
 
 
 def applied_rows(record: Record) -> list[Row]:
-    """Return a row for each rewrite that stands, in the order in which they were made."""
-    return [_row(decision) for decision in record.plan.decisions if decision.status == "applied"]
+    """Return the rewrites that stand, in the order of their making; equal ones in one row with their number."""
+    alike: dict[tuple[object, ...], list[Decision]] = {}
+    for decision in record.plan.decisions:
+        if decision.status == "applied":
+            alike.setdefault(_likeness(decision), []).append(decision)
+    return [_row(decisions) for decisions in alike.values()]
 
 
-def _row(decision: Decision) -> Row:
+def _likeness(decision: Decision) -> tuple[object, ...]:
+    """Return what rows are merged by: the rewrite, how it was checked, and the place but for its numbers."""
     figures: Mapping[str, Any] = decision.figures
-    site = clipped(decision.label) + (f": {decision.detail}" if decision.detail else "")
-    first = figures.get("as")
+    place = _NUMBER.sub("#", str(figures.get("as") or decision.label))
+    checked = figures.get("checked"), _shared(figures)
+    return decision.step, decision.pass_name, decision.choice, decision.detail, place, checked
+
+
+def _row(decisions: Sequence[Decision]) -> Row:
+    decision, figures = decisions[0], decisions[0].figures
+    times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
+    site = _several([decision.label for decision in decisions])
     return Row(
         pass_name=decision.pass_name,
-        site=printable(site),
+        site=printable(site + (f": {decision.detail}" if decision.detail else "")),
         lowering=decision.choice or "",
-        error=_error(figures),
-        speed=_speed(figures) + _shared(figures) + (f", as {printable(clipped(str(first)))}" if first else ""),
-        time=_time(figures),
+        error=_error([decision.figures for decision in decisions]),
+        speed=_speeds([decision.figures for decision in decisions]) + _shared(figures),
+        time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
     )
 
 
-def _error(figures: Mapping[str, Any]) -> str:
-    meaning, precision = figures.get("meaning_error"), figures.get("precision_error")
+def _error(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Return the largest errors of equal rewrites, or why they were not checked."""
+    meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
-        return str(figures.get("checked", "unverified"))
+        return str(figures[0].get("checked", "unverified"))
     return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}")
+
+
+def _largest(figures: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return max((each[name] for each in figures if each.get(name) is not None), default=None)
+
+
+def _speeds(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Return the speed that equal rewrites have in common, or the smallest and the largest."""
+    found = {figure["speedup"] for figure in figures if figure.get("speedup") is not None}
+    low, high = (f"{extreme(found):.3g}x" for extreme in (min, max)) if found else ("", "")
+    return _speed(figures[0]) if low == high else f"{low} to {high}"
 
 
 def _speed(figures: Mapping[str, Any]) -> str:
@@ -133,19 +183,31 @@ def _timed(lowerings: Mapping[str, float]) -> str:
 
 def left_alone(record: Record) -> list[Left]:
     """Return what was not rewritten, equal reasons together, and what was not captured."""
-    places: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, ...], list[Decision]] = {}
     for decision in record.plan.decisions:
         if decision.status != "applied":
-            places.setdefault((decision.status, decision.pass_name, decision.reason), []).append(decision.label)
+            alike.setdefault(_cause(decision), []).append(decision)
     decided = [
-        Left(status, f"{pass_name} at {_several(labels)}", printable(reason))
-        for (status, pass_name, reason), labels in places.items()
+        Left(status, f"{pass_name} at {_several(each.label for each in decisions)}", _reason(decisions))
+        for (status, pass_name, *_), decisions in alike.items()
     ]
     opaque = [
         Left("not captured", (clipped(name) or "(root)") + located(location), printable(reason))
         for name, location, reason in record.opaque
     ]
     return decided + opaque
+
+
+def _cause(decision: Decision) -> tuple[str, ...]:
+    """Return what places are named together by: the reason; where it has figures, equal places may differ in them."""
+    pattern = _NUMBER.sub("#", decision.reason)
+    place = _NUMBER.sub("#", decision.label) if pattern != decision.reason else ""
+    return decision.status, decision.pass_name, pattern, place
+
+
+def _reason(decisions: Sequence[Decision]) -> str:
+    reasons = list(dict.fromkeys(decision.reason for decision in decisions))
+    return printable(reasons[0]) + (" (the first)" if len(reasons) > 1 else "")
 
 
 def located(location: str) -> str:
@@ -158,9 +220,11 @@ def turned_away(missed: Sequence[Miss]) -> list[Left]:
     return [Left("missed", clipped(miss.module) or "(root)", printable(str(miss))) for miss in missed]
 
 
-def _several(labels: Sequence[str]) -> str:
-    first = clipped(labels[0]) or "(root)"
-    return first if len(labels) == 1 else f"{first} and {len(labels) - 1} more"
+def _several(labels: Iterable[str]) -> str:
+    """Name the first of several places, and count the others; a place with two graphs is one."""
+    first, *others = dict.fromkeys(labels)
+    shown = clipped(first) or "(root)"
+    return f"{shown} and {len(others)} more" if others else shown
 
 
 def duration(seconds: float) -> str:
@@ -179,8 +243,8 @@ def clipped(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text in which nothing can move the cursor or change colours: names come from other people's models."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """Return one line in which nothing can move the cursor or change colours: names come from other people's models."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in _LINE_BREAK.sub(" ", text))
 
 
 def _count(number: int, thing: str) -> str:

@@ -217,12 +217,16 @@ def test_the_phase_is_the_model_s_own_unless_given() -> None:
             assert fast.training is training
 
 
-def test_a_rewrite_for_evaluation_puts_the_model_there_and_keeps_it_there() -> None:
+def test_a_rewrite_for_evaluation_does_not_land_on_a_model_in_training_and_keeps_one_in_evaluation_there() -> None:
     model = Model().train()
     model.heads[1].requires_grad_(False)
-    fast = optimized(model, phase="eval")
-    assert not fast.training and not any(module.training for module in fast.modules())
-    torch.testing.assert_close(fast(X), model.eval()(X))
+    refused = optimized(model, phase="eval")
+    assert refused.training and all(module.training for module in refused.modules())
+    assert [d.reason for d in fxopt.plan(refused).decisions if "evaluation" in d.reason] == [
+        "it is for evaluation, and the model is in training; call model.eval() first"
+    ]
+    fast = optimized(model.eval())
+    torch.testing.assert_close(fast(X), model(X))
     with pytest.raises(fxopt.ModeError, match="fuse_ensembles"):
         fast.train()
     fast.eval()

@@ -125,6 +125,16 @@ def test_possible_orders_pass() -> None:
     optimized(Ensemble(), [Third(), First()])
 
 
+@pytest.mark.parametrize(
+    "passes",
+    [X, (X,), [X], [(X,)], {"x": X}, fxopt.Inputs(X), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X))],
+)
+def test_inputs_in_the_place_of_passes_are_recognized_and_not_shown(passes: object) -> None:
+    with pytest.raises(fxopt.UsageError, match=r"give it by name: optimize\(model, example_inputs=") as caught:
+        fxopt.optimize(Ensemble(), passes)
+    assert "tensor(" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 # -- inputs --------------------------------------------------------------------------------------------------------
 
 
@@ -149,14 +159,14 @@ def test_a_second_call_that_fails_is_found_too() -> None:
         optimized(Ensemble(), example_inputs=[(X,), (torch.randn(1),)])
 
 
-@pytest.mark.parametrize("inputs", [X, "text", 3, [X], {1: X}, [[X]], {X}])
+@pytest.mark.parametrize("inputs", ["text", 3, [], {1: X}, [[X]], {X}, X.numpy()])
 def test_wrong_forms_of_example_inputs(inputs: object) -> None:
     with pytest.raises(fxopt.UsageError, match=r"example_inputs"):
         optimized(Ensemble(), example_inputs=inputs)
 
 
 @pytest.mark.parametrize(
-    "inputs", [(X,), [(X,)], [(X,), (X[:2],)], {"x": X}, fxopt.Inputs(X), [fxopt.Inputs(x=X)], None]
+    "inputs", [(X,), [(X,)], [(X,), (X[:2],)], {"x": X}, fxopt.Inputs(X), [fxopt.Inputs(x=X)], X, [X, X[:2]], None]
 )
 def test_right_forms_of_example_inputs(inputs: object) -> None:
     model = Ensemble()

@@ -98,7 +98,8 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
     ("model", "code", "message"),
     [
         ("zoo", 2, "'zoo' is no file; name a saved model, or write package.module:factory"),
-        ("zoo.py:heads", 2, "'zoo.py:heads' names a file; write zoo:heads"),
+        ("./zou.py:heads", 2, "'./zou.py:heads': there is no file ./zou.py"),
+        ("zoo.py:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
         ("zou:heads", 2, "there is no module 'zou'"),
         ("zoo:haeds", 2, "zoo has no 'haeds'; did you mean 'heads'?"),
         ("zoo:SOURCE", 2, "zoo has no 'SOURCE'"),
@@ -113,6 +114,13 @@ def test_a_model_that_is_none(fxopt: Fxopt, model: str, code: int, message: str)
     assert done.code == code
     assert message in done.err
     assert done.out == ""
+
+
+def test_a_file_that_another_module_has_the_name_of(fxopt: Fxopt, zoo: Path):
+    (zoo / "json.py").touch()
+    done = fxopt("inspect", "json.py:heads")
+    assert done.code == 2
+    assert "another module is called 'json'" in done.err and "rename the file" in done.err
 
 
 def test_a_wrong_pipeline_is_shown_with_its_place(fxopt: Fxopt):
@@ -196,18 +204,57 @@ def test_weights_and_inputs_come_from_safetensors(fxopt: Fxopt, zoo: Path):
     assert misfit.code == 3
     assert "do not fit the model" in misfit.err
     for option in ("--weights", "--inputs"):
-        pickle = fxopt("inspect", "zoo:heads", option, "model.pt")
-        assert pickle.code == 2
-        assert "looks like a pickle" in pickle.err
+        absent = fxopt("inspect", "zoo:heads", option, "model.pt")
+        assert absent.code == 3
+        assert "No such file or directory: 'model.pt'" in absent.err
         damaged = fxopt("inspect", "zoo:heads", option, "zoo.py")
         assert damaged.code == 3
         assert "not a readable safetensors file" in damaged.err
 
 
-def test_without_inputs_it_says_so_on_stderr(fxopt: Fxopt):
+class Opens:
+    """Write a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, ("opened", "w")
+
+
+def test_weights_and_inputs_come_from_pt_files_of_which_nothing_is_run(fxopt: Fxopt, zoo: Path):
+    sys.path.insert(0, str(zoo))
+    import zoo as models
+
+    state = {name: torch.zeros_like(tensor) for name, tensor in models.heads().state_dict().items()}
+    torch.save(state, zoo / "zero.pt")
+    torch.save({"state_dict": state, "epoch": 3}, zoo / "zero.ckpt")
+    torch.save((torch.ones(2, 4),), zoo / "x.pt")
+    for weights in ("zero.pt", "zero.ckpt"):
+        done = fxopt("optimize", "bare:heads", "--weights", weights, "--inputs", "x.pt", "-o", "o.fxopt", *FAST)
+        assert (done.code, done.err) == (0, "")
+        import fxopt as library
+
+        assert library.load("o.fxopt", trust=["bare", "zoo"])(torch.ones(1, 4)).abs().max() == 0
+
+    torch.save({"weight": Opens()}, zoo / "evil.pt")
+    torch.save([1, 2], zoo / "list.pt")
+    for option in ("--weights", "--inputs"):
+        refused = fxopt("inspect", "zoo:heads", option, "evil.pt")
+        assert refused.code == 3
+        assert "cannot be read without running code in it" in refused.err
+        assert len(refused.err.splitlines()) == 1
+    assert not (zoo / "opened").exists()
+    assert "holds no state dict" in fxopt("inspect", "zoo:heads", "--weights", "list.pt").err
+
+
+def test_without_inputs_it_says_so_on_stderr_with_what_to_do(fxopt: Fxopt):
     done = fxopt("inspect", "bare:heads", "--json")
     assert done.code == 0
-    assert "no example inputs" in done.err
+    assert done.err == (
+        "fxopt: no example inputs, so nothing can be checked or timed; write example_inputs() beside the factory, "
+        "or give --inputs FILE\n"
+    )
+    optimized = fxopt("optimize", "bare:heads", "-p", "fuse_ensembles{lowering=bmm}")
+    assert "NOT VERIFIED: no example inputs" in optimized.out
+    assert "Warning" not in optimized.err
     assert done.json["schema_version"] == 1
 
 
@@ -233,6 +280,26 @@ def test_diff_compares_models_and_archives(fxopt: Fxopt):
     assert done.code == 1
     assert "--- (root)" in done.out
     assert fxopt("diff", "zoo:heads", "out.fxopt", "--trust", "zoo", "--json").json["equal"] is False
+
+
+def test_diff_and_verify_take_weights_and_inputs(fxopt: Fxopt, zoo: Path):
+    sys.path.insert(0, str(zoo))
+    import zoo as models
+
+    state = {name: tensor * 2 for name, tensor in models.heads().state_dict().items()}
+    save_file(state, zoo / "double.safetensors")
+    save_file({"0": torch.ones(2, 4)}, zoo / "x.safetensors")
+    weights = ("--weights", "double.safetensors", "--trust", "zoo", "--inputs", "x.safetensors")
+    fxopt("optimize", "zoo:heads", *weights[:2], "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST)
+    assert fxopt("verify", "zoo:heads", "out.fxopt", "--trust", "zoo").code == 1
+    assert fxopt("verify", "zoo:heads", "out.fxopt", *weights).code == 0
+    assert fxopt("verify", "zoo:heads", "bare:heads", *weights).code == 0
+    assert fxopt("diff", "bare:heads", "zoo:heads", *weights).code == 0
+    both = fxopt("verify", "out.fxopt", "out.fxopt", *weights)
+    assert both.code == 2
+    assert "both models are files with weights of their own" in both.err
+    fitting = fxopt("diff", "bare:heads", "bare:heads", "--inputs", "x.safetensors")
+    assert (fitting.code, fitting.err) == (0, "")
 
 
 def test_an_archive_is_inspected_only_when_trusted(fxopt: Fxopt):
@@ -269,7 +336,9 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     assert "lowering=" in page
     assert fxopt("passes", "--json").json["presets"]["inference"]
     assert [info["name"] for info in fxopt("passes", "fuse_ensembles", "--json").json["passes"]] == ["fuse_ensembles"]
-    assert fxopt("passes", "fuse").code == 2
+    wrong = fxopt("passes", "fuse")
+    assert wrong.code == 2
+    assert "unknown pass 'fuse'; did you mean 'fuse_ensembles'?" in wrong.err
 
 
 def test_doctor_finds_this_installation_in_order(fxopt: Fxopt):
@@ -299,10 +368,84 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
     assert "FXOPT_VERIFY='perhaps'" in done.err
 
 
-def test_a_file_that_cannot_be_written_exits_with_3(fxopt: Fxopt):
-    done = fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code", "-o", "absent/out.fxopt", *FAST)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("optimize", "zoo:heads", "-o", "absent/out.fxopt"), "there is no folder absent; make it first"),
+        (("optimize", "zoo:heads", "-o", "."), "-o . is a folder; name a file in it"),
+        (
+            ("optimize", "zoo:heads", "-o", "bare.py"),
+            "-o bare.py is there and is no saved model; it is not overwritten",
+        ),
+        (("optimize", "zoo.py:heads", "-o", "zoo.py"), "-o zoo.py is the model that is read"),
+        (("optimize", "bare.py", "-o", "./bare.py"), "is the model that is read"),
+        (("optimize", "zoo:heads", "--save-plan", "absent/plan.json"), "there is no folder absent"),
+        (("optimize", "zoo:heads", "--save-plan", "bare.py"), "is there and is no plan"),
+        (("export", "zoo:heads", "-o", "weights.pt"), "-o weights.pt is there and is no saved model"),
+    ],
+)
+def test_where_results_go_is_checked_before_the_work(
+    fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+):
+    torch.save({"weight": torch.ones(2)}, zoo / "weights.pt")
+    before = {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()}
+    monkeypatch.setattr("fxopt.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
+    done = fxopt(*arguments)
     assert done.code == 3
-    assert "absent" in done.err
+    assert message in done.err
+    assert {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()} == before
+
+
+def test_a_saved_model_and_a_plan_are_written_again(fxopt: Fxopt):
+    for _ in range(2):
+        arguments = ("-p", "eliminate_dead_code", "-o", "out.fxopt", "--save-plan", "plan.json")
+        assert fxopt("optimize", "zoo:heads", *arguments, *FAST).code == 0
+
+
+def test_a_file_of_python_names_a_model(fxopt: Fxopt, zoo: Path):
+    package = zoo / "models" / "vision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("from .parts import heads, example_inputs\n")
+    (package / "parts.py").write_text(SOURCE)
+    try:
+        done = fxopt("optimize", "./models/vision/net.py:heads", "-p", "fuse_ensembles", "-o", "o.fxopt", *FAST)
+        assert (done.code, done.err) == (0, "")
+        assert "1 rewrite applied" in fxopt("inspect", "o.fxopt", "--trust", "vision").out
+    finally:
+        for name in ("vision", "vision.net", "vision.parts"):
+            sys.modules.pop(name, None)
+    assert "heads.0 and 5 more" in fxopt("inspect", "zoo.py:heads").out
+
+
+@pytest.mark.parametrize("arguments", [("optimize", "zoo:heads", "-p", "fuse_ensemble"), ("passes", "fuse_ensemble")])
+def test_names_of_passes_are_checked_before_torch_is_loaded(zoo: Path, arguments: tuple[str, ...]):
+    code = (
+        "import sys; from fxopt.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules, 'zoo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown pass 'fuse_ensemble'; did you mean 'fuse_ensembles'?" in done.stderr
+    assert done.stdout == "False False\n"
+
+
+def test_names_of_passes_are_completed():
+    from fxopt.prechecks import complete_name, complete_pipeline
+
+    assert complete_name("fuse") == ["fuse_ensembles"]
+    assert complete_pipeline("inf") == ["inference"]
+    assert complete_pipeline("fold_constants, fuse") == ["fold_constants, fuse_ensembles"]
+    assert complete_pipeline("fuse_ensembles{low") == []
+    done = subprocess.run(
+        [sys.executable, "-c", "from fxopt.cli import app; app(prog_name='fxopt')"],
+        env={**os.environ, "_FXOPT_COMPLETE": "complete_bash", "COMP_WORDS": "fxopt passes fuse", "COMP_CWORD": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["fuse_ensembles"]
 
 
 def test_a_pass_that_raises_exits_with_4_and_a_reproducer(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):

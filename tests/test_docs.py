@@ -55,7 +55,7 @@ def test_python_is_marked_as_such(page: Path):
 
 
 def test_every_pass_has_a_page_and_a_row():
-    from fxopt.passes.pipeline import pass_names
+    from fxopt.known_passes import pass_names
 
     own = {name for name, origin in pass_names().items() if origin == "fxopt"}
     assert {p.stem for p in (ROOT / "docs" / "passes").glob("*.md")} - {"index"} == own

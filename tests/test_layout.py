@@ -24,7 +24,7 @@ NOT_PACKAGE = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 HOUSE = (
     ("__main__",),
     ("cli",),
-    ("__init__", "arguments", "demo"),
+    ("__init__", "arguments", "demo", "prechecks"),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),
     ("layers",),
@@ -32,7 +32,8 @@ HOUSE = (
     ("tracing",),
     ("cuda_ops",),
     ("operators",),
-    ("compat", "settings", "storage"),
+    ("compat", "known_passes", "settings", "storage"),
+    ("suggest",),
     ("errors",),
     ("version",),
 )

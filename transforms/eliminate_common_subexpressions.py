@@ -10,7 +10,7 @@ from torch import fx
 
 from ..passes.contract import Pass
 from ..passes.rewriting import Edit, handed_out, has_effects, writes
-from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ..passes.sites import Goal, Numerics, Phase, Refusal, Site, operation_at
 from ..passes.verification import found_in_graphs
 from ..tracing.program import Program
 from ..tracing.values import map_leaves
@@ -38,7 +38,7 @@ class EliminateCommonSubexpressions(Pass):
             writer = next((node for node in graph.nodes if writes(node, program, owner)), None)
             if writer is not None:
                 yield Refusal(
-                    f"'{writer.name}' may write in place, so equal expressions may differ", at=owner or "(root)"
+                    f"{operation_at(writer)} may write in place, so equal expressions may differ", at=owner or "(root)"
                 )
                 continue
             nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
+from ...errors import UsageError
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from .options import format_options
 
 __all__ = ["FunctionPass", "Pass"]
+
+
+_BUDGET = 0.05
+"""The error that an approximate pass may make, relative to the scale, if it has no option for it."""
 
 
 class Pass:
@@ -26,6 +32,7 @@ class Pass:
         goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
         clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
         phase: when the result is valid.
+        keeps_form: whether the results of a pass that changes the function (`Numerics.SEMANTIC`) keep shapes and types.
         own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
             None: it is right where the pass keeps the function, unless it would leave out a region or does not know
             tensors that the pass added; else wrong.
@@ -39,6 +46,7 @@ class Pass:
     goal: ClassVar[Goal] = Goal.SPEED
     clean_up: ClassVar[bool] = False
     phase: ClassVar[Phase] = Phase.BOTH
+    keeps_form: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = None
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
@@ -50,6 +58,18 @@ class Pass:
         """Return the pass's name: the class name in snake_case, the same as its file and pipeline word."""
         return snake_case(type(self).__name__)
 
+    @property
+    def error_budget(self) -> float:
+        """Return the error that an approximate pass may make, relative to the scale: its option `budget`, or 0.05.
+
+        Raises:
+            UsageError: if the option is no positive number.
+        """
+        budget: object = getattr(self, "budget", _BUDGET) if self.numerics is Numerics.APPROXIMATE else _BUDGET
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+            raise UsageError(f"pass '{self.name}': budget={budget!r}; give a relative error, such as 0.01")
+        return float(budget)
+
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
@@ -58,10 +78,29 @@ class Pass:
         """Rewrite one site, through `edit` only."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")
 
+    def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
+        """Return what the rewritten module must be equal to, where the pass changes the function by design.
+
+        A pruned module equals the original with zeros in the place of what is gone; one with integer kernels equals the
+        one that simulates them.
+
+        Args:
+            site: read only what it carries: the graph may be another one by now.
+            original: a copy of the module around the site as it was, to be changed and returned, or replaced. Its
+                tensors keep their names: they are mapped like those of a checkpoint.
+
+        Returns:
+            The reference, or None: then the rewritten module has to run, to keep the form of its results unless
+            `keeps_form` says otherwise, and to come back from checkpoints.
+        """
+        return None
+
     def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""
         for site in sites:
             with edit.at(site):
+                if site is not sites[0]:
+                    site.check_there()
                 self.rewrite(site, edit)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, cast
 import torch
 
 from ...errors import UsageError
-from ..sites import did_you_mean
+from ...suggest import did_you_mean
 
 __all__ = [
     "WORD",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import restored, transplanted
+from .restoration import check_optimizer, handed_over, moved_back, restored
 from .run import Request, copied, run_session
 
 __all__ = [
@@ -14,12 +14,14 @@ __all__ = [
     "PassTrace",
     "Record",
     "Request",
+    "check_optimizer",
     "copied",
     "grouped",
+    "handed_over",
+    "moved_back",
     "record_of",
     "restored",
     "run_session",
     "state_map_of",
-    "transplanted",
     "with_lowering",
 ]

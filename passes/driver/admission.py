@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from ...compat import submodule
 from ...tracing.program import Program
-from ..sites import VOLATILE, Refusal, Site, is_volatile
+from ..contract import Pass
+from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
+from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
 
-__all__ = ["admitted"]
+__all__ = ["IN_TRAINING", "admitted"]
+
+IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
 
 
-def admitted(program: Program, item: Site | Refusal) -> Site | Refusal:
-    """Return what a pass found, or a refusal in the place of a site that nothing may be done at."""
+def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
+    """Return what a pass found, or a refusal in the place of a site that nothing may be done at.
+
+    Args:
+        program: which the item is in.
+        pass_: which found it.
+        item: the site or refusal.
+        trained: the modules that the user gave in training mode.
+    """
     if isinstance(item, Refusal):
         return item
-    reason = _obstacle(program, item)
+    reasons = (_obstacle(program, pass_, place, item.phase, trained) for place in item.places)
+    reason = next(filter(None, reasons), None)
     return item if reason is None else Refusal(reason, at=item.owner or "(root)")
 
 
-def _obstacle(program: Program, site: Site) -> str | None:
+def _obstacle(
+    program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
+) -> str | None:
     if is_volatile(holder_of(program.model, site.owner).module):
         return VOLATILE
+    if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
+        return IN_TRAINING
     around = program.analyses[TypeCheckers].around
     return around.get(program.module(site.owner)) if around else None
+
+
+def _is_trained(program: Program, site: Site, trained: Collection[nn.Module]) -> bool:
+    """Say whether a site is in training: the modules that it calls, where their mode counts, else the one around it."""
+    called = [module for module in _called(program, site) if depends_on_mode(module)]
+    return any(module in trained for module in called or [holder_of(program.model, site.owner).module])
+
+
+def _called(program: Program, site: Site) -> Iterator[nn.Module]:
+    nodes = {node.name: node for node in program.graph(site.owner, site.specialization).nodes} if site.nodes else {}
+    for name in site.nodes.values():
+        if name in nodes and nodes[name].op == "call_module":
+            called = submodule(program.module(site.owner), str(nodes[name].target))
+            if called is not None:
+                yield called

@@ -53,7 +53,7 @@ class Block:
     def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
         """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
         state_map = edit.state_map()
-        after = Likeness(Alike.REWRITTEN, self.numbers).whole(self.module)
+        after = Likeness(Alike.REWRITTEN, self.numbers).whole(edit.owner)
         new = {name for tensor, name in after.tensors.items() if tensor not in self.described.tensors}
         return (after.key, state_map) if new <= state_map.targets else None
 

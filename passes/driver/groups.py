@@ -89,7 +89,7 @@ class Group:
 
 def identity(site: Site) -> Hashable:
     """Return what tells sites of one graph apart, whatever is chosen for them."""
-    return tuple(site.nodes.items())
+    return tuple(site.nodes.items()), tuple((part.owner, identity(part)) for part in site.parts), repr(site.data)
 
 
 def with_lowering(site: Site, choice: str | None) -> Site:
@@ -139,4 +139,4 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
 
 
 def _place(site: Site) -> Hashable:
-    return site.owner, site.specialization, site.phase, site.required
+    return site.owner, site.specialization, site.phase, site.required, site.key if site.parts else ""

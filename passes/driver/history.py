@@ -12,7 +12,7 @@ from torch import fx
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Phase, Refusal
+from ..sites import Phase, Refusal, Site
 from ..state import StateMap
 from .groups import Group
 from .tuner import Candidate
@@ -29,6 +29,7 @@ class Rewrite:
         decision: on the group.
         evidence: the decision at the first of several equal groups, whose timing counts for all of them.
         recorded: what reports and plans say of it: the decision, or of several sites one for each.
+        replayed: a plan said so; it was neither checked nor timed now.
     """
 
     pass_: Pass
@@ -37,6 +38,7 @@ class Rewrite:
     decision: Decision
     evidence: Decision
     recorded: list[Decision]
+    replayed: bool = False
 
     @property
     def owner(self) -> str:
@@ -84,7 +86,7 @@ class History:
 
     def repeat(self, pass_: Pass, group: Group, edit: Edit, decisions: Sequence[Decision]) -> None:
         """Note a rewrite that a plan has decided on."""
-        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions)))
+        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=True))
 
     def _stand(self, rewrite: Rewrite) -> None:
         self.decisions.extend(rewrite.recorded)
@@ -96,6 +98,7 @@ class History:
             step=self.step, pass_name=pass_.name, key=group.key, label=group.label, status=candidate.status,
             reason=candidate.failure, choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
+            site=None if others else _described(first),
         )  # fmt: skip
 
     def undo(self, rewrite: Rewrite, reason: str) -> None:
@@ -123,7 +126,10 @@ class History:
 
     def checked(self) -> str:
         """Say how the rewrites that stand were checked."""
-        ways = dict.fromkeys(str(rewrite.decision.figures.get("checked", "replayed")) for rewrite in self.rewrites)
+        ways = dict.fromkeys(
+            "not now: a plan was repeated" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
+            for rewrite in self.rewrites
+        )
         return ", ".join(ways) or "nothing was rewritten"
 
 
@@ -135,7 +141,12 @@ def _by_site(decision: Decision, group: Group) -> list[Decision]:
     return [
         dataclasses.replace(
             decision, key=site.key, label=site.label or site.owner or "(root)", choice=site.choice, detail=site.detail,
-            figures=figures,
+            figures=figures, site=_described(site),
         )
         for site in group.sites
     ]  # fmt: skip
+
+
+def _described(site: Site) -> dict[str, Any] | None:
+    """Return what a plan keeps of a site that is not to be found anew: its data, and where it is."""
+    return site.to_json() if site.data or site.parts else None

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import MatchFailure, PassError, PlanError
+from torch import nn
+
+from ...errors import CaptureError, MatchFailure, PassError, PlanError
 from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
-from ..sites import Goal, Refusal, Site
+from ..rewriting import UnnotedChange, only_reading
+from ..sites import Goal, Refusal, Site, StaleSite
 from ..state import twin
 from ..verification import is_on_meta
-from .admission import admitted
+from .admission import IN_TRAINING, admitted
 from .equal_blocks import Block, EqualBlocks, Precedent
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import WholeModel
+from .whole_model import HandedOver, WholeModel
 
 __all__ = ["Manager"]
+
+_MOST_ROUNDS = 16
+"""So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
+_OVERTAKEN = "a site of this pass that overlaps with it was rewritten first"
 
 
 @dataclass
@@ -37,6 +44,7 @@ class Manager:
         seed: of verification's random inputs.
         settings: limits from the environment.
         on_failure: called with the error when a pass fails; returns the reproducer's path.
+        trained: the modules that the user gave in training mode; by default those that are in it now.
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
@@ -48,9 +56,11 @@ class Manager:
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
+    trained: Collection[nn.Module] | None = None
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
+    _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
     _tuner: Tuner = field(init=False)
 
@@ -95,6 +105,13 @@ class Manager:
                 missing = next(iter(wanted.values()))
                 raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
 
+    def compare(self, original: nn.Module) -> None:
+        """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
+        if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
+            return
+        if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+            self.timings = None  # of another model
+
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
         self.history.step = len(self.traces)
@@ -115,7 +132,23 @@ class Manager:
     # -- one pass --------------------------------------------------------------------------------------------------
 
     def _run_pass(self, pass_: Pass) -> None:
-        found = grouped(pass_, self._found(pass_))
+        """Decide what a pass finds; where what landed overlaps with other sites, look again."""
+        known: set[str] = set()
+        overtaken: list[Site] = []
+        for _ in range(_MOST_ROUNDS):
+            found = [item for item in self._found(pass_) if _key(item) not in known]
+            known.update(map(_key, found))
+            overtaken = [site for site in overtaken if not any(_overlap(site, item) for item in found)]
+            self._decide_all(pass_, found)
+            if not self._stale:
+                break
+            overtaken += self._stale
+            self._stale.clear()
+        for site in overtaken:
+            self.history.refuse(pass_, Refusal(_OVERTAKEN, at=site.label or site.owner or "(root)"))
+
+    def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
+        found = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
         for item in found:
             if isinstance(item, Refusal):
@@ -124,32 +157,77 @@ class Manager:
                 self._decide(pass_, item)
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
-        sites = {item.key: item for item in self._found(pass_) if isinstance(item, Site)}
-        planned = [dataclasses.replace(sites[key], choice=d.choice) for key, d in wanted.items() if key in sites]
-        for group in grouped_in_order(pass_, planned):
-            try:
-                edit = self._tuner.apply(pass_, group)
-            except MatchFailure as failure:
-                place = f"the plan's site {group.key} of pass '{pass_.name}'"
-                raise PlanError(f"{place} cannot be rewritten: {failure}") from failure
-            self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
-            self._note_change(pass_)
+        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together.
+
+        A site that is described in the plan is not looked for: what was decided on there stays decided.
+        """
+        while wanted:
+            planned = self._planned(pass_, wanted)
+            left = len(wanted)
+            for group in grouped_in_order(pass_, planned):
+                try:
+                    edit = self._tuner.apply(pass_, group)
+                except StaleSite:
+                    break  # it overlaps with one that has just been rewritten: look for it again
+                except MatchFailure as failure:
+                    place = f"the plan's site {group.key} of pass '{pass_.name}'"
+                    raise PlanError(f"{place} cannot be rewritten: {failure}") from failure
+                self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
+                self._note_change(pass_)
+            if len(wanted) == left:
+                return
+
+    def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Site]:
+        """Return the next of the planned sites that can be rewritten as the program is now."""
+        sites: dict[str, Site] | None = None
+        items: list[Site | Refusal] = []
+        planned: list[Site] = []
+        for key, decision in wanted.items():
+            if decision.site is not None:
+                site = Site.from_json(self.program, decision.site)
+                found = None if _is_missing(site) else self._admitted(pass_, site)
+            else:
+                if sites is None:
+                    items = self._found(pass_)
+                    sites = {item.key: item for item in items if isinstance(item, Site)}
+                found = sites.get(key) or next((item for item in items if _is_for_evaluation(item)), None)
+            if found is not None and _is_for_evaluation(found):
+                raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
+            if not isinstance(found, Site):
+                break
+            planned.append(dataclasses.replace(found, choice=decision.choice))
+        return planned
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals, checked for being that."""
-        found = self._tuner.supervised(pass_, lambda: "find", lambda: list(pass_.find(self.program)))
+
+        def find() -> list[Site | Refusal]:
+            with only_reading(self.program):
+                return list(pass_.find(self.program))
+
+        try:
+            found = self._tuner.supervised(pass_, lambda: "find", find)
+        except UnnotedChange as change:
+            why = f"find must change nothing, but it {change.what}; in rewrite, use {change.instead}"
+            raise PassError(f"pass '{pass_.name}': {why}") from change
         for item in found:
             if not isinstance(item, (Site, Refusal)):
                 raise PassError(
                     f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
                 )
-        return [admitted(self.program, item) for item in found]
+        return [self._admitted(pass_, item) for item in found]
+
+    def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
+        trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
+        return admitted(self.program, pass_, item, trained)
 
     # -- one group -------------------------------------------------------------------------------------------------
 
     def _decide(self, pass_: Pass, group: Group) -> None:
         """Do at a group what was done at an equal one, or what the tuner finds best; then decide what that left."""
+        group = self._without_stale(pass_, group)
+        if not group.sites:
+            return
         block = self._block(pass_, group)
         precedent = self._equal.precedent(block)
         if block is not None and precedent is not None and self._follow(pass_, group, block, precedent):
@@ -163,6 +241,25 @@ class Manager:
             self._equal.remember(block, self.history.leave(pass_, candidate), group, None)
         for each in apart:
             self._decide(pass_, each)
+
+    def _without_stale(self, pass_: Pass, group: Group) -> Group:
+        """Return those of the sites that no rewrite of the same pass has overtaken; the others are looked for again."""
+        if type(pass_).rewrite_group is not Pass.rewrite_group or not self._has_landed_at(group):
+            return group
+        fresh: list[Site] = []
+        for site in group.sites:
+            try:
+                site.check_there()
+                fresh.append(site)
+            except StaleSite:
+                self._stale.append(site)
+        return Group(tuple(fresh))
+
+    def _has_landed_at(self, group: Group) -> bool:
+        """Say whether the pass that is running has rewritten a graph of the group."""
+        owners = {place.owner for site in group.sites for place in site.places}
+        landed = (rewrite for rewrite in self.rewrites if rewrite.decision.step == self.history.step)
+        return any(not owners.isdisjoint(rewrite.edit.changed_owners) for rewrite in landed)
 
     def _block(self, pass_: Pass, group: Group) -> Block | None:
         """Describe the block around a group, where its decision may serve others or be served by another's."""
@@ -200,3 +297,31 @@ class Manager:
         """Return the decisions as a value that `replay` repeats."""
         phase = "train" if self.program.training else "eval"
         return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))
+
+
+def _key(item: Site | Refusal) -> str:
+    """Return what tells the findings of one pass apart."""
+    return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
+
+
+def _overlap(site: Site, item: Site | Refusal) -> bool:
+    """Say whether two sites have a node in common."""
+    nodes = {(place.owner, name) for place in site.places for name in place.nodes.values()}
+    places = item.places if isinstance(item, Site) else ()
+    return any((place.owner, name) in nodes for place in places for name in place.nodes.values())
+
+
+def _is_for_evaluation(item: Site | Refusal) -> bool:
+    return isinstance(item, Refusal) and item.reason == IN_TRAINING
+
+
+def _is_missing(site: Site) -> bool:
+    """Say whether a site that a plan describes is not in this model (any more, or yet)."""
+    try:
+        for place in site.places:
+            site.program.module(place.owner)
+        for label in (label for place in site.places for label in place.nodes):
+            site[label]
+    except CaptureError:
+        return True
+    return False

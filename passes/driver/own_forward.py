@@ -31,20 +31,26 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
         rewrites: the rewrites that stand.
         record: of the model.
     """
-    for rewrite in rewrites:
-        module, holder = model.get_submodule(rewrite.owner), holder_of(model, rewrite.owner)
-        owner = holder.module
-        capture = capture_of(module)
-        if capture is None or required_capture(owner).lost:
+    changed = [(rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners]
+    for rewrite, name in changed:
+        module = submodule(model, name)
+        capture = None if module is None else capture_of(module)
+        if module is None or capture is None:
             continue
-        reason = next(_reasons(rewrite, module, capture, record, holder), "")
+        holder = holder_of(model, name)
+        owner = holder.module
+        if required_capture(owner).lost:
+            continue
+        reason = next(_reasons(rewrite, name, module, capture, record, holder), "")
         if reason:
             own(owner).lost = reason
             recompile(owner)
 
 
-def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Record, holder: Holder) -> Iterator[str]:
-    name, owner, stated = rewrite.pass_.name, rewrite.owner, rewrite.pass_.own_forward
+def _reasons(
+    rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, record: Record, holder: Holder
+) -> Iterator[str]:
+    name, stated = rewrite.pass_.name, rewrite.pass_.own_forward
     if stated is OwnForward.ACCEPTABLE:
         return
     if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
@@ -58,7 +64,7 @@ def _reasons(rewrite: Rewrite, module: nn.Module, capture: Capture, record: Reco
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue
-        if isinstance(called, Region):
+        if called is not None and any(isinstance(inner, Region) for inner in called.modules()):
             yield f"it would leave out the region '{target}'"
         names = _read(node, module) if called is None else _lasting_inside(called, target)
         new = next((n for n in names if holder.qualified(n) not in known), None)

@@ -49,6 +49,7 @@ class Record:
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
+        attributes: qualified names of the attributes that passes gave other values.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Record:
     traces: tuple[PassTrace, ...] = ()
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
+    attributes: frozenset[str] = frozenset()
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
     )

@@ -1,26 +1,35 @@
-"""From the optimized model back to the original one, and from an optimized copy into the user's own object."""
+"""From the optimized model back to the original one, and from an optimized copy into the user's own object.
+
+Optimizers go along: they stay the same objects and train the parameters of the other form.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ...errors import StateError, UsageError
 from ...tracing.graphs import capture_of, deactivate_again
-from ...tracing.values import map_leaves, tensors_in
-from .record import Record
+from ...tracing.values import map_leaves, qualified, same_kind, tensors_in
+from ..state import StateMap, check_type, translate_optimizer
+from .record import Record, record_of
 
-__all__ = ["restored", "transplanted"]
+__all__ = ["check_optimizer", "handed_over", "moved_back", "restored"]
 
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
-    state = record.state_map.backward(model.state_dict())
+    state: dict[str, Tensor] = model.state_dict()
     skeletons = _named_tensors(record.skeleton)
     trainable = _trainable(model, record, skeletons)
     memo: dict[int, Any] = {}
@@ -28,7 +37,10 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
         if name in state and id(skeleton) not in memo:
             memo[id(skeleton)] = _real(skeleton, state[name], trainable.get(name, skeleton.requires_grad))
     original = copy.deepcopy(record.skeleton, memo)
-    _carry_over(modules_by_name(model, every_name=True), modules_by_name(original, every_name=True))
+    sources, targets = (modules_by_name(each, every_name=True) for each in (model, original))
+    _carry_over(sources, targets, record.attributes)
+    for name in sources.keys() & targets:
+        targets[name].training = sources[name].training
     return original
 
 
@@ -46,9 +58,14 @@ def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
     return nn.Parameter(value, requires_grad) if isinstance(skeleton, nn.Parameter) else value
 
 
-def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module]) -> None:
-    """Give modules the modes, transient buffers, hooks and attributes that those of the same names have now."""
-    pairs = [(sources[name], target) for name, target in targets.items() if name in sources]
+def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module], changed: Collection[str]) -> None:
+    """Give modules the transient buffers, hooks and attributes that those of the same names have now, but `changed`.
+
+    Of what a pass put in the place of another module nothing is taken.
+    """
+    alike = {name: t for name, t in targets.items() if name in sources and same_kind(sources[name], t)}
+    kept = _attributes_of(alike, changed)
+    pairs = [(sources[name], target) for name, target in alike.items()]
     memo: dict[int, Any] = {id(source): target for source, target in pairs}
     for source, target in pairs:
         for name in transient_buffers(target):
@@ -63,11 +80,19 @@ def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Modul
     for source, target in pairs:
         constants = _constants(source)
         for name, value in vars(source).items():
-            if name in _REGISTERS or _is_ours(name):
+            if name in _REGISTERS or _is_ours(name) or name in kept[id(target)]:
                 continue
             if name in vars(target) or name not in constants:
                 _cut_off_history(value, memo)
                 vars(target)[name] = copy.deepcopy(value, memo)
+
+
+def _attributes_of(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[int, set[str]]:
+    """Return id of a module -> those of its attributes whose qualified names are given; a module may have several."""
+    found: dict[int, set[str]] = {id(module): set() for module in modules.values()}
+    for path, module in modules.items() if names else ():
+        found[id(module)].update(name for name in vars(module) if qualified(path, name) in names)
+    return found
 
 
 _REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
@@ -87,13 +112,23 @@ def _cut_off_history(value: Any, memo: dict[int, Any]) -> None:
             memo.setdefault(id(tensor), tensor.detach().clone())
 
 
-def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
+def _transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
     """Turn `model` into `fast`: what survives keeps its identity: modules, their attributes and hooks, tensors."""
     originals = modules_by_name(model, every_name=True)
     tensors = _named_tensors(model)
     rewritten = modules_by_name(fast, every_name=True)
-    same: dict[int, object] = {id(module): originals[name] for name, module in rewritten.items() if name in originals}
-    same |= {id(tensor): tensors[name] for name, tensor in _named_tensors(fast).items() if name in tensors}
+    record = record_of(fast)
+    changed = _attributes_of(rewritten, frozenset() if record is None else record.attributes)
+    same: dict[int, object] = {
+        id(module): originals[name]
+        for name, module in rewritten.items()
+        if name in originals and same_kind(module, originals[name])
+    }
+    same |= {
+        id(tensor): tensors[name]
+        for name, tensor in _named_tensors(fast).items()
+        if name in tensors and tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
+    }
     for module in list(fast.modules()):
         target = cast("nn.Module", same.get(id(module), module))
         # New modules and entries may hold surviving ones: views of fused members do. (Ordered dicts hold hooks.)
@@ -102,7 +137,10 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
             if isinstance(value, OrderedDict) or is_dataclass(value)
             else map_leaves(lambda leaf: same.get(id(leaf), leaf), value)
             for name, value in vars(module).items()
-            if target is module or name not in vars(target) or name in _REGISTERS or _is_ours(name)
+            if target is module
+            or name not in vars(target)
+            or name in (*_REGISTERS, *changed[id(module)])
+            or _is_ours(name)
         }
         target.__class__ = type(module)
         for name in [name for name in vars(target) if _is_ours(name) and name not in new]:
@@ -119,3 +157,117 @@ def _is_ours(name: str) -> bool:
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+# -- optimizers go along ----------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Refuse, before anything is done, what cannot move with a model.
+
+    Raises:
+        UsageError: it is no optimizer.
+        StateError: it is none of those that work element by element, or trains nothing of the model.
+    """
+    if not isinstance(optimizer, Optimizer):
+        given = type(optimizer).__name__
+        raise UsageError(f"optimizer= takes a torch.optim.Optimizer over the model's parameters, not {given}")
+    check_type(optimizer)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise StateError(
+            f"this {type(optimizer).__name__} holds none of the model's parameters; build it on the model that you "
+            "give: Adam(model.parameters())"
+        )
+
+
+def handed_over(model: nn.Module, fast: nn.Module, optimizer: Optimizer | None, *, inplace: bool) -> nn.Module:
+    """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizer goes with it.
+
+    Raises:
+        StateError: the optimizer cannot move; neither it nor `model` is changed then.
+    """
+    if optimizer is not None:
+        _move(optimizer, model, fast)
+    if not inplace:
+        return fast
+    names, before = _names(fast), list(model.parameters())
+    _transplanted(model, fast)
+    if optimizer is not None:
+        # What no pass changed is the user's own again.
+        translate_optimizer(optimizer, names, StateMap(), dict(model.named_parameters()))
+    _warn_of_forgotten(before, model)
+    return model
+
+
+def _move(optimizer: Optimizer, model: nn.Module, fast: nn.Module) -> None:
+    record, earlier = _required(fast), record_of(model)
+    names = record.original_names()
+    with _all_or_nothing(optimizer):
+        if earlier is not None:  # the optimizer knows what was made of the original parameters
+            original = restored(model, earlier)
+            _move_back(optimizer, model, earlier, original)
+            names = _names(original)
+        translate_optimizer(optimizer, names, record.state_map, dict(fast.named_parameters()))
+
+
+def moved_back(optimizer: Optimizer, fast: nn.Module, original: nn.Module) -> None:
+    """Let an optimizer of an optimized model train the one that was restored from it.
+
+    Raises:
+        UsageError: it is no optimizer.
+        StateError: it cannot be moved; nothing is changed then.
+    """
+    check_optimizer(optimizer, fast)
+    _move_back(optimizer, fast, _required(fast), original)
+
+
+def _move_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
+    parameters = dict(original.named_parameters())
+    translate_optimizer(optimizer, _names(fast), record.state_map, parameters, direction="backward")
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _required(model: nn.Module) -> Record:
+    record = record_of(model)
+    if record is None:
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt")
+    return record
+
+
+@contextmanager
+def _all_or_nothing(optimizer: Optimizer) -> Generator[None]:
+    """Put the optimizer's groups and state back after an error in one of several moves."""
+    groups: list[dict[str, Any]] = [{key: copy.copy(v) for key, v in g.items()} for g in optimizer.param_groups]
+    state = dict(optimizer.state)
+    try:
+        yield
+    except BaseException:
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+
+
+def _warn_of_forgotten(before: Iterable[nn.Parameter], model: nn.Module) -> None:
+    """Warn of optimizers that still hold parameters which were merged in place: they train nothing any more."""
+    now = set(map(id, model.parameters()))
+    gone = {id(parameter) for parameter in before if id(parameter) not in now}
+    for optimizer in _optimizers() if gone else ():
+        held = sum(id(parameter) in gone for group in optimizer.param_groups for parameter in group["params"])
+        if held:
+            warnings.warn(
+                f"this {type(optimizer).__name__} holds {held} parameters that were merged into others, and does not "
+                "train them any more: move it by fxopt.translate_optimizer(optimizer, model), or give it to optimize "
+                "as optimizer=",
+                stacklevel=4,
+            )
+
+
+def _optimizers() -> list[Optimizer]:
+    """Return every optimizer that is alive in this process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]

@@ -1,4 +1,4 @@
-"""What sets the root of an optimized model apart: it has the record, and it loads checkpoints with original names."""
+"""What sets some modules of an optimized model apart: the root has the record, state maps are where tensors moved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import submodule
 from ...tracing.graphs import Capture, capture_of, install, uninstall
 from ...tracing.values import class_recipe, subclass, user_class
-from ..state import RECORD_KEY, LoadsOriginalNames
+from ..state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap
 from .record import Record
 
 __all__ = ["make_root"]
@@ -17,24 +18,32 @@ __all__ = ["make_root"]
 
 def make_root(model: nn.Module, record: Record) -> None:
     """Make `model` the root of an optimized model, whether or not its original forward could be captured."""
-    capture = capture_of(model)
-    uninstall(model, keep_regions=True)
-    if not isinstance(model, LoadsOriginalNames):
-        model.__class__ = loading_class(type(model))
-    install(model, capture or Capture(type(model), []))
+    for path, state_map in {"": StateMap(), **record.state_map.apart()}.items():
+        module = submodule(model, path)
+        if module is not None:
+            _keep_original_names(module, state_map)
     model.__dict__[RECORD_KEY] = record
 
 
-def loading_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base`, named like it, whose `load_state_dict` takes original names too."""
-    return subclass(base, (LoadsOriginalNames,), lambda: _body(base), key="loading")
+def _keep_original_names(module: nn.Module, state_map: StateMap) -> None:
+    capture = capture_of(module)
+    uninstall(module, keep_regions=True)
+    if not isinstance(module, KeepsOriginalNames):
+        module.__class__ = checkpointing_class(type(module))
+    install(module, capture or Capture(type(module), []))
+    module.__dict__[STATE_MAP] = state_map
+
+
+def checkpointing_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base`, named like it, whose checkpoints have the original names."""
+    return subclass(base, (KeepsOriginalNames,), lambda: _body(base), key="checkpointing")
 
 
 def _body(base: type[nn.Module]) -> dict[str, Any]:
     return {
         "__init_subclass__": classmethod(_keep_quiet),
         "_fxopt_base": user_class(base),
-        "_fxopt_recipe": (_loading_class_of, class_recipe(base)),
+        "_fxopt_recipe": (_checkpointing_class_of, class_recipe(base)),
     }
 
 
@@ -42,5 +51,5 @@ def _keep_quiet(cls: type, **kwargs: Any) -> None:
     """Keep the user's own hook for subclasses (registries, say) from seeing the class made here."""
 
 
-def _loading_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
-    return loading_class(make(*arguments))
+def _checkpointing_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
+    return checkpointing_class(make(*arguments))

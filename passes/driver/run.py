@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import hold, release
+from ...tracing.recording import eagerly, hold, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
 from ..contract import Pass
 from ..pipeline import Plan
@@ -64,11 +65,13 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         PassError: if a pass fails.
     """
     names = check_model(model)
+    for pass_ in request.passes:
+        _ = pass_.error_budget  # a wrong one is found before the work
     generators = RandomState()
     # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
     runs_model = request.verify or request.measure
     try:
-        with outside_inference_mode(), contextlib.nullcontext() if runs_model else collection_paused():
+        with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
             return _optimized(model, names, request)
     finally:
         generators.restore()
@@ -82,12 +85,14 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
+    trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request)
+        manager = _manager(program, request, trained)
         if request.plan is None:
             manager.run(request.passes)
         else:
             manager.replay(request.passes, request.plan)
+    manager.compare(model)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)
@@ -109,8 +114,6 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let neither the model nor the modules be trained whose rewrites hold in evaluation only."""
     limited = [rewrite for rewrite in rewrites if rewrite.phase is Phase.EVAL]
-    if limited or record.eval_only:
-        fast.eval()
     if record.eval_only:
         _limit(fast, record.eval_only)
     for rewrite in limited:
@@ -140,7 +143,7 @@ def check_model(model: object) -> ModelNames:
 
     Raises:
         UsageError: if `model` is not a module.
-        InputError: if it has parameters without a shape yet.
+        InputError: if it has parameters without a shape yet, or sharded ones.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -148,6 +151,9 @@ def check_model(model: object) -> ModelNames:
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
+    for name, tensor in names.parameters().items():
+        if is_sharded(tensor):
+            raise InputError(f"'{name}' is sharded already; optimize the model first, then shard it (fully_shard)")
     return names
 
 
@@ -182,10 +188,10 @@ def _in_mode(program: Program) -> Generator[None]:
                 module.training = flag
 
 
-def _manager(program: Program, request: Request) -> Manager:
+def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure,
+        settings=request.settings, on_failure=request.on_failure, trained=trained,
     )  # fmt: skip
 
 
@@ -226,4 +232,5 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+        attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from ...errors import MatchFailure
 from ...settings import Settings
 from ...tracing.program import Program
@@ -14,11 +16,13 @@ from .. import timing, verification
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit
-from ..sites import Goal, Numerics, Site
+from ..sites import Goal, Site
+from ..state import copied_module
 from ..verification import is_on_meta
-from .comparison import Comparison, timing_figures
+from .comparison import Comparison, microseconds, timing_figures
 from .groups import Group, identity, with_lowering
 from .site_calls import SiteCalls
+from .surroundings import Surroundings, switches_kept
 
 __all__ = ["Candidate", "Tuner"]
 
@@ -82,8 +86,7 @@ class Tuner:
 
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
-        verified = self._check and pass_.numerics is not Numerics.SEMANTIC
-        if not (verified or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
+        if not (self._check or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
             return False
         return bool(self.calls.of(group.owner))
 
@@ -95,7 +98,16 @@ class Tuner:
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=asked and time and self._is_timed(pass_), seed=self._seed, brief=brief,
+            simulated=self._simulated(pass_, group) if asked and self._check else None,
         )  # fmt: skip
+
+    def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
+        """Return what the rewritten module must be equal to, where the pass says so."""
+        if type(pass_).reference is Pass.reference or not group.is_single:
+            return None
+        original = copied_module(self.program.module(group.owner))
+        site = group.sites[0]
+        return self.supervised(pass_, lambda: f"reference of {group.key}", lambda: pass_.reference(site, original))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -106,17 +118,21 @@ class Tuner:
             MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
             PassError: if the pass raises or hangs.
         """
-        edit = Edit(self.program, group.sites[0], pass_.name)
+        edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
+        edit.on_undo(around.restore)
+        sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
-            if group.is_single:
-                pass_.rewrite(group.sites[0], edit)
-            else:
-                pass_.rewrite_group(group.sites, edit)
-            edit.finish()
+            with edit.watched():
+                if group.is_single:
+                    pass_.rewrite(sites[0], edit)
+                else:
+                    pass_.rewrite_group(sites, edit)
+                edit.finish()
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))
+            around.settle()
         except MatchFailure as failure:
             failure.site = group.sites[0] if group.is_single else edit.failed_at
             edit.undo()
@@ -129,7 +145,8 @@ class Tuner:
     def supervised(self, pass_: Pass, step: Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
         """Run a pass's own code within its time limit, and with its name on what it raises."""
         seconds = self._settings.pass_timeout * times
-        return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
+        with switches_kept():
+            return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
@@ -342,11 +359,12 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     figures = {
         **comparison.figures(race.candidates[race.best].verdict),
         **timing_figures(race.timings, race.best),
-        "lowerings": {name: race.timings.microseconds(name) for name in race.candidates},
+        "lowerings": {name: microseconds(race.timings, name) for name in race.candidates},
     }
     if speed.low > 1.0 or comparison.group.required:
         return figures, ""
-    return figures, f"no faster: {speed.mid:.2f}x ({speed.low:.2f} to {speed.high:.2f}) as {race.best}"
+    verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+    return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {race.best}"
 
 
 def _is_like(site: Site, other: object) -> bool:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from .choosing import PassLike, chosen_passes
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
-from .registry import PRESETS, PassInfo, available, find_pass, pass_names
+from .registry import PassInfo, available, find_pass
 from .supervision import supervised
 
 __all__ = [
-    "PRESETS",
     "SCHEMA_VERSION",
     "STATUSES",
     "Decision",
     "PassInfo",
+    "PassLike",
     "Plan",
     "available",
     "check_order",
+    "chosen_passes",
     "find_pass",
     "parse",
-    "pass_names",
     "supervised",
 ]

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ...errors import PipelineError, UsageError
+from ...known_passes import PRESETS
+from ...suggest import did_you_mean
 from ..contract import WORD, Pass, Text, ValueMismatch, option_types, read_value
-from ..sites import did_you_mean
-from .registry import PRESETS, find_pass
+from .registry import find_pass
 
 __all__ = ["parse"]
 

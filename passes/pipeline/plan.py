@@ -39,6 +39,7 @@ class Decision:
         choice: the lowering taken, where there are several.
         detail: one clause about the site.
         figures: errors, times and ratios by name.
+        site: where the site is and what was decided on there, where replaying must not look for it anew.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Decision:
     choice: str | None = None
     detail: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    site: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -60,10 +62,13 @@ class Decision:
         return {name: _plain(getattr(self, name)) for name in _DECISION}
 
 
+_OBJECT = cast("type[object]", dict) | None
 _DECISION: Mapping[str, type | UnionType] = {
     "step": int, "pass_name": str, "key": str, "status": str, "label": str, "reason": str, "choice": str | None,
-    "detail": str, "figures": dict,
+    "detail": str, "figures": dict, "site": _OBJECT,
 }  # fmt: skip
+_LATER = frozenset({"site"})
+"""What plans of the same version may lack."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,8 @@ class Plan:
 
 def _decision(data: object, where: str) -> Decision:
     fields = _typed(data, dict, where)
-    values = {name: _field(fields, name, kind, where) for name, kind in _DECISION.items()}
+    present = {name: kind for name, kind in _DECISION.items() if name in fields or name not in _LATER}
+    values = {name: _field(fields, name, kind, where) for name, kind in present.items()}
     try:
         return Decision(**values)
     except PlanError as error:
@@ -178,8 +184,8 @@ def _field(fields: Mapping[str, Any], name: str, kind: type | UnionType, where: 
 
 def _typed(value: object, kind: type | UnionType, where: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        names = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
-        expected = names.get(kind, "a string or null") if isinstance(kind, type) else "a string or null"
+        names: dict[object, str] = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
+        expected = names.get(kind, "an object or null" if kind is _OBJECT else "a string or null")
         raise PlanError(f"{where} must be {expected}, not {str(value)[:60]!r}")
     return value
 

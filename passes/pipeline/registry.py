@@ -6,34 +6,16 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 from ...errors import UsageError
+from ...known_passes import PRESETS, TRANSFORMS, class_name, entry_points, own_names, pass_names
+from ...suggest import did_you_mean
 from ..contract import Pass, format_value, option_types, snake_case, type_text
-from ..sites import Goal, Numerics, Phase, did_you_mean
+from ..sites import Goal, Numerics, Phase
 
-__all__ = ["GROUP", "PRESETS", "Option", "PassInfo", "available", "find_pass", "pass_names"]
-
-GROUP = "fxopt.passes"
-"""The entry-point group of passes from other distributions; fxopt's own win where names are equal."""
-
-PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "inference": (
-            "eliminate_common_subexpressions",
-            "fold_constants",
-            "eliminate_dead_code",
-            "fold_batchnorm",
-            "fuse_ensembles",
-        ),
-        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),
-    }
-)
-_TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
+__all__ = ["Option", "PassInfo", "available", "find_pass"]
 
 
 @dataclass(frozen=True)
@@ -59,22 +41,15 @@ class PassInfo:
     problem: str = ""
 
 
-def pass_names() -> dict[str, str]:
-    """Return the name of every pass and where it comes from, importing none."""
-    own = dict.fromkeys(_own_names(), "fxopt")
-    others = {entry.name: entry.dist.name if entry.dist else entry.value for entry in _entry_points()}
-    return {**others, **own}
-
-
 def find_pass(name: str) -> type[Pass]:
     """Return the class of the pass called `name`.
 
     Raises:
         UsageError: there is none, several distributions have one, or it cannot be imported.
     """
-    if name in _own_names():
-        return getattr(importlib.import_module(f"{_TRANSFORMS}.{name}"), _class_name(name))
-    entries = [entry for entry in _entry_points() if entry.name == name]
+    if name in own_names():
+        return getattr(importlib.import_module(f"{TRANSFORMS}.{name}"), class_name(name))
+    entries = [entry for entry in entry_points() if entry.name == name]
     if not entries:
         raise UsageError(f"unknown pass {name!r}{did_you_mean(name, [*pass_names(), *PRESETS])}")
     if len({entry.value for entry in entries}) > 1:
@@ -85,26 +60,6 @@ def find_pass(name: str) -> type[Pass]:
 def available() -> dict[str, PassInfo]:
     """Describe every pass there is, by name; one that cannot be loaded is listed with its problem."""
     return {name: _describe(name, origin) for name, origin in sorted(pass_names().items())}
-
-
-def _own_names() -> list[str]:
-    """Return the transforms that have the class that their name promises, by reading, not importing, them.
-
-    A file defines the class; a folder's front door names it.
-    """
-    folders = [Path(folder) for folder in importlib.import_module(_TRANSFORMS).__path__]
-    files = {path.stem: (path, "\nclass {}(") for folder in folders for path in folder.glob("[a-z]*.py")}
-    doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
-    found = sorted({**files, **doors}.items())
-    return [name for name, (path, sign) in found if sign.format(_class_name(name)) in path.read_text(encoding="utf-8")]
-
-
-def _class_name(name: str) -> str:
-    return "".join(word.capitalize() for word in name.split("_"))
-
-
-def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    return list(importlib.metadata.entry_points(group=GROUP))
 
 
 def _load(entry: importlib.metadata.EntryPoint) -> type[Pass]:

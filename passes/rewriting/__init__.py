@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .inlining import obstacle_to_inlining, unmet_guards
@@ -12,6 +13,7 @@ __all__ = [
     "Edit",
     "Match",
     "Pattern",
+    "UnnotedChange",
     "anything",
     "either",
     "handed_out",
@@ -19,6 +21,7 @@ __all__ = [
     "inline",
     "module",
     "obstacle_to_inlining",
+    "only_reading",
     "operation",
     "outline",
     "unmet_guards",

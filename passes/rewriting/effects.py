@@ -25,7 +25,7 @@ from ...tracing.recording import Likeness
 from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
 
-__all__ = ["handed_out", "has_effects", "overwrites_unseen", "writes", "written_values"]
+__all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]
 
 
 class _KnownKinds:
@@ -177,10 +177,10 @@ def overwrites_unseen(node: fx.Node, program: Program, owner: str) -> bool:
     overwritten = node.args[0] if node.args and node.kwargs.get("out") is None else None
     if not isinstance(overwritten, fx.Node) or overwritten.op not in ("call_function", "call_method", "call_module"):
         return False
-    if _may_share(overwritten, program, owner) or writes(overwritten, program, owner):
+    if may_share(overwritten, program, owner) or writes(overwritten, program, owner):
         return False
     others = [user for user in overwritten.users if user is not node]
-    return all(user < node and user.op != "output" and not _may_share(user, program, owner) for user in others)
+    return all(user < node and user.op != "output" and not may_share(user, program, owner) for user in others)
 
 
 def written_values(graph: fx.Graph, program: Program, owner: str) -> set[fx.Node]:
@@ -199,12 +199,12 @@ def handed_out(graph: fx.Graph, program: Program, owner: str) -> set[fx.Node]:
     """Return the nodes whose value, or what may be a view of it, goes to the module's caller, who may write into it."""
     handed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if any(user.op == "output" or (user in handed and _may_share(user, program, owner)) for user in node.users):
+        if any(user.op == "output" or (user in handed and may_share(user, program, owner)) for user in node.users):
             handed.add(node)
     return handed
 
 
-def _may_share(node: fx.Node, program: Program, owner: str) -> bool:
+def may_share(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether the value of a node may lie in the memory of an operand."""
     if "val" in node.meta and not _holds_tensors(node.meta["val"]):
         return False

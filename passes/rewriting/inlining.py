@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ...compat import has_hooks
-from ...tracing.graphs import Capture, ContextRegion, Specialization
+from ...tracing.graphs import Capture, Specialization, WrappedRegion
 from ...tracing.guards import SELF, Attribute, Guard, Source, is_switch
 from ...tracing.values import user_class
 from ..sites import VOLATILE, is_volatile
@@ -25,7 +25,7 @@ __all__ = [
 def obstacle_to_inlining(module: nn.Module) -> str | None:
     """Return why a module must stay one call (hooks, parametrizations, contexts), or None."""
     for submodule in module.modules():
-        if isinstance(submodule, ContextRegion):
+        if isinstance(submodule, WrappedRegion):
             return f"it opens {submodule.context}"
         if user_class(type(submodule)).__call__ is not nn.Module.__call__ and not isinstance(submodule, fx.GraphModule):
             return "it has a __call__ of its own"

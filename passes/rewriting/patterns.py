@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
+from ...errors import CaptureError
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from ..sites import Site
@@ -30,12 +31,16 @@ class Match:
     Attributes:
         program, owner, specialization: which graph it is in.
         nodes: name given in the pattern -> node.
+        pattern: what fits there.
+        root: the node that the pattern as a whole stands for.
     """
 
     program: Program
     owner: str
     specialization: int
     nodes: Mapping[str, fx.Node]
+    pattern: Pattern
+    root: fx.Node
 
     def __getitem__(self, name: str) -> fx.Node:
         return self.nodes[name]
@@ -46,13 +51,27 @@ class Match:
 
     def site(self, **options: Any) -> Site:
         """Return the site that consists of the named nodes."""
-        return Site(
-            self.program,
-            self.owner,
-            {name: node.name for name, node in self.nodes.items()},
-            self.specialization,
-            **options,
-        )
+        names = {name: node.name for name, node in self.nodes.items()}
+        options = {"is_there": _StillFits(self.pattern, self.root.name)} | options
+        return Site(self.program, self.owner, names, self.specialization, **options)
+
+
+@dataclass(frozen=True)
+class _StillFits:
+    """Say whether a pattern fits at a site as it did when it was found."""
+
+    pattern: Pattern
+    root: str
+
+    def __call__(self, site: Site) -> bool:
+        place = Place(site.program, site.owner)
+        try:
+            root = site.program.node(site.owner, self.root, site.specialization)
+        except CaptureError:
+            return False
+        nodes = {label: site[label] for label in site.nodes}
+        found = (each for each in self.pattern.fits(root, place, Found()) if place.is_undisturbed(each))
+        return any(dict(each.names) == nodes for each in found)
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,7 @@ class Pattern:
                     fitting = self.fits(node, place, Found())
                     found = next((found for found in fitting if place.is_undisturbed(found)), None)
                     if found is not None:
-                        yield Match(program, owner, specialization, found.names)
+                        yield Match(program, owner, specialization, found.names, self, node)
 
     def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
         """Yield what is found in every way in which the pattern fits a value, beside what was found already."""

@@ -7,32 +7,51 @@ that run together, behind one module call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx, nn
 
 from ...compat import has_hooks
 from ...errors import MatchFailure
-from ...tracing.graphs import Capture, ContextRegion, Region, Specialization, capture_of, install
+from ...tracing.graphs import Capture, Context, Opening, Region, Specialization, WrappedRegion, capture_of, install
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_leaves
-from .edit import Edit
 from .inlining import unmet_guard
+from .order import check_runs_as_one
+from .tree_edit import TreeEdit
 
-__all__ = ["Region", "inline", "outline"]
+__all__ = ["Opener", "Region", "Wrapper", "inline", "outline"]
+
+Opener = Context | Callable[[], AbstractContextManager[Any]]
+"""What a region runs under: a context of torch by its name, or a function that opens one."""
+
+Wrapper = Callable[[Region], nn.Module]
+"""Makes the module to call in the place of a region, which it calls in turn."""
 
 
-def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
+def outline(
+    edit: TreeEdit,
+    nodes: Iterable[fx.Node],
+    *,
+    name: str,
+    context: Opener | None = None,
+    wrapper: Wrapper | None = None,
+) -> fx.Node:
     """Move nodes of the site's graph into a new child `name`; return the call that stands for them.
 
     Args:
         edit: of the site whose graph holds the nodes.
         nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
         name: of the child; numbered if it is taken.
+        context: what the child runs under: `Context("checkpoint", {"use_reentrant": False})`, say, or a function that
+            returns a context manager; a saved model loads where the function can be pickled.
+        wrapper: is given the child and returns the module to call in its place.
 
     Raises:
-        MatchFailure: if a path leaves the nodes and comes back: then they cannot run as one.
+        MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
+            cannot run as one.
     """
     wanted = set(nodes)
     chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
@@ -41,12 +60,13 @@ def outline(edit: Edit, nodes: Iterable[fx.Node], *, name: str) -> fx.Node:
     inside = set(chosen)
     _check_convex(chosen, inside)
     _check_decides_nothing(chosen)
+    check_runs_as_one(chosen, edit.program, edit.site.owner)
     inputs = list(dict.fromkeys(s for node in chosen for s in node.all_input_nodes if s not in inside))
     results = [node for node in chosen if any(user not in inside for user in node.users)]
-    region, graph = _region(edit, chosen, inputs, results)
-    child = edit.add_module(region, name=name)
+    region, graph = _region(edit, chosen, inputs, results, context)
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     install(region, Capture(type(region), [Specialization((), graph)], Signature.of_names(names)))
+    child = edit.add_module(region if wrapper is None else wrapper(region), name=name)
     return _call_region(edit, child, chosen, inputs, results)
 
 
@@ -73,7 +93,11 @@ def _check_decides_nothing(chosen: Sequence[fx.Node]) -> None:
 
 
 def _region(
-    edit: Edit, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+    edit: TreeEdit,
+    chosen: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    context: Opener | None,
 ) -> tuple[Region, fx.Graph]:
     targets = list(dict.fromkeys(str(node.target) for node in chosen if node.op == "call_module"))
     local = {target: target.replace(".", "_") for target in targets}
@@ -91,11 +115,14 @@ def _region(
             values[node].target = local[str(node.target)]
     outputs = tuple(values[node] for node in results)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
-    return Region(children, {name: target for target, name in local.items()}), graph
+    origins = {name: target for target, name in local.items()}
+    if context is None:
+        return Region(children, origins), graph
+    return WrappedRegion(context if isinstance(context, Context) else Opening(context), children, origins), graph
 
 
 def _call_region(
-    edit: Edit, child: str, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+    edit: TreeEdit, child: str, chosen: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.Node:
     anchor = _first_place(chosen, inputs)
     call = edit.call(child, *inputs, before=anchor)
@@ -110,6 +137,7 @@ def _call_region(
     inside = set(chosen)
     for node, replacement in replacements.items():
         replacement.meta.setdefault("val", node.meta.get("val"))
+        replacement.meta["replaces"] = (node.name, *node.meta.get("replaces", ()))
         node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in inside)
     for node in reversed(chosen):
         edit.graph.erase_node(node)
@@ -125,7 +153,7 @@ def _first_place(chosen: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Nod
     return next(node for node, number in order.items() if number == place)
 
 
-def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
+def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
     """Put the graph of a captured child in the place of a call of it; return the new nodes.
 
     The child stays where it is in the module tree, save a `Region`, which goes.
@@ -160,7 +188,7 @@ def inline(edit: Edit, call: fx.Node) -> list[fx.Node]:
 
 def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
-    if isinstance(module, ContextRegion):
+    if isinstance(module, WrappedRegion):
         raise MatchFailure(f"'{name}' runs under {module.context}")
     if has_hooks(module):
         raise MatchFailure(f"'{name}' has hooks")
@@ -193,7 +221,7 @@ def _outer_target(node: fx.Node, path: str, module: nn.Module) -> Any:
     return f"{path}.{node.target}"
 
 
-def _hand_over(edit: Edit, call: fx.Node, result: Any) -> None:
+def _hand_over(edit: TreeEdit, call: fx.Node, result: Any) -> None:
     """Let the users of the call read the inlined result; items of a structure are picked at once."""
     if isinstance(result, fx.Node):
         call.replace_all_uses_with(result)

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from ...errors import CaptureError
 
-__all__ = ["check_well_formed"]
+__all__ = ["check_well_formed", "is_same_graph"]
 
 
 def check_well_formed(graph: fx.Graph, before: fx.Graph, owner: nn.Module) -> None:
@@ -42,3 +42,17 @@ def _check_targets(graph: fx.Graph, owner: nn.Module) -> None:
             owner.get_submodule(str(node.target))
         elif node.op == "get_attr":
             operator.attrgetter(str(node.target))(owner)
+
+
+def is_same_graph(graph: fx.Graph, other: fx.Graph) -> bool:
+    """Say whether two graphs do the same, node by node and name by name."""
+    if len(graph.nodes) != len(other.nodes):
+        return False
+    pairs = zip(graph.nodes, other.nodes, strict=True)
+    return all(_is_same_target(a, b) for a, b in pairs) and str(graph) == str(other)
+
+
+def _is_same_target(node: fx.Node, other: fx.Node) -> bool:
+    if node.name != other.name or node.op != other.op:
+        return False
+    return node.target == other.target if isinstance(node.target, str) else node.target is other.target

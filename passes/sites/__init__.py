@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from .suggest import did_you_mean
+from .operations import operation_at
+from .plain import as_plain
+from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
 
-__all__ = ["VOLATILE", "Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "did_you_mean", "is_volatile"]
+__all__ = [
+    "VOLATILE",
+    "Goal",
+    "Numerics",
+    "OwnForward",
+    "Phase",
+    "Refusal",
+    "Site",
+    "StaleSite",
+    "as_plain",
+    "is_volatile",
+    "operation_at",
+]

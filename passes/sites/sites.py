@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from torch import fx, nn
 
+from ...errors import CaptureError, MatchFailure, PlanError, UsageError
 from ...tracing.program import Program
+from .plain import as_plain
 
-__all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site"]
+__all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite"]
 
 
 class Numerics(enum.Enum):
@@ -75,6 +79,10 @@ class Refusal:
     at: str | fx.Node
 
 
+class StaleSite(MatchFailure):
+    """A site is no longer what was found: it overlaps with one that was rewritten before it."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One place that a pass wants to rewrite.
@@ -83,7 +91,8 @@ class Site:
 
     Attributes:
         program: where the site is.
-        owner: qualified name of the module whose graph holds the nodes ("" is the root).
+        owner: qualified name of the module whose graph holds the nodes ("" is the root); of a module without a graph,
+            which is rewritten whole; of a site with parts, of the module around all of them.
         nodes: label -> name of a node in that graph.
         specialization: which of the owner's graphs (0 unless training and evaluation differ).
         choices: the lowerings that `rewrite` can produce, in order of preference; empty if there is one only.
@@ -94,6 +103,11 @@ class Site:
         label: what the report calls the site; the owner's name by default.
         kind: equal for sites of one owner that are alike, so that what is measured of one holds for all; None is
             like no other.
+        parts: the places in several modules that are rewritten as one; see `Site.over`.
+        data: plain values that `find` decided on (kept channels, scales). A plan saves them, and replaying it uses
+            them: nothing is decided anew.
+        is_there: says whether what was found at the site is still there, once other sites have been rewritten.
+        on_read: called before a node is looked up, while the site is rewritten: copies of graphs are handed out then.
     """
 
     program: Program = field(repr=False, compare=False)
@@ -107,26 +121,133 @@ class Site:
     detail: str = ""
     label: str = ""
     kind: Hashable = None
+    parts: tuple[Site, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_there: Callable[[Site], bool] | None = field(default=None, repr=False, compare=False)
+    on_read: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", as_plain(self.data, "site data"))
+        labels = [label for site in (self, *self.parts) for label in site.nodes]
+        repeated = next((label for label in labels if labels.count(label) > 1), None) if self.parts else None
+        if repeated is not None:
+            raise UsageError(f"two parts of a site have a node called {repeated!r}; give each another label")
+
+    @classmethod
+    def over(cls, program: Program, *parts: Site, **options: Any) -> Site:
+        """Return one site over places in several modules: it lands whole or not at all.
+
+        It is verified at the nearest module around all of them that runs itself.
+
+        Args:
+            program: where the parts are.
+            parts: each in its own module; labels of nodes are different ones.
+            options: other fields of the site.
+        """
+        if not parts:
+            raise UsageError("a site over several modules needs at least one part")
+        paths = [part.owner.split(".") if part.owner else [] for part in parts]
+        shared = next((n for n, names in enumerate(zip(*paths, strict=False)) if len(set(names)) > 1), None)
+        around = paths[0][: min(map(len, paths)) if shared is None else shared]
+        while around and type(program.module(".".join(around))).forward is nn.Module.forward:
+            around.pop()  # a list or dictionary of modules is never called itself
+        return cls(program, ".".join(around), {}, parts=parts, **options)
 
     def __getitem__(self, label: str) -> fx.Node:
-        """Return the node called `label`, looked up in the graph as it is now."""
-        return self.program.node(self.owner, self.nodes[label], self.specialization)
+        """Return the node called `label`, looked up in the graph as it is now; of any part."""
+        if self.on_read is not None:
+            self.on_read()
+        site = self.part(label)
+        return site.program.node(site.owner, site.nodes[label], site.specialization)
+
+    def part(self, label: str) -> Site:
+        """Return the part that has the node called `label`; a site without parts is its only one."""
+        for site in (self, *self.parts):
+            if label in site.nodes:
+                return site
+        known = ", ".join(label for site in (self, *self.parts) for label in site.nodes)
+        raise UsageError(f"the site has no node called {label!r}; its nodes are {known or 'none'}")
+
+    @property
+    def places(self) -> tuple[Site, ...]:
+        """Return the parts, or the site itself where it is in one module."""
+        return self.parts or (self,)
 
     @property
     def graph(self) -> fx.Graph:
+        if self.on_read is not None:
+            self.on_read()
         return self.program.graph(self.owner, self.specialization)
 
     def module(self, label: str) -> nn.Module:
         """Return the module that the call_module node `label` calls."""
-        return self.program.callee(self.owner, self[label])
+        return self.program.callee(self.part(label).owner, self[label])
 
     @property
     def key(self) -> str:
         """Name the site: stable over runs of the same model, and printable."""
         suffix = f"#{self.specialization}" if self.specialization else ""
         owner = f"{self.owner or '(root)'}{suffix}"
+        if self.parts:
+            keys = [part.key for part in self.parts]
+            digest = hashlib.sha256("+".join(keys).encode()).hexdigest()[:8]
+            return f"{owner}:[{keys[0]}..{keys[-1]}({len(keys)})]{digest}" if len(keys) > 2 else f"{owner}:{keys}"
         names = sorted(self.nodes.values())
         if not names:
             return owner
         span = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}({len(names)})"
         return f"{owner}:{span}"
+
+    def read_through(self, on_read: Callable[[], None]) -> Site:
+        """Return the same site, which calls a function before it looks up a node."""
+        parts = tuple(part.read_through(on_read) for part in self.parts)
+        return replace(self, parts=parts, on_read=on_read)
+
+    def check_there(self) -> None:
+        """Make sure that the site is what was found, after others have been rewritten.
+
+        Raises:
+            StaleSite: if it is not.
+        """
+        for label, name in ((label, name) for place in self.places for label, name in place.nodes.items()):
+            try:
+                node = self[label]
+            except CaptureError as error:
+                raise StaleSite(f"a site that was rewritten before it took '{name}' away") from error
+            if self.is_there is None and node.name != name:
+                raise StaleSite(f"a site that was rewritten before it replaced '{name}'")
+        if self.is_there is not None and not self.is_there(self):
+            raise StaleSite("a site that was rewritten before it changed what was found here")
+
+    # -- in a plan -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all that says where the site is and what was decided on there, as plain JSON values."""
+        return {
+            "owner": self.owner, "nodes": dict(self.nodes), "specialization": self.specialization,
+            "phase": None if self.phase is None else self.phase.value, "required": self.required,
+            "parts": [part.to_json() for part in self.parts], "data": self.data,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, program: Program, data: object) -> Site:
+        """Return the site that `to_json` described.
+
+        Raises:
+            PlanError: if the description is malformed.
+        """
+        wanted = {
+            "owner": str, "nodes": dict, "specialization": int, "phase": (str, type(None)), "required": bool,
+            "parts": list, "data": dict,
+        }  # fmt: skip
+        fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        for name, kind in wanted.items():
+            if name not in fields or not isinstance(fields[name], kind):
+                raise PlanError(f"a site in the plan has no valid '{name}'")
+        given = {name: fields[name] for name in ("owner", "nodes", "specialization", "required", "data")}
+        parts = tuple(cls.from_json(program, part) for part in fields["parts"])
+        try:
+            phase = None if fields["phase"] is None else Phase(fields["phase"])
+        except ValueError as error:
+            raise PlanError(f"a site in the plan has no valid 'phase': {error}") from error
+        return cls(program, phase=phase, parts=parts, **given)

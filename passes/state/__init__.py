@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from .checkpoints import RECORD_KEY, LoadsOriginalNames
+from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNames, cut_from_sharded
 from .copying import copied_module, skeleton_of, twin
+from .functional import functional_state
 from .holders import Holder, holder_of
-from .optimizer_state import ELEMENT_WISE, translate_optimizer
+from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
+from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
 from .state_steps import Concatenate, Rename, Stack, StateStep
 
 __all__ = [
     "ELEMENT_WISE",
     "RECORD_KEY",
+    "SETTLED",
+    "STATE_MAP",
+    "VIEWS",
     "Concatenate",
     "Holder",
-    "LoadsOriginalNames",
+    "KeepsOriginalNames",
     "Rename",
     "Stack",
     "StateMap",
     "StateStep",
+    "check_type",
     "copied_module",
+    "cut_from_sharded",
+    "functional_state",
+    "gathered",
     "holder_of",
+    "refuse_sharded",
+    "sharded_like",
+    "sharded_state",
     "skeleton_of",
     "translate_optimizer",
     "twin",
+    "writes_files",
 ]

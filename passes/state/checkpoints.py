@@ -1,45 +1,100 @@
-"""Let a rewritten model load checkpoints that carry the original names, at the root and inside larger models alike."""
+"""State dicts under the original names, of an optimized model and of every module in it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ...compat import is_sharded, submodule
 from .state_map import StateMap
 
-__all__ = ["RECORD_KEY", "LoadsOriginalNames", "translate_on_load"]
+__all__ = [
+    "RECORD_KEY",
+    "SETTLED",
+    "STATE_MAP",
+    "VIEWS",
+    "KeepsOriginalNames",
+    "cut_from_sharded",
+    "translate_on_load",
+    "translate_saved",
+]
 
 RECORD_KEY = "_fxopt_record"
 """Where the root of an optimized model keeps its record, in its `__dict__`."""
 
+STATE_MAP = "_fxopt_state_map"
+"""Where the innermost module around tensors that moved keeps their map, by names as it sees them."""
 
-class LoadsOriginalNames(nn.Module):
-    """Mix into the class of an optimized model's root, so that `load_state_dict` takes old checkpoints and new ones.
+VIEWS = "_fxopt_views"
+"""Where a module lists, by name, the tensors of its own that it reads from others; it saves and loads them itself."""
 
-    State dicts are saved under the new names; `fxopt.state_dict` gives the original ones.
+SETTLED = torch.empty(0, device="meta")
+"""Stands in a state dict for a tensor that a module further out has loaded, or has reported missing."""
+
+
+class KeepsOriginalNames(nn.Module):
+    """Mix into the class of a module whose tensors were moved, or were moved inside it.
+
+    Its state dict has the original names, and `load_state_dict` takes these and the new ones. Sharded tensors are the
+    exception: they are saved and loaded under their new names.
     """
 
-    def _load_from_state_dict(
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        saved: dict[str, Any] = cast("Any", super()).state_dict(*args, **kwargs)
+        state_map: StateMap | None = self.__dict__.get(STATE_MAP)
+        if state_map is not None:
+            translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return saved
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # The user's own hooks see what was given: this one is the last.
+        hooks = cast("dict[Any, Any]", self._load_state_dict_pre_hooks)
+        self.__dict__["_load_state_dict_pre_hooks"] = OrderedDict({**hooks, "fxopt": self._fxopt_before_loading})
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            self.__dict__["_load_state_dict_pre_hooks"] = hooks
+
+    def _fxopt_before_loading(
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: Mapping[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        record = self.__dict__.get(RECORD_KEY)
-        if record is not None:
-            translate_on_load(self, record.state_map, state_dict, prefix, missing_keys, error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        state_map: StateMap | None = self.__dict__.get(STATE_MAP)
+        if state_map is not None:
+            translate_on_load(self, state_map, state_dict, prefix, missing_keys, error_msgs)
+
+
+def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
+    """Replace new names by original ones in a state dict that was just made; sharded tensors stay as they are.
+
+    Args:
+        state_map: of the module that was saved.
+        saved: what `state_dict` has gathered, changed in place; the module's own part is at its end.
+        prefix: of the module's part, "" or ending in a dot.
+    """
+    found = {name: saved[prefix + name] for name in state_map.origins if prefix + name in saved}
+    found = {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
+    if not found:
+        return
+    originals = state_map.backward(found)
+    for name in found:
+        del saved[prefix + name]
+    saved.update({prefix + name: tensor for name, tensor in originals.items()})
+    for name in state_map.names:
+        if prefix + name in saved:
+            saved[prefix + name] = saved.pop(prefix + name)
 
 
 def translate_on_load(
@@ -50,33 +105,46 @@ def translate_on_load(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Replace original names by new ones in a state dict that is being loaded; do nothing if it has new ones already.
+    """Replace original names by new ones in a state dict that is being loaded.
 
     What does not fit is reported as PyTorch reports it, by original name: absent tensors keep their current values and
     go to `missing_keys`, wrong shapes to `error_msgs`. What is unexpected stays, for PyTorch to find.
 
     Args:
-        module: the optimized model.
+        module: that loads.
         state_map: from the original names to the module's.
         state_dict: what `load_state_dict` works on, changed in place.
         prefix: where the module is in the model that loads, "" or ending in a dot.
         missing_keys: `load_state_dict`'s own list, appended to.
         error_msgs: `load_state_dict`'s own list, appended to.
     """
-    given = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+    given = {
+        name[len(prefix) :]: value
+        for name, value in state_dict.items()
+        if name.startswith(prefix) and value is not SETTLED
+    }
     resolved = state_map.resolve_aliases(given)
-    if not state_map.sources.intersection(resolved):
-        return
     loading = _Loading(module, state_map, resolved, prefix, missing_keys, error_msgs)
     translated = loading.translate()
     for name in given.keys() - resolved.keys() | loading.used:
         state_dict.pop(prefix + name, None)
     state_dict.update({prefix + name: tensor for name, tensor in translated.items()})
+    aliases = {alias for alias, name in state_map.aliases if name in loading.settled}
+    for name in loading.settled | aliases:
+        path, _, last = name.rpartition(".")
+        holder = submodule(module, path)
+        if holder is not None and last in holder.__dict__.get(VIEWS, ()):
+            state_dict.setdefault(prefix + name, SETTLED)
 
 
 @dataclass
 class _Loading:
-    """One module's part of one call of `load_state_dict`."""
+    """One module's part of one call of `load_state_dict`.
+
+    Attributes:
+        used: the original names whose tensors went into others.
+        settled: the original names that nobody needs to look for any more.
+    """
 
     module: nn.Module
     state_map: StateMap
@@ -87,16 +155,23 @@ class _Loading:
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
+        self.settled: set[str] = set()
         self.judged: dict[str, bool] = {}
+        self.refused = False
 
     def translate(self) -> dict[str, Tensor]:
         """Return the merged tensors by new name."""
         current = {name: _tensor(self.module, name) for name in self.state_map.targets}
-        known = self.state_map.backward(current)
+        sharded = {name for name, tensor in current.items() if is_sharded(tensor)}
+        known = self.state_map.backward({name: tensor for name, tensor in current.items() if name not in sharded})
         values: dict[str, Tensor] = {}
         translated: dict[str, Tensor] = {}
         for target, names in self.state_map.origins.items():
+            self.settled.update(names)
             if target in self.given:
+                continue
+            if target in sharded:
+                translated |= self._refuse_sharded(target, names, current[target])
                 continue
             self.used.update(names)
             found = {name: self.given[name] for name in names if self._fits(name, known[name])}
@@ -108,6 +183,17 @@ class _Loading:
                 # The tensor itself, so that loading it (assigning, too) changes nothing.
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
+
+    def _refuse_sharded(self, target: str, names: tuple[str, ...], current: Tensor) -> dict[str, Tensor]:
+        """Leave a sharded tensor to torch, which asks for it by its new name, unless its parts are given."""
+        given = [name for name in names if name in self.given]
+        self.used.update(given)
+        if not given:
+            return {}
+        if not self.refused:
+            self.error_msgs.append(cut_from_sharded(self.prefix + given[0]))
+        self.refused = True
+        return {target: current}
 
     def _fits(self, name: str, current: Tensor) -> bool:
         """Say whether an original tensor is given and has its shape; what is wrong is reported once."""
@@ -126,6 +212,14 @@ class _Loading:
             )
             return False
         return True
+
+
+def cut_from_sharded(name: str) -> str:
+    """Say why a tensor cannot be loaded by its original name."""
+    return (
+        f"'{name}' is a part of a sharded tensor: fxopt.load_state_dict(model, state) distributes a state dict with "
+        "original names to the whole model."
+    )
 
 
 def _alike(tensors: Mapping[str, Tensor], example: Tensor) -> dict[str, Tensor]:

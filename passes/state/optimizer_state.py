@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import StateError
+from .sharding import sharded_like
 from .state_map import StateMap, listing
 
-__all__ = ["ELEMENT_WISE", "translate_optimizer"]
+__all__ = ["ELEMENT_WISE", "check_type", "translate_optimizer"]
 
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 Direction = Literal["forward", "backward"]
@@ -60,7 +61,7 @@ def translate_optimizer(
             part of a merged tensor's members, members in different groups or with unequal state, or a model with folded
             tensors; by name, and with nothing changed.
     """
-    _check_type(optimizer)
+    check_type(optimizer)
     families = _families(state_map, direction)
     places = _Places(optimizer, names, parameters, _other_names(state_map, families), frozenset(families))
     move = _Move(places, families, parameters, _translation(state_map, direction))
@@ -69,7 +70,12 @@ def translate_optimizer(
     return optimizer
 
 
-def _check_type(optimizer: Optimizer) -> None:
+def check_type(optimizer: Optimizer) -> None:
+    """Refuse optimizers that may look at a whole tensor.
+
+    Raises:
+        StateError: naming those that are known to work element by element.
+    """
     kind = type(optimizer)
     if kind in ELEMENT_WISE:
         return
@@ -236,7 +242,7 @@ class _Move:
             if moved[target].shape != self.parameters[target].shape:
                 shapes = f"{list(moved[target].shape)}, the parameter {list(self.parameters[target].shape)}"
                 raise StateError(f"the optimizer's '{key}' of '{target}' would have shape {shapes}")
-        return {target: moved[target] for target in targets}
+        return {target: sharded_like(moved[target], self.parameters[target]) for target in targets}
 
     def commit(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Put everything in place."""

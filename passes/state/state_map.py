@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,12 @@ class StateMap:
     # -- translation -----------------------------------------------------------------------------------------------
 
     def forward(
-        self, state: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None, *, strict: bool = True
+        self,
+        state: Mapping[str, Tensor],
+        current: Mapping[str, Tensor] | None = None,
+        *,
+        strict: bool = True,
+        differentiable: bool = False,
     ) -> dict[str, Tensor]:
         """Return `state`, which has original names, under new names.
 
@@ -62,9 +68,10 @@ class StateMap:
             current: all tensors of the rewritten model by new name. Given, it supplies members that are absent from
                 `state`, and what comes in is checked against it.
             strict: refuse absent names, and with `current` unexpected ones too.
+            differentiable: let gradients flow from merged tensors to those of `state`.
 
         Returns:
-            The new tensors to which `state` contributed; they require no gradient where they were merged.
+            The new tensors to which `state` contributed; unless `differentiable`, merged ones require no gradient.
 
         Raises:
             StateError: naming what is missing, unexpected or of the wrong shape by original names.
@@ -76,8 +83,9 @@ class StateMap:
         elif strict:
             self._check_complete(given)
         values = self._completed(given, known)
-        for step in self.steps:
-            _apply(values, step.sources, step.targets, step.forward)
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+            for step in self.steps:
+                _apply(values, step.sources, step.targets, step.forward)
         return _in_order(values, current or ())
 
     def backward(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,6 +121,32 @@ class StateMap:
             tuple((prefix + alias, prefix + name) for alias, name in self.aliases),
             tuple(prefix + name for name in self.names),
         )
+
+    def apart(self) -> dict[str, StateMap]:
+        """Return the map of each module that is the innermost one around tensors that moved, by its qualified name."""
+        owners = {target: _common_owner((target, *self._all_names(names))) for target, names in self.origins.items()}
+        return {owner: self._of_owner(owner, owners) for owner in dict.fromkeys(owners.values())}
+
+    def _all_names(self, names: Sequence[str]) -> list[str]:
+        """Return some original names, and those that are tied to them."""
+        return [*names, *(alias for alias, name in self.aliases if name in names)]
+
+    def _of_owner(self, owner: str, owners: Mapping[str, str]) -> StateMap:
+        """Return the part of the map that is one module's, by the names that it knows."""
+        prefix = f"{owner}." if owner else ""
+        moved = {name for target, names in self.origins.items() if owners[target] == owner for name in names}
+        made: dict[str, tuple[str, ...]] = {}
+        steps: list[StateStep] = []
+        for step in self.steps:
+            roots = tuple(root for name in step.sources for root in made.pop(name, (name,)))
+            made.update(dict.fromkeys(step.targets, roots))
+            if moved.issuperset(roots):
+                steps.append(step.renamed(lambda name: name.removeprefix(prefix)))
+        tied = (
+            (alias.removeprefix(prefix), name.removeprefix(prefix)) for alias, name in self.aliases if name in moved
+        )
+        names = (name.removeprefix(prefix) for name in self.names if name.startswith(prefix))
+        return StateMap(tuple(steps), tuple(tied), tuple(names))
 
     def ordered(self, names: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> StateMap:
         """Return the same map, with the original model's names in order and its tied tensors."""
@@ -251,6 +285,13 @@ def listing(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
     shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
     return shown if len(names) <= _MOST_NAMES else f"{shown} and {len(names) - _MOST_NAMES} more"
+
+
+def _common_owner(names: Sequence[str]) -> str:
+    """Return the module in which all of some tensors are, as far inside as possible."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in common)
 
 
 def _apply(values: dict[str, Tensor], sources: Sequence[str], targets: Sequence[str], function: Any) -> None:

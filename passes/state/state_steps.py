@@ -41,7 +41,7 @@ class StateStep(ABC):
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the targets' tensors for the sources'."""
+        """Return the targets' tensors for the sources', differentiable where gradients are on."""
 
     @abstractmethod
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -113,7 +113,7 @@ class Stack(StateStep):
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         _check_alike(self, tensors)
-        return (torch.stack([tensor.detach() for tensor in tensors]),)
+        return (torch.stack(list(tensors)),)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (stacked,) = tensors
@@ -154,7 +154,7 @@ class Concatenate(StateStep):
             if not -tensor.ndim <= self.dim < tensor.ndim or tensor.shape[self.dim] != size:
                 raise StateError(f"'{name}' has shape {list(tensor.shape)}; dimension {self.dim} must be {size} long")
         _check_alike(self, tensors, except_dim=self.dim)
-        return (torch.cat([tensor.detach() for tensor in tensors], self.dim),)
+        return (torch.cat(list(tensors), self.dim),)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (whole,) = tensors

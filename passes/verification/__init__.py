@@ -5,23 +5,26 @@ from __future__ import annotations
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .compare import distance, form_problem, rounding
 from .float64 import Float64Mode, double_defaults, narrow, widened
-from .modes import modes_to_check
+from .modes import depends_on_mode, modes_to_check
 from .perturb import jittered, perturbed_inputs, perturbed_state
 from .reference import Data, Reference, reference
 from .tape import Tape
 from .translation import MapState
 from .verify import Verdict, verify
+from .whole_model import Original
 
 __all__ = [
     "CallSites",
     "Data",
     "Float64Mode",
     "MapState",
+    "Original",
     "Reference",
     "Tape",
     "TensorOwners",
     "TensorReads",
     "Verdict",
+    "depends_on_mode",
     "distance",
     "double_defaults",
     "form_problem",

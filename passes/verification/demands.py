@@ -26,6 +26,7 @@ __all__ = [
     "check_structure",
     "drifts",
     "largest_gap",
+    "results_in",
 ]
 
 _NONE = Tolerance(0.0, 0.0)
@@ -145,6 +146,11 @@ def check_form(before: Quantities, after: Quantities) -> None:
         problem = form_problem(expected, after[label]) if expected is not None else ""
         if problem:
             raise Objection(f"{label} {problem}")
+
+
+def results_in(values: Quantities) -> Quantities:
+    """Return of all that a run yielded what its caller sees: the outputs, and the arguments that it changed."""
+    return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
 def check_bits(before: Quantities, after: Quantities) -> None:

@@ -84,6 +84,7 @@ class Reference:
         keyed: whether random draws are named by the node they happen in: the module had a graph.
         random: whether random operators ran; their draws then come from a tape.
         several: whether the calls run several graphs of the module.
+        whole: whether the module is a model as it is handed over; see `ReferenceRuns`.
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
         serving: what came of them.
@@ -102,6 +103,7 @@ class Reference:
     keyed: bool = False
     random: bool = False
     several: bool = False
+    whole: bool = False
     stream: Run | None = None
     served: tuple[Arguments, ...] = ()
     serving: tuple[Run, ...] = ()
@@ -121,6 +123,7 @@ def reference(
     seed: int = 0,
     keyed: bool | None = None,
     brief: bool = False,
+    whole: bool = False,
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
@@ -135,12 +138,14 @@ def reference(
         keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
             that has no graph. By default where the module has a graph.
         brief: take no samples with noise.
+        whole: run the module as it is handed over, and not its graph.
 
     Raises:
         InputError: if the module does not run on its recorded calls.
     """
     by_node = capture_of(module) is not None
-    maker = _Maker(Stage(module), training, gradients, seed, by_node if keyed is None else by_node and keyed, brief)
+    keyed = by_node if keyed is None else by_node and keyed
+    maker = _Maker(ReferenceRuns(Stage(module), training, gradients, seed, keyed=keyed, whole=whole), brief)
     return maker.make([(call.args, call.kwargs) for call in calls])
 
 
@@ -153,13 +158,10 @@ def _spread(firsts: Sequence[int], count: int) -> list[int]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(
-        self, stage: Stage, training: bool | None, gradients: bool, seed: int, keyed: bool, brief: bool
-    ) -> None:
-        self.runs = ReferenceRuns(stage, training, gradients, seed, keyed=keyed)
-        self.stage = stage
-        self.brief = brief
-        self.state = stage.state
+    def __init__(self, runs: ReferenceRuns, brief: bool) -> None:
+        self.runs, self.brief = runs, brief
+        self.stage = runs.stage
+        self.state = runs.stage.state
         self.reason = ""
         self.few: Arguments = ((), {})
         self.epsilon = 0.0
@@ -182,6 +184,7 @@ class _Maker:
             keyed=runs.keyed,
             random=runs.random,
             several=runs.several,
+            whole=runs.whole,
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
             serving=serving,

@@ -35,6 +35,7 @@ class ReferenceRuns:
         keyed: name draws by the node they happen in, where the module has a graph.
         random: whether the draws come from a tape.
         several: whether calls run several graphs, so that the first run does not tell what the others take.
+        whole: run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served.
         census: what the first exact run was made of.
     """
 
@@ -47,6 +48,7 @@ class ReferenceRuns:
     random: bool = False
     of_inputs: bool = True
     several: bool = False
+    whole: bool = False
     census: Float64Mode | None = None
 
     def exact(
@@ -65,7 +67,7 @@ class ReferenceRuns:
         trial.second = second
         run = trial.run(arguments, state, like)
         self.census = mode
-        if mode.random and not self.random:
+        if mode.random and not self.random and not self.whole:
             self.random = True
             return self.exact(arguments, state, like, second=second)
         return run
@@ -86,7 +88,7 @@ class ReferenceRuns:
 
     def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
         tape = Tape(self.seed, keyed=self.keyed) if self.random else None
-        by_node = wide is not None or self.random
+        by_node = (wide is not None or self.random) and not self.whole
         return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node)
 
 

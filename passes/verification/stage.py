@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...compat import transient_buffers
 from ...tracing.graphs import Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
@@ -59,6 +60,14 @@ class Stage:
     def regions(self) -> list[Region]:
         """Return the parts of graphs that run as modules of their own."""
         return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
+
+    @property
+    def lasting(self) -> dict[str, Tensor]:
+        """Return what a state dict holds: the parameters, and the buffers that are not transient."""
+        passing = {
+            qualified(prefix, name) for prefix, module in self._modules.items() for name in transient_buffers(module)
+        }
+        return {name: tensor for name, tensor in self.state.items() if name not in passing}
 
     @property
     def plain(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from .reference import Reference
 from .reference_runs import epsilon_of
 from .translation import Quantities, is_gradient
 
-__all__ = ["Measured", "Tolerances"]
+__all__ = ["Measured", "Tolerances", "beside_neighbours", "within"]
 
 _EXACT = {
     torch.float64: Tolerance(1e-10, 2e-13),
@@ -38,6 +38,9 @@ _NOISE = 0.5
 
 _CANCELLED = 256.0
 """A gradient that is zero in theory (of a bias before a batch norm) is as large as rounding makes its neighbours'."""
+
+_AS_GOOD_AS_ZERO = 1e-6
+"""A tensor that is smaller than this part of all others of its kind is judged beside them."""
 
 _SMALL = 64
 """A tensor with fewer elements may come out right by luck: its own error is then read off the other tensors too."""
@@ -136,17 +139,18 @@ class Tolerances:
     def for_precision(self, sample: Measured, budget: float | None = None) -> dict[str, Tolerance]:
         """Return, for each tensor of a sample, what the rewritten module may err by in its own types.
 
-        A `budget` replaces what was seen; it is relative to the scale.
+        A `budget` replaces what was seen; it is relative to the scale, see `within`.
         """
+        if budget is not None:
+            return within(sample.exact, budget)
         typical = _typical(self._native.distance.values())
-        least = Tolerance(0.0, 0.0) if self.native_is_coarser or budget is not None else _EXACT[torch.float64]
+        least = Tolerance(0.0, 0.0) if self.native_is_coarser else _EXACT[torch.float64]
         return {
             label: Tolerance(
                 least.relative,
-                least.absolute * scale
-                + (self._share(sample, label, typical) if budget is None else budget) * max(scale, 1e-6 * around),
+                least.absolute * scale + self._share(sample, label, typical) * max(scale, 1e-6 * around),
                 self._unit(label, scale, around),
-                _FLIPS_FACTOR * self._native.places.get(label, 0) if budget is None else sample.exact[label].numel(),
+                _FLIPS_FACTOR * self._native.places.get(label, 0),
             )
             for label, (scale, around) in _scales(sample.exact).items()
         }
@@ -168,6 +172,37 @@ class Tolerances:
         if not isinstance(native, Tensor) or native.dtype is torch.float64 or not native.is_floating_point():
             return self.reference.native_epsilon
         return torch.finfo(native.dtype).eps
+
+
+def within(values: Quantities, budget: float) -> dict[str, Tolerance]:
+    """Return tolerances that allow each tensor an error of `budget`, relative to its scale.
+
+    A gradient that is no larger than what its neighbours may be off by is judged beside them. Integers may change.
+    """
+    units = beside_neighbours(values, budget)
+    return {label: Tolerance(0.0, budget * unit, unit, values[label].numel()) for label, unit in units.items()}
+
+
+def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:
+    """Return each tensor's scale; of gradients that are no larger than a share of their neighbours', the neighbours'.
+
+    The gradient of a key's bias in attention is zero in exact arithmetic: all of it is rounding. Neighbours are the
+    gradients of the parameters of one module or, where all of these are as good as zero, all gradients.
+    """
+    scales = _scales(values)
+    layers: dict[str, float] = {}
+    for label, (scale, _) in scales.items():
+        layers[_layer(label)] = max(scale, layers.get(_layer(label), 0.0))
+    units: dict[str, float] = {}
+    for label, (scale, around) in scales.items():
+        layer, least = layers[_layer(label)], _AS_GOOD_AS_ZERO * around
+        unit = layer if scale <= share * layer else scale
+        units[label] = around if is_gradient(label) and unit <= least else max(unit, least)
+    return units
+
+
+def _layer(label: str) -> str:
+    return label.rpartition(".")[0] if is_gradient(label) else label
 
 
 def _moved(expected: Tensor, found: object) -> tuple[float, int]:

@@ -64,7 +64,7 @@ class Translation:
         self.reference, self.after, self.map_state = reference, after, map_state
         self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
         self.mapped = self.state(reference.state)
-        reached = {id(after.state[name]) for name in self.mapped if name in after.state}
+        self._reached = reached = {id(after.state[name]) for name in self.mapped if name in after.state}
         self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
         plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
         self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
@@ -119,6 +119,34 @@ class Translation:
             problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
             if problem:
                 raise Objection(f"{name} {problem} after the state map is applied and reversed")
+
+    def check_round_trip(self) -> None:
+        """Object unless what the rewritten module holds comes back from a checkpoint with the original names."""
+        if self.steps is None:
+            return
+        held = self.after.lasting
+        for name, tensor in held.items():
+            if id(tensor) not in self._reached:
+                raise Objection(
+                    f"{name} is in no original checkpoint, and the state map does not say what it is made of"
+                )
+        found = self._there_and_back({name: tensor.detach() for name, tensor in held.items()}, self.steps)
+        reached = {id(held[name]) for name in found if name in held}
+        slack = Tolerance(16 * coarsest_epsilon(((), {}), self.reference.state), 0.0)
+        for name, tensor in held.items():
+            problem = "is gone" if id(tensor) not in reached else ""
+            if name in found:
+                problem = form_problem(tensor, found[name]) or distance(tensor, found[name], slack).problem
+            if problem:
+                raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
+
+    def _there_and_back(self, held: Mapping[str, Tensor], steps: StateMap) -> Mapping[str, Tensor]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is gone comes back as zeros
+                return steps.forward(steps.backward(held))
+        except Exception as error:
+            raise Objection(f"the state makes no round trip: {type(error).__name__}: {error}") from error
 
     def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""

@@ -25,6 +25,7 @@ from .demands import (
     check_structure,
     drifts,
     largest_gap,
+    results_in,
 )
 from .perturb import jittered
 from .reference import Data, Reference, Sample, reference
@@ -69,6 +70,7 @@ def verify(
     map_state: MapState = dict,
     numerics: Numerics = Numerics.REASSOCIATED,
     budget: float = 0.05,
+    keeps_form: bool = True,
 ) -> Verdict:
     """Compare a rewritten module with the `reference` that was taken before.
 
@@ -81,10 +83,12 @@ def verify(
         module: the module now; it is left exactly as it is.
         map_state: from all old parameters and buffers by name to the new ones.
         numerics: what the rewrite promises. `EXACT` outputs and buffers must be bitwise the same, and so must the
-            random stream; `APPROXIMATE` answers to `budget` alone; `SEMANTIC` need only run.
-        budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor.
+            random stream; `APPROXIMATE` answers to `budget` alone; `SEMANTIC` need only run. Of both the state makes
+            the round trip, and results keep their form.
+        budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor; see `within`.
+        keeps_form: whether the results of `SEMANTIC` keep their shapes and types.
     """
-    check = _Check(reference, Stage(module), map_state, numerics, budget)
+    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form)
     try:
         check.run()
     except Objection as objection:
@@ -96,10 +100,16 @@ class _Check:
     """One verification under way."""
 
     def __init__(
-        self, reference: Reference, after: Stage, map_state: MapState, numerics: Numerics, budget: float
+        self,
+        reference: Reference,
+        after: Stage,
+        map_state: MapState,
+        numerics: Numerics,
+        budget: float,
+        keeps_form: bool,
     ) -> None:
         self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
-        self.map_state = map_state
+        self.map_state, self.keeps_form = map_state, keeps_form
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
         self.runs = ReferenceRuns(
             after,
@@ -111,6 +121,7 @@ class _Check:
             random=reference.random,
             of_inputs=reference.of_inputs,
             several=reference.several,
+            whole=reference.whole,
         )
         self.meaning_error = self.precision_error = 0.0
 
@@ -127,13 +138,11 @@ class _Check:
     def run(self) -> None:
         if not self.reference.samples:
             return
-        if self.numerics is Numerics.SEMANTIC:
-            self._only_runs(self.reference.samples[0])
-            return
         translation = Translation(self.reference, self.after, self.map_state)
-        if self.keeps_meaning:
-            translation.check_state()
-            translation.check_way_back()
+        self._state(translation)
+        if self.numerics is Numerics.SEMANTIC:
+            self._only_runs(translation)
+            return
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]
@@ -147,13 +156,28 @@ class _Check:
         if self.numerics is Numerics.EXACT and self.reference.stream is not None:
             self._stream(samples[0], self.reference.stream, translation)
 
+    def _state(self, translation: Translation) -> None:
+        if self.keeps_meaning:
+            translation.check_state()
+            translation.check_way_back()
+        elif translation.steps is not None:
+            translation.check_state()
+            translation.check_round_trip()
+
     def _wanted(self, translation: Translation) -> tuple[Data, ...]:
         if not self.keeps_meaning:
             return (Data.RECORDED,)
         return tuple(data for data in Data if translation.covers or data is not Data.NOISY)
 
-    def _only_runs(self, sample: Sample) -> None:
-        check_structure(sample.exact, self._attempt("native", sample, self.after.state))
+    def _only_runs(self, translation: Translation) -> None:
+        for sample in self.reference.samples:
+            if sample.native is None or sample.data is not Data.RECORDED:
+                continue
+            after = self._attempt("native", sample, self.after.state)
+            check_structure(sample.native, after)
+            if self.keeps_form:
+                before = translation.quantities(sample.native, sample.state)
+                check_form(results_in(before), results_in(_quantities(after)))
 
     def _sample(self, sample: Sample, before: Measured, translation: Translation, tolerances: Tolerances) -> None:
         state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
@@ -237,8 +261,7 @@ class _Check:
     ) -> None:
         native, found = before.native or {}, _quantities(self._native(sample, state))
         check_same_quantities(before.exact, found)
-        if self.keeps_meaning:
-            check_form(native, found)
+        check_form(native if self.keeps_meaning else results_in(native), found)
         if self.numerics is Numerics.EXACT and not self.reference.random:
             check_bits(native, found)
         tensors = {label: value for label, value in before.exact.items() if isinstance(value, Tensor)}

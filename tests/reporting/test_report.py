@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 from typing import Any, cast
+from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
@@ -50,8 +51,9 @@ def on_terminal(shown: Report, width: int) -> str:
 
 def test_everything_is_in_the_plain_table():
     text = str(report(APPLIED, timings={"before_ms": 4.2, "after_ms": 0.07, "speedup": 60.0}))
-    assert "1 rewrite applied; checked: float64" in text
-    assert "whole model       4.2 ms -> 70 us, 60x" in text
+    assert "1 rewrite applied for inference; checked: float64" in text
+    assert "whole model       4.2 ms -> 70 us, 60x in inference\n" in text
+    assert "speed in inference" in text
     assert "parameter tensors 512 -> 4" in text
     assert "captured          130 of 130 modules" in text
     row = next(line for line in text.splitlines() if line.startswith("| fuse_ensembles"))
@@ -76,7 +78,7 @@ def test_what_was_left_alone_says_why():
             messages=("eval only: fold_batchnorm",),
         )
     )
-    assert "0 rewrites applied, 12 undone, 1 refused" in text
+    assert "0 rewrites applied for inference, 12 undone, 1 refused\n" in text
     assert "refused      fuse_ensembles at towers: members share the parameter 'w'" in text
     assert "undone       fuse_ensembles at layer.0 and 11 more: no faster: 0.9x" in text
     assert "not captured encoder.mask (model.py:12): the branch depends on a tensor's value" in text
@@ -145,7 +147,91 @@ def test_the_diff_is_that_of_the_graphs():
 
 
 def test_repr_is_short():
-    assert repr(report(APPLIED)) == "<Report of 1 decisions>"
+    shown = report(APPLIED, timings={"before_ms": 4.2, "after_ms": 0.07, "speedup": 60.0})
+    assert repr(shown) == (
+        "<Report: 1 rewrite applied for inference; checked: float64; whole model 4.2 ms -> 70 us, 60x in inference>"
+    )
+
+
+def rows_of(shown: Report) -> list[list[str]]:
+    lines = [line for line in str(shown).splitlines() if line.startswith("| fuse_ensembles")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_equal_sites_are_one_row_with_their_number():
+    followers = [
+        decision(label=f"layer.{i}", choice="wide", figures={**FIGURES, "as": "layer.0"}) for i in range(1, 12)
+    ]
+    worst = {**FIGURES, "as": "layer.0", "precision_error": 9e-7}
+    shown = report(
+        decision(label="layer.0", choice="wide", figures=FIGURES),
+        *followers,
+        decision(label="layer.12", choice="wide", figures=worst),
+        decision(label="head", choice="wide", figures=FIGURES),
+    )
+    assert "14 rewrites applied" in str(shown)
+    (layers, head) = rows_of(shown)
+    assert layers[1:] == ["layer.0 and 12 more", "wide", "2.1e-16 / 9.0e-07", "63.1x (58 to 69.2)", "4.1 ms -> 65 us"]
+    assert head[1] == "head"
+
+
+def test_like_sites_with_figures_of_their_own_are_one_row_with_their_range():
+    slower = {**FIGURES, "speedup": 50.0, "before_us": 4000.0, "after_us": 80.0}
+    shown = report(decision(label="layer.0", figures=FIGURES), decision(label="layer.1", figures=slower))
+    ((*_, speed, time),) = rows_of(shown)
+    assert (speed, time) == ("50x to 63.1x", "4.1 ms -> 65 us (the first)")
+
+
+def test_both_graphs_of_a_module_are_one_row_and_one_rewrite():
+    both = [
+        Decision(0, "fuse_ensembles", key, "applied", "attention", figures=FIGURES)
+        for key in ("attention:add..mul(2)", "attention#1:add..mul(2)")
+    ]
+    refusals = [Decision(0, "fuse_ensembles", "pool", "refused", "pool", reason="no") for _ in range(2)]
+    shown = report(*both, *refusals)
+    assert [row[1] for row in rows_of(shown)] == ["attention"]
+    assert "1 rewrite applied for inference, 1 refused" in str(shown)
+    assert "refused      fuse_ensembles at pool: no\n" in str(shown)
+
+
+def test_equal_reasons_with_other_figures_are_told_once():
+    slow = [decision("undone", f"layer.{i}", reason=f"no faster: 0.9{i}x as wide") for i in range(3)]
+    text = str(report(*slow, decision("undone", "head", reason="no faster: 0.5x as wide")))
+    assert "undone       fuse_ensembles at layer.0 and 2 more: no faster: 0.90x as wide (the first)\n" in text
+    assert "undone       fuse_ensembles at head: no faster: 0.5x as wide\n" in text
+
+
+def test_what_is_not_verified_is_no_check():
+    figures = {"checked": "unverified: no example inputs"}
+    text = str(report(decision(figures=figures), checked="unverified: no example inputs"))
+    assert "1 rewrite applied for inference; NOT VERIFIED: no example inputs\n" in text
+    mixed = str(report(APPLIED, decision(figures=figures), checked="float64, unverified: never called"))
+    assert "checked: float64, but also NOT VERIFIED: never called\n" in mixed
+    nothing = str(report(decision("refused", reason="no"), checked="nothing was rewritten"))
+    assert nothing.startswith("0 rewrites applied for inference, 1 refused\n")
+
+
+def test_reasons_of_several_lines_become_one():
+    text = str(report(decision("refused", reason="first\n  second\r\nthird")))
+    assert "first second third" in text and "\\n" not in text
+
+
+def test_notes_stand_in_the_table_and_in_the_json():
+    shown = Report(report(APPLIED, messages=("kept",)).record, notes=("told",))
+    assert str(shown).endswith("kept\ntold\n")
+    assert shown.to_json()["messages"] == ["kept", "told"]
+
+
+def test_html_is_escaped_and_says_the_same():
+    evil = "<script>alert(1)</script>\x1b[2J"
+    shown = report(APPLIED, decision(label=evil, detail=evil), decision("undone", evil, reason=evil), messages=(evil,))
+    html = shown._repr_html_()
+    assert "<script>" not in html and "\x1b" not in html
+    assert html.count("&lt;script&gt;") >= 4
+    assert "2 rewrites applied for inference, 1 undone; checked: float64" in html
+    for text in ("speed in inference", "63.1x (58 to 69.2)", "heads: 128 members, 4 parameters each", "bmm 72 us"):
+        assert text in html
+    ET.fromstring(html)  # every element is closed
 
 
 @pytest.mark.parametrize(

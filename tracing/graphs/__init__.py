@@ -17,11 +17,11 @@ from .captured import (
     with_graph,
     with_specializations,
 )
-from .contexts import Context
+from .contexts import Context, Opening
 from .inactive import FOUND
 from .misses import HANDLER, Miss
 from .portable import copy_graph
-from .regions import ContextRegion, Region, context_regions
+from .regions import ContextRegion, Region, Runner, WrappedRegion, context_regions
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
 from .source import generate
@@ -36,10 +36,13 @@ __all__ = [
     "Context",
     "ContextRegion",
     "Miss",
+    "Opening",
     "Region",
     "RegionPlan",
+    "Runner",
     "SharedSlices",
     "Specialization",
+    "WrappedRegion",
     "autocast_state_now",
     "capture_of",
     "context_regions",

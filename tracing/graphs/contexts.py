@@ -11,7 +11,7 @@ import torch
 
 from ...compat import checkpoint
 
-__all__ = ["Context"]
+__all__ = ["Context", "Opening"]
 
 _OPENERS: Mapping[str, Callable[..., AbstractContextManager[Any]]] = {
     "autocast": torch.autocast,
@@ -50,3 +50,22 @@ class Context:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """Run a part of a model under what a function opens.
+
+    Attributes:
+        factory: returns a new context manager at each call.
+    """
+
+    factory: Callable[[], AbstractContextManager[Any]]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function` under the context."""
+        with self.factory():
+            return function(*args)
+
+    def __str__(self) -> str:
+        return getattr(self.factory, "__name__", type(self.factory).__name__)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from torch import nn
 
 from ...errors import CaptureError
 from .contexts import Context
 
-__all__ = ["ContextRegion", "Region", "context_regions"]
+__all__ = ["ContextRegion", "Region", "Runner", "WrappedRegion", "context_regions"]
 
 
 class Region(nn.Module):
@@ -54,14 +54,22 @@ class Region(nn.Module):
             state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
 
 
-class ContextRegion(Region):
-    """A part of a forward that the user put under a context; calling the region opens it.
+class Runner(Protocol):
+    """What a region runs under."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function` under the context."""
+        ...
+
+
+class WrappedRegion(Region):
+    """A part of its owner's graph that runs under a context; calling the region opens it.
 
     Attributes:
         context: what it runs under.
     """
 
-    def __init__(self, context: Context, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+    def __init__(self, context: Runner, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
         super().__init__(children, origins)
         self.context = context
 
@@ -72,6 +80,14 @@ class ContextRegion(Region):
     def extra_repr(self) -> str:
         """Name the context."""
         return str(self.context)
+
+
+class ContextRegion(WrappedRegion):
+    """A part of a forward that the user put under a context."""
+
+    def __init__(self, context: Context, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+        super().__init__(context, children, origins)
+        self.context: Context = context
 
 
 def context_regions(children: Mapping[str, object]) -> dict[str, ContextRegion]:

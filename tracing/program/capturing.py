@@ -15,7 +15,7 @@ from ...compat import all_modules, is_torch_wrapper, own_buffers
 from ..graphs import Capture, Specialization, capture_of
 from ..guards import Source, require
 from ..reads import raised_at
-from ..recording import Call, Likeness, Recording
+from ..recording import Call, Likeness, Recording, compiles, is_in_compiled
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
 from ..values import (
@@ -37,6 +37,8 @@ _MAX_VARIANTS = 8
 
 _MAX_COMPARED = 4
 """Modules called more often are traced by themselves."""
+
+_COMPILED = "torch.compile runs it from code of its own: optimize the model first, then compile what optimize returns"
 
 _MAX_STATES = 2
 """So often a module that sets its own attributes is traced again with those that it leaves."""
@@ -86,7 +88,7 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
         capturer = _Capturer(names, recording, session)
         for module in dict.fromkeys(names.modules.values()):
             name = names.name(module)
-            if is_container(module):
+            if is_container(module) or is_in_compiled(name):
                 continue
             if is_leaf(module):
                 result.leaves.append(name)
@@ -299,6 +301,8 @@ def _covered(
 
 def _refusal(module: nn.Module) -> str | None:
     """Return why a module is not even tried."""
+    if compiles(module):
+        return _COMPILED
     if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return "it is a TorchScript module"
     if "forward" in module.__dict__:

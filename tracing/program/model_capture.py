@@ -26,7 +26,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
     Raises:
         UsageError: if `example_inputs` is none of the forms it may have.
     """
-    inputs = normalize_inputs(example_inputs)
+    inputs = normalize_inputs(example_inputs, model)
     if not is_meta(model):
         return inputs
 

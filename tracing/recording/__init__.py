@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .changes import Change, Changes, Watch, is_repeatable
+from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
 from .fallback import fallback_of, hold, misses_in, release
 from .held_tensors import change_count, plain_tensors
@@ -34,14 +35,17 @@ __all__ = [
     "Watch",
     "calls_intercepted",
     "change_count",
+    "compiles",
     "copy_inputs",
     "disagreeing",
+    "eagerly",
     "expectations",
     "fallback_of",
     "function_uses_host_random",
     "has_random_effects",
     "hold",
     "in_phase",
+    "is_in_compiled",
     "is_repeatable",
     "misses_in",
     "module_has_random_effects",

@@ -103,10 +103,27 @@ class AttributeState:
         names |= {name for name, container, copy in self._kept if not _same(container, copy)}
         return frozenset(name for name in names if name not in INTERNAL and name != "forward")
 
-    def restore(self) -> None:
-        """Put attributes, registries and containers back as they were."""
+    def differences(self) -> Iterator[tuple[str, str]]:
+        """Yield what is no longer what it was: "" and the name of an attribute, or a container and the name in it."""
+        now, before = self._attributes, self._copy
+        for name in {**before, **now}:
+            if not name.startswith("_fxopt") and now.get(name, _NOTHING) is not before.get(name, _NOTHING):
+                yield "", name
+        for name, container, copy in self._kept:
+            if not isinstance(container, dict):
+                if not _same(container, copy):
+                    yield name, ""
+                continue
+            held, kept = cast("dict[Any, Any]", container), cast("dict[Any, Any]", copy)
+            of_capture = context_regions(held) if name == "_modules" else _NOTHING
+            for key in {**kept, **held}:
+                if key not in of_capture and held.get(key, _NOTHING) is not kept.get(key, _NOTHING):
+                    yield name, str(key)
+
+    def restore(self, *, exact: bool = False) -> None:
+        """Put attributes, registries and containers back as they were; if `exact`, without regions that came since."""
         self.restore_attributes()
-        self.restore_containers()
+        self.restore_containers(exact=exact)
 
     def restore_attributes(self) -> None:
         """Put back which objects the attributes are."""
@@ -118,11 +135,11 @@ class AttributeState:
                 del self._attributes[name]
             self._attributes.update(kept)
 
-    def restore_containers(self) -> None:
+    def restore_containers(self, *, exact: bool = False) -> None:
         """Put back what is in the registries and containers."""
         for name, container, copy in self._kept:
             if not _same(container, copy):
-                regions = context_regions(container) if name == "_modules" else {}
+                regions = context_regions(container) if name == "_modules" and not exact else {}
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
                 if isinstance(container, dict):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...compat import all_modules
+from ..guards import Guard, Is, module_at
 from ..proxies import UNKNOWN, ValueProxy
 from ..recording import Call, Change, Changes, Computed, Watch
 from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in
@@ -68,6 +69,18 @@ class Children:
         value = self._value(original, module, args, kwargs, given)
         with self._tracer.session.aside():
             return value, watch.lasting()
+
+    def guards(self) -> list[Guard]:
+        """Return guards that called modules of several names are still one: a graph calls them by the first."""
+        found: list[Guard] = []
+        for module in self._called:
+            first, *others = (name.split(".") for name in self._names(module))
+            reason = f"'{'.'.join(first)}' has other names, too"
+            found += [Guard(module_at(other), Is(module_at(first)), reason) for other in others]
+        return found
+
+    def _names(self, module: nn.Module) -> Iterator[str]:
+        return self._tracer.names.all_relative(self._tracer.owner, module)
 
     def has_called(self, module: nn.Module) -> bool:
         """Tell whether a module, or one that it is inside of, was called."""

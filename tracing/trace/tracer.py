@@ -124,7 +124,7 @@ class ModuleTracer:
         lengths = container_lengths(self.module, self.graph, seen.names)
         plain = seen.plain - self.assignments.names
         guards = (*arguments.guards, *lengths, *self.assignments.guards, *self.nested.guards(plain))
-        guards += (*self.decisions.guards, *outside.guards(plain))
+        guards += (*self.decisions.guards, *outside.guards(plain), *self.children.guards())
         self.attributes.check_arrays(plain)
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...compat import is_torch_wrapper
+
 __all__ = [
     "CONTAINERS",
     "is_container",
@@ -28,7 +30,7 @@ def is_library(cls: type) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """Tell whether a module only holds others."""
-    return type(module).forward is nn.Module.forward
+    return type(module).forward is nn.Module.forward and not is_torch_wrapper(type(module))
 
 
 def runs_as_sequential(module: nn.Module) -> bool:
@@ -42,9 +44,9 @@ def is_leaf(module: nn.Module) -> bool:
 
     These are torch.nn's modules, subclasses that keep their forward, and PyTorch Geometric's message passing.
     """
-    if runs_as_sequential(module):
-        return False
     cls = type(module)
+    if runs_as_sequential(module) or is_torch_wrapper(cls):
+        return False
     if any(is_library(base) for base in cls.__mro__ if base.__dict__.get("forward") is cls.forward):
         return True
     return any(f"{base.__module__}.{base.__qualname__}" in _LEAF_BASES for base in cls.__mro__)

@@ -138,7 +138,8 @@ def _seal(call: Call, edit: Edit) -> None:
     for path in paths:
         sealed.setdefault(path, set()).update(settings_of(edit.owner.get_submodule(path)), ("forward",))
     for path, names in sealed.items():
-        edit.on_undo(seal(edit.owner.get_submodule(path), names))
+        module = edit.owner.get_submodule(path)
+        edit.on_undo(seal(module, names), module)
 
 
 def _expect_dimensions(node: fx.Node, count: int, edit: Edit) -> None:

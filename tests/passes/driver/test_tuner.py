@@ -256,7 +256,7 @@ def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.Mo
     before = {name: str(graph) for name, graph in manager.program.graphs.items()}
     manager.run([Subtractions(kinds=True)])
     assert [decision.status for decision in manager.decisions] == ["undone"] * 12
-    assert {decision.reason for decision in manager.decisions} == {"the whole model was slower with it (0.50x)"}
+    assert {decision.reason for decision in manager.decisions} == {"the whole model was slower with it (0.5x)"}
     assert {name: str(graph) for name, graph in manager.program.graphs.items()} == before
 
 

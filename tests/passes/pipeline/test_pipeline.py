@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fxopt.errors import PipelineError, UsageError
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import parse
-from fxopt.passes.sites import did_you_mean
+from fxopt.suggest import did_you_mean
 
 
 class Lowering(enum.Enum):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fxopt import known_passes
 from fxopt.errors import UsageError
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import parse, registry
@@ -41,8 +43,9 @@ def entries(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "foreign", HERE)
 
     def give(*pairs: tuple[str, str]) -> None:
-        points = [EntryPoint(name, value, registry.GROUP) for name, value in pairs]
-        monkeypatch.setattr(registry, "_entry_points", lambda: points)
+        points = [EntryPoint(name, value, known_passes.GROUP) for name, value in pairs]
+        for module in (known_passes, registry):
+            monkeypatch.setattr(module, "entry_points", lambda: points)
 
     return give
 
@@ -71,7 +74,7 @@ def test_an_installed_distribution_is_found(tmp_path: Path, monkeypatch: pytest.
     (metadata / "entry_points.txt").write_text("[fxopt.passes]\ninstalled = foreign_module:Installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        assert registry.pass_names()["installed"] == "foreign-distribution"
+        assert known_passes.pass_names()["installed"] == "foreign-distribution"
         assert [str(p) for p in parse("installed{depth=3}")] == ["installed{depth=3}"]
     finally:
         sys.modules.pop("foreign_module", None)
@@ -110,10 +113,10 @@ def test_unknown_name(entries):
 
 
 def test_own_passes_win_and_carry_their_file_name(entries):
-    own = next(name for name, origin in registry.pass_names().items() if origin == "fxopt")
+    own = next(name for name, origin in known_passes.pass_names().items() if origin == "fxopt")
     entries((own, "foreign:ForeignPass"))
     assert registry.find_pass(own) is not ForeignPass
-    for name, origin in registry.pass_names().items():
+    for name, origin in known_passes.pass_names().items():
         if origin == "fxopt":
             found = registry.find_pass(name)
             assert f"{found.__module__}.".startswith(f"fxopt.transforms.{name}.")
@@ -121,13 +124,13 @@ def test_own_passes_win_and_carry_their_file_name(entries):
 
 
 def test_presets_name_passes_that_exist():
-    assert {name for names in registry.PRESETS.values() for name in names} <= registry.pass_names().keys()
+    assert {name for names in known_passes.PRESETS.values() for name in names} <= known_passes.pass_names().keys()
 
 
 def test_listing_imports_no_pass():
     code = (
-        "import sys; from fxopt.passes.pipeline.registry import pass_names; pass_names(); "
-        "print([m for m in sys.modules if m.startswith('fxopt.transforms.')])"
+        "import sys; from fxopt.known_passes import pass_names; pass_names(); "
+        "print([m for m in sys.modules if m.startswith(('fxopt.transforms.', 'torch'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -139,6 +142,6 @@ def test_a_folder_is_a_pass_if_its_front_door_names_the_class(monkeypatch, tmp_p
         (tmp_path / name / "__init__.py").write_text(text)
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "in_a_file.py").write_text("\nclass InAFile(Pass): ...\n")
-    transforms = registry.importlib.import_module(registry._TRANSFORMS)
+    transforms = importlib.import_module(known_passes.TRANSFORMS)
     monkeypatch.setattr(transforms, "__path__", [str(tmp_path)])
-    assert registry._own_names() == ["a_pass", "in_a_file"]
+    assert known_passes.own_names() == ["a_pass", "in_a_file"]

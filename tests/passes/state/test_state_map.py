@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxopt.errors import StateError
-from fxopt.passes.state import RECORD_KEY, Concatenate, LoadsOriginalNames, Rename, Stack, StateMap, StateStep
+from fxopt.passes.state import STATE_MAP, Concatenate, KeepsOriginalNames, Rename, Stack, StateMap, StateStep
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
@@ -338,12 +338,7 @@ class Before(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
 
 
-@dataclass
-class Remembered:
-    state_map: StateMap
-
-
-class After(LoadsOriginalNames):
+class After(KeepsOriginalNames):
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Linear(3, 3)
@@ -352,11 +347,11 @@ class After(LoadsOriginalNames):
         self.fused.weight = nn.Parameter(torch.randn(3, 2, 3))
         self.fused.bias = nn.Parameter(torch.randn(3, 2))
         steps = [Stack(tuple(f"heads.{i}.{k}" for i in range(3)), f"fused.{k}") for k in ("weight", "bias")]
-        self.__dict__[RECORD_KEY] = Remembered(StateMap(tuple(steps), names=tuple(Before().state_dict())))
+        self.__dict__[STATE_MAP] = StateMap(tuple(steps), names=tuple(Before().state_dict()))
 
 
 def original_state(model: After) -> dict[str, Tensor]:
-    return {k: v.clone() for k, v in model.__dict__[RECORD_KEY].state_map.backward(model.state_dict()).items()}
+    return {k: v.clone() for k, v in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -377,9 +372,46 @@ def test_old_checkpoints_load(assign: bool, nested: bool):
 @pytest.mark.parametrize("assign", [False, True])
 def test_new_checkpoints_load(assign: bool):
     source, target = After(), After()
-    assert list(source.state_dict()) == ["trunk.weight", "trunk.bias", "fused.weight", "fused.bias"]
-    target.load_state_dict(source.state_dict(), assign=assign)
+    new = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
+    assert list(new) == ["trunk.weight", "trunk.bias", "fused.weight", "fused.bias"]
+    assert target.load_state_dict(new, assign=assign) == ([], [])
     assert same(dict(target.state_dict()), dict(source.state_dict()))
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_saved_names_are_the_original_ones_in_their_order(nested: bool, keep_vars: bool):
+    model = After()
+    whole: nn.Module = nn.Sequential(nn.Linear(1, 1), model, nn.Linear(1, 1)) if nested else model
+    plain = nn.Sequential(nn.Linear(1, 1), Before(), nn.Linear(1, 1)) if nested else Before()
+    state = whole.state_dict(keep_vars=keep_vars)
+    assert list(state) == list(plain.state_dict())
+    assert all(state[name].shape == tensor.shape for name, tensor in plain.state_dict().items())
+    plain.load_state_dict(state)
+    assert same(original_state(model), dict((plain[1] if nested else plain).state_dict()))
+
+
+def test_maps_of_the_innermost_modules_around_what_moved():
+    inner = Stack(("a.x.0", "a.x.1"), "a.y.fused")
+    outer = Concatenate(("a.z", "b.z"), "c.z", 0, (1, 1))
+    state_map = StateMap((inner, outer), (("a.s", "a.x.1"), ("d", "e")), ("a.x.0", "a.x.1", "a.z", "b.z", "d"))
+    apart = state_map.apart()
+    assert list(apart) == ["a", ""]
+    assert apart["a"].steps == (Stack(("x.0", "x.1"), "y.fused"),)
+    assert apart["a"].aliases == (("s", "x.1"),)
+    assert apart["a"].names == ("x.0", "x.1", "z")
+    assert apart[""] == StateMap((outer,), (), state_map.names)
+
+
+def test_a_name_elsewhere_makes_the_module_around_it_the_innermost():
+    step = Stack(("a.x.0", "a.x.1"), "a.y.fused")
+    assert list(StateMap((step,), (("b.t", "a.x.0"),)).apart()) == [""]
+
+
+def test_a_tensor_that_goes_on_is_of_the_outer_module():
+    """The step inside is no business of the inner module: what it made is gone."""
+    state_map = StateMap((Stack(("a.0", "a.1"), "a.f"), Concatenate(("a.f", "b"), "c", 0, (2, 2))))
+    assert list(state_map.apart()) == [""]
 
 
 def test_the_given_dict_is_left_alone():
@@ -434,6 +466,6 @@ def test_members_of_other_dtypes_are_cast_as_copying_would():
 
 def test_loading_without_a_record_is_plain():
     model = After()
-    del model.__dict__[RECORD_KEY]
+    del model.__dict__[STATE_MAP]
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(Before().state_dict())

@@ -50,10 +50,11 @@ def judge(
     numerics: Numerics = Numerics.REASSOCIATED,
     training: bool | None = None,
     gradients: bool = True,
+    keeps_form: bool = True,
     **kwargs: Any,
 ) -> Verdict:
     taken = reference(before, [Call(args, kwargs)], training=training, gradients=gradients, seed=3)
-    return verify(taken, after, map_state=map_state, numerics=numerics)
+    return verify(taken, after, map_state=map_state, numerics=numerics, keeps_form=keeps_form)
 
 
 def rewritten(module: Lambda, function: Callable[..., Any]) -> Lambda:
@@ -488,9 +489,11 @@ def test_approximate_answers_to_its_budget() -> None:
     assert "differs" in judge(before, far, x, numerics=Numerics.APPROXIMATE, gradients=False).reason
 
 
-def test_semantic_need_only_run() -> None:
+def test_semantic_need_only_run_and_keep_the_form_of_its_results() -> None:
     before = nn.Linear(3, 4)
-    assert judge(before, nn.Linear(3, 2), normal(2, 3), numerics=Numerics.SEMANTIC).ok
+    assert judge(before, nn.Linear(3, 4), normal(2, 3), numerics=Numerics.SEMANTIC).ok
+    assert judge(before, nn.Linear(3, 2), normal(2, 3), numerics=Numerics.SEMANTIC, keeps_form=False).ok
+    assert "changed its shape" in judge(before, nn.Linear(3, 2), normal(2, 3), numerics=Numerics.SEMANTIC).reason
     assert "raises" in judge(before, nn.Linear(5, 2), normal(2, 3), numerics=Numerics.SEMANTIC).reason
 
 

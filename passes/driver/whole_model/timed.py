@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from ...compat import all_modules
-from ...errors import PassError
-from ...tracing.program import deactivate
-from ...tracing.values import Inputs
-from .. import timing
-from ..sites import Goal
-from .comparison import timing_figures
-from .history import History, Rewrite
-from .tuner import Candidate, Tuner
+from ....compat import all_modules
+from ....errors import PassError
+from ....tracing.program import deactivate
+from ....tracing.values import Inputs
+from ... import timing
+from ...sites import Goal
+from ..comparison import timing_figures
+from ..history import History, Rewrite
+from ..tuner import Candidate, Tuner
 
 __all__ = ["WholeModel"]
 
@@ -47,7 +47,7 @@ class WholeModel:
             speed = timings.ratio("before", "after")
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
                 return _as_timings(timing_figures(timings, "after"))
-            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.2f}x)")
+            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.3g}x)")
         return None
 
     def _doubtful(self) -> list[Rewrite]:

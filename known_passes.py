@@ -1,0 +1,76 @@
+"""The names of all passes, found without importing any of them, nor torch: the command line checks them first."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from .errors import PipelineError
+from .suggest import did_you_mean
+
+__all__ = ["GROUP", "PRESETS", "TRANSFORMS", "check_names", "class_name", "entry_points", "own_names", "pass_names"]
+
+GROUP = "fxopt.passes"
+"""The entry-point group of passes from other distributions; fxopt's own win where names are equal."""
+
+PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "inference": (
+            "eliminate_common_subexpressions",
+            "fold_constants",
+            "eliminate_dead_code",
+            "fold_batchnorm",
+            "fuse_ensembles",
+        ),
+        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),
+    }
+)
+TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
+_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
+
+
+def pass_names() -> dict[str, str]:
+    """Return the name of every pass and where it comes from, importing none."""
+    own = dict.fromkeys(own_names(), "fxopt")
+    others = {entry.name: entry.dist.name if entry.dist else entry.value for entry in entry_points()}
+    return {**others, **own}
+
+
+def own_names() -> list[str]:
+    """Return the transforms that have the class that their name promises, by reading, not importing, them.
+
+    A file defines the class; a folder's front door names it.
+    """
+    folders = [Path(folder) for folder in importlib.import_module(TRANSFORMS).__path__]
+    files = {path.stem: (path, "\nclass {}(") for folder in folders for path in folder.glob("[a-z]*.py")}
+    doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
+    found = sorted({**files, **doors}.items())
+    return [name for name, (path, sign) in found if sign.format(class_name(name)) in path.read_text(encoding="utf-8")]
+
+
+def class_name(name: str) -> str:
+    """Return the name of a pass's class."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def entry_points() -> list[importlib.metadata.EntryPoint]:
+    """Return the entry points of passes from other distributions."""
+    return list(importlib.metadata.entry_points(group=GROUP))
+
+
+def check_names(pipeline: str, known: Callable[[], Collection[str]] = pass_names) -> None:
+    """Check the names in a pipeline string, and nothing else of it.
+
+    Raises:
+        PipelineError: there is no pass or preset of a name; the message shows where, and the nearest one.
+    """
+    text, depth, names = re.sub(r"\s", " ", pipeline), 0, {*known(), *PRESETS}
+    for token in _TOKEN.finditer(text):
+        word = token.group()
+        depth += (word in "{[") - (word in "}]")
+        if depth == 0 and word not in ",=}]" and word[0] not in "'\"" and word not in names:
+            raise PipelineError(f"unknown pass {word!r}{did_you_mean(word, names)}", text, token.start(), token.end())

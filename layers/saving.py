@@ -1,0 +1,184 @@
+"""Save and load the members of a fused ensemble under their own names, each its slices of the stacked tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import is_sharded, modules_by_name, transient_buffers
+from ..errors import FusedMemberError
+from ..passes.state import SETTLED, VIEWS, KeepsOriginalNames, cut_from_sharded
+from ..tracing.values import qualified
+
+__all__ = ["SAVED_BY_MEMBERS", "SavesSlices", "SavesWhatMembersDoNot", "SliceOf", "count_slices"]
+
+SAVED_BY_MEMBERS = "_fxopt_saved_by_members"
+"""In the `__dict__` of a module with stacked tensors: name of one -> how many of its slices members read."""
+
+
+class SliceOf(Protocol):
+    """What is asked of a view: slice `position` of the tensor `name` of `store`, which is `stacked`."""
+
+    @property
+    def store(self) -> nn.Module: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def stacked(self) -> Tensor: ...
+    def read(self) -> Tensor:
+        """Return the slice, attached to the stacked tensor."""
+        ...
+
+
+def count_slices(views: Iterable[SliceOf], by: int) -> None:
+    """Note that there are `by` more readers of slices, or fewer if negative."""
+    for view in views:
+        counts: dict[str, int] = view.store.__dict__.setdefault(SAVED_BY_MEMBERS, {})
+        counts[view.name] = counts.get(view.name, 0) + by
+
+
+def saved_by_members(store: nn.Module, name: str, stacked: Tensor | None) -> bool:
+    """Say whether the members save a stacked tensor; a sharded one cannot be cut, and is saved whole."""
+    if stacked is None or is_sharded(stacked):
+        return False
+    return stacked.ndim > 0 and store.__dict__.get(SAVED_BY_MEMBERS, {}).get(name, 0) >= stacked.shape[0]
+
+
+class SavesWhatMembersDoNot(nn.Module):
+    """Mix into a module that holds stacked tensors: what the members save has no name of its own in a state dict."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._saved_elsewhere():
+            destination.pop(prefix + name, None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        elsewhere = {prefix + name for name in self._saved_elsewhere()}
+        missing_keys += [name for name in missing if name not in elsewhere]
+
+    def _saved_elsewhere(self) -> list[str]:
+        tensors = {**self._parameters, **self._buffers}
+        return [name for name, tensor in tensors.items() if saved_by_members(self, name, tensor)]
+
+
+class SavesSlices(KeepsOriginalNames):
+    """Mix into the class of a member: slices are saved and loaded as if they were tensors of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("destination") is None:
+            _refuse_sharded(self)
+        return super().state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        views = {name: view for name, view in _views(self).items() if _is_saved(self, name, view)}
+        if not views:
+            return
+        for name in (*self._parameters, *self._buffers, "_extra_state"):
+            key = prefix + name
+            if name in views:
+                destination[key] = views[name].read() if keep_vars else _saved(views[name])
+            elif key in destination:
+                destination[key] = destination.pop(key)  # the order is that of the registers
+
+    def _fxopt_before_loading(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._fxopt_before_loading(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        for name, view in _views(self).items():
+            key = prefix + name
+            value = state_dict.get(key)
+            if value is not None:
+                del state_dict[key]
+            elif _is_saved(self, name, view):
+                missing_keys.append(key)
+            if value is not None and value is not SETTLED:
+                _load(key, view, value, assign, error_msgs)
+
+
+def _views(module: nn.Module) -> Mapping[str, SliceOf]:
+    return module.__dict__.get(VIEWS, {})
+
+
+def _is_saved(module: nn.Module, name: str, view: SliceOf) -> bool:
+    """Say whether a slice belongs into the state dict of the module that reads it."""
+    stacked = view.stacked
+    return not (name in transient_buffers(module) or is_sharded(stacked) or saved_by_members(module, name, stacked))
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    """Refuse to save members by themselves whose tensors are sharded: nothing of them would be saved.
+
+    Raises:
+        FusedMemberError: if there are such members in the module, and not what holds their tensors.
+    """
+    inside = modules_by_name(module)
+    stores = set(map(id, inside.values()))
+    for path, child in inside.items():
+        for name, view in _views(child).items():
+            if is_sharded(view.stacked) and id(view.store) not in stores:
+                raise FusedMemberError(
+                    f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot "
+                    "be saved by itself; fxopt.state_dict(model) gathers the original tensors of the whole model"
+                )
+
+
+def _saved(view: SliceOf) -> Tensor:
+    """Return a slice for a state dict: the memory is the model's where the slice has no gaps, the storage its own.
+
+    Checkpoint writers take tensors in one storage for tied ones and leave all but one out, or write the whole storage
+    for each. Writes in place are seen by the stacked tensor, whose version counts them.
+    """
+    slice_ = view.stacked.detach()[view.position]
+    if not slice_.is_contiguous():
+        return slice_.contiguous()
+    if type(slice_) is Tensor and slice_.device.type in ("cpu", "cuda") and not slice_.is_quantized:
+        slice_.data = torch.from_dlpack(slice_)
+    return slice_
+
+
+def _load(key: str, view: SliceOf, value: Any, assign: bool, error_msgs: list[str]) -> None:
+    """Write a tensor into a slice, or say in torch's words why it cannot be."""
+    if is_sharded(view.stacked):
+        error_msgs.append(cut_from_sharded(key))
+        return
+    current = view.stacked.detach()[view.position]
+    if not isinstance(value, Tensor) or value.shape != current.shape:
+        found = value.shape if isinstance(value, Tensor) else type(value).__name__
+        error_msgs.append(
+            f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
+            f"the shape in current model is {current.shape}."
+        )
+    elif assign and (value.dtype, value.device) != (current.dtype, current.device):
+        error_msgs.append(
+            f"'{key}' is a slice of a stacked parameter and cannot be assigned another dtype or device by itself; load "
+            "the whole model, or leave assign=True out."
+        )
+    else:
+        current.copy_(value)

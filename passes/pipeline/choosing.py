@@ -1,0 +1,54 @@
+"""From what users give as passes to passes: names, text, values, classes and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeGuard, cast
+
+from torch import fx, nn
+
+from ...errors import UsageError
+from ...tracing.values import is_input
+from ..contract import FunctionPass, Pass
+from .order import check_order
+from .pipeline import parse
+
+__all__ = ["PassLike", "chosen_passes"]
+
+PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
+"""What one pass may be given as."""
+
+
+def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
+    """Return the passes that a user means, checked for their order.
+
+    Raises:
+        UsageError: something is no pass, or the passes cannot run in this order.
+    """
+    if is_input(passes):
+        raise UsageError(
+            f"passes is of type {type(passes).__name__}, which is an example input; give it by name: "
+            "optimize(model, example_inputs=...)"
+        )
+    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
+    listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
+    found = [pass_ for item in listed for pass_ in _meant(item)]
+    check_order(found)
+    return tuple(found)
+
+
+def _meant(item: object) -> tuple[Pass, ...]:
+    if isinstance(item, str):
+        return parse(item)
+    if isinstance(item, Pass):
+        return (item,)
+    if _is_pass_class(item):
+        return (item(),)
+    if callable(item) and not isinstance(item, (type, nn.Module)):
+        return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
+    shown = f": {item!r}" if isinstance(item, (int, float)) else ""
+    raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}{shown}")
+
+
+def _is_pass_class(item: object) -> TypeGuard[type[Pass]]:
+    return isinstance(item, type) and issubclass(item, Pass)

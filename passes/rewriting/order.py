@@ -1,0 +1,148 @@
+"""Writes in place and what reads the same memory: an edit may not carry one over the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from ...errors import CaptureError, MatchFailure
+from ...operators import mutates
+from ...tracing.program import Program
+from .effects import may_share, writes
+
+__all__ = ["check_order_of_writes", "check_runs_as_one", "has_write_between"]
+
+
+class _Memory:
+    """Which values of a graph may lie in the same memory, and who writes into it.
+
+    Attributes:
+        writers: the nodes that may write, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, program: Program, owner: str) -> None:
+        self.writers = [node for node in graph.nodes if _writes(node, program, owner)]
+        self._parent: dict[fx.Node, fx.Node] = {}
+        if self.writers:
+            for node in graph.nodes:
+                if node.op not in ("placeholder", "get_attr", "output") and _shares(node, program, owner):
+                    for source in node.all_input_nodes:
+                        self._join(node, source)
+
+    def _join(self, node: fx.Node, source: fx.Node) -> None:
+        mine, other = self.of(node), self.of(source)
+        if mine is not other:
+            self._parent[mine] = other
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """Return what stands for the memory of a node's value."""
+        while node in self._parent:
+            node = self._parent[node]
+        return node
+
+    def touched(self, node: fx.Node) -> set[fx.Node]:
+        """Return the memory that a node reads or gives."""
+        return {self.of(each) for each in (node, *node.all_input_nodes)}
+
+    def written(self, writer: fx.Node) -> set[fx.Node]:
+        """Return the memory that a writer may write into."""
+        targets = writer.all_input_nodes
+        if writer.op != "call_module" and mutates(writer):
+            out = writer.kwargs.get("out")
+            targets = [out] if isinstance(out, fx.Node) else targets[:1]
+        return {self.of(each) for each in targets}
+
+
+def _writes(node: fx.Node, program: Program, owner: str) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    try:
+        return writes(node, program, owner)
+    except CaptureError:
+        return False  # it calls a module that the rewrite has removed
+
+
+def _shares(node: fx.Node, program: Program, owner: str) -> bool:
+    try:
+        return may_share(node, program, owner)
+    except CaptureError:
+        return True
+
+
+def has_write_between(first: fx.Node, last: fx.Node, program: Program, owner: str) -> bool:
+    """Say whether anything between two nodes of a graph may write in place."""
+    between = itertools.takewhile(lambda node: node is not last, _from(first.next))
+    return any(_writes(node, program, owner) for node in between)
+
+
+def _from(node: fx.Node) -> Iterator[fx.Node]:
+    while node.op != "root":
+        yield node
+        node = node.next
+
+
+def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -> None:
+    """Make sure that nodes may run together although others run between them.
+
+    Raises:
+        MatchFailure: if a write in place would come before what reads the old value, or after what reads the new one.
+    """
+    memory = _Memory(chosen[0].graph, program, owner)
+    inside, writers = set(chosen), set(memory.writers)
+    if not writers:
+        return
+    between = [n for n in itertools.takewhile(lambda n: n is not chosen[-1], _from(chosen[0])) if n not in inside]
+    for other, mine in itertools.product(between, chosen):
+        for writer, reader in ((other, mine), (mine, other)):
+            if writer in writers and memory.written(writer) & memory.touched(reader):
+                raise MatchFailure(
+                    f"'{reader.name}' and '{writer.name}', which writes in place, would change their order"
+                )
+
+
+def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, owner: str) -> None:
+    """Make sure that what a rewritten graph reads is written before, or after, as it was.
+
+    Args:
+        graph: the rewritten one.
+        before: what it was made from.
+        program, owner: whose graph it is.
+
+    Raises:
+        MatchFailure: naming the node that reads and the one that writes.
+    """
+    memory = _Memory(before, program, owner)
+    if not memory.writers:
+        return
+    old = {node.name: (number, node) for number, node in enumerate(before.nodes)}
+    new = {node.name: (number, node) for number, node in enumerate(graph.nodes)}
+    for writer in memory.writers:
+        if writer.name not in new:
+            continue
+        written, was, now = memory.written(writer), old[writer.name][0], new[writer.name][0]
+        for name, (place, node) in new.items():
+            readers = [old[name][1]] if name in old else _stood_in_for(node, old, new)
+            for reader in readers:
+                if reader.name == writer.name or not written & memory.touched(reader):
+                    continue
+                if (old[reader.name][0] < was) != (place < now):
+                    raise MatchFailure(
+                        f"'{name}' reads what '{writer.name}' writes into, and would do so "
+                        f"{'before' if place < now else 'after'} it, unlike '{reader.name}'; place it with before="
+                    )
+
+
+_Places = Mapping[str, tuple[int, fx.Node]]
+
+
+def _stood_in_for(node: fx.Node, old: _Places, new: _Places) -> list[fx.Node]:
+    """Return the operations that are gone since a new node gives what they gave."""
+    gone = [old[name][1] for name in node.meta.get("replaces", ()) if name in old and name not in new]
+    found: dict[fx.Node, None] = {}
+    for each in gone:
+        if each not in found:
+            found[each] = None
+            gone += [source for source in each.all_input_nodes if source.name not in new]
+    return list(found)

@@ -1,0 +1,310 @@
+"""The part of an edit that is about the module tree: children, tensors, attributes, and how state follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
+from ...errors import MatchFailure
+from ...tracing.graphs import Region, capture_of, drop_specializations, install, own, recompile
+from ...tracing.guards import Guard, attribute_at, equal
+from ...tracing.values import Absent, qualified
+from ..sites import Site
+from ..state import Holder, StateMap, StateStep
+from .graph_edit import GraphEdit
+
+__all__ = ["TreeEdit"]
+
+
+class TreeEdit(GraphEdit):
+    """Change the modules around one site: their graphs, children, attributes and tensors."""
+
+    def __init__(self, program: Any, site: Site, pass_name: str) -> None:
+        super().__init__(program, site, pass_name)
+        self._steps: list[tuple[Site, StateStep]] = []
+        self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
+
+    # -- children --------------------------------------------------------------------------------------------------
+
+    def add_module(self, module: nn.Module, *, name: str) -> str:
+        """Register `module` as a child of the owner as `name`, or `name_1`, ... if that is taken; return the name."""
+        free = self._free_name(name)
+        module.train(self.owner.training)
+        self._set_child(free, module)
+        return free
+
+    def add_owned(self, module: nn.Module, *, name: str) -> str:
+        """Register `module`, which holds tensors, as a child of the site's holder; return its name.
+
+        What runs under a context borrows it under the same name; elsewhere the owner itself is the holder.
+        """
+        holders = self.holder.borrowers_and_holder
+        free = self._free_name(name, *holders)
+        module.train(self.holder.module.training)
+        with self._journal.changing(*holders):
+            self.holder.share(free, module)
+        self.program.touch()
+        return free
+
+    def remove_module(self, name: str) -> None:
+        """Take the child `name` out of the owner; nothing may call it any more."""
+        with self._journal.changing(self.owner):
+            delattr(self.owner, name)
+        self.program.touch()
+
+    def replace_module(self, at: str | fx.Node, module: nn.Module) -> None:
+        """Put a module in the place of another: same name, same place in the order of its siblings.
+
+        Where the old one has several names, the new one has them all. Its parameters and buffers are those of the
+        same names, unless `record_state` says otherwise.
+
+        Args:
+            at: the old module's name, qualified from the owner ("" is the owner itself), or a node that calls it.
+            module: the new one; it takes over the mode. If it is in the model already, it then has two names.
+
+        Raises:
+            MatchFailure: if the old one has hooks, is the whole model, or has a name outside the site, too.
+        """
+        name = self._path(at if isinstance(at, str) else str(at.target))
+        old = self.program.module(name)
+        if not name:
+            raise MatchFailure("the whole model cannot be replaced; replace what is in it")
+        if has_hooks(old):
+            raise MatchFailure(f"'{name}' has hooks, which the module in its place would not have")
+        module.train(old.training)
+        for path in self._names_inside(old, name):
+            parent, _, last = path.rpartition(".")
+            holder = self.program.module(parent)
+            with self._journal.changing(holder):
+                own_children(holder)[last] = module
+        self._owners.clear()
+        self._journal.note(self._owners.clear)
+        self.program.touch()
+
+    def _names_inside(self, module: nn.Module, name: str) -> list[str]:
+        """Return all names of a module, where all of them are within the site."""
+        names = [path for found, path in _all_names(self.program.model) if found is module]
+        around = f"{self._whole.owner}." if self._whole.owner else ""
+        outside = next((path for path in names if not f"{path}.".startswith(around)), None)
+        if outside is not None:
+            raise MatchFailure(f"'{name}' is also called '{outside}', outside the site; make it a part of the site")
+        return names
+
+    # -- tensors and attributes ------------------------------------------------------------------------------------
+
+    def set_tensor(self, path: str, tensor: Tensor, step: StateStep | None) -> None:
+        """Put another tensor in the place of a parameter or buffer.
+
+        Args:
+            path: its name, qualified from the owner; a tied tensor changes under all its names.
+            tensor: the new one; of a parameter its values, `requires_grad` stays as it is.
+            step: how it comes from the tensors that were there, in names qualified from the owner; None where nothing
+                is saved of it.
+
+        Raises:
+            MatchFailure: if there is no such tensor, it has a name outside the site, or checkpoints from before and
+                after could not be told apart.
+        """
+        parent, _, last = path.rpartition(".")
+        module = self.program.module(self._path(parent))
+        old = own_tensor(module, last)
+        if old is None:
+            raise MatchFailure(f"'{self._path(path)}' is no parameter or buffer")
+        if step is not None and path in step.sources and path in step.targets and old.shape == tensor.shape:
+            raise MatchFailure(
+                f"'{self._path(path)}' would keep its name and its shape {list(old.shape)} but not its values, so that "
+                "checkpoints from before and after could not be told apart; give the new tensor another name"
+            )
+        new = tensor.detach()
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad and (new.is_floating_point() or new.is_complex()))
+        for holder, name in self._places_of_tensor(old, self._path(path)):
+            registry: dict[str, Any] = own_parameters(holder) if name in own_parameters(holder) else own_buffers(holder)
+            with self._journal.changing(holder):
+                registry[name] = new
+        if step is not None:
+            self.record_state(step)
+        self.program.touch()
+
+    def _places_of_tensor(self, tensor: Tensor, name: str) -> Iterator[tuple[nn.Module, str]]:
+        around = f"{self._whole.owner}." if self._whole.owner else ""
+        found: dict[tuple[nn.Module, str], None] = {}
+        for module, path in _all_names(self.program.model):
+            for last, value in (*own_parameters(module).items(), *own_buffers(module).items()):
+                if value is not tensor:
+                    continue
+                if not f"{path}.".startswith(around) and (module, last) not in found:
+                    other = qualified(path, last)
+                    raise MatchFailure(f"'{name}' is tied to '{other}', outside the site; make it a part of the site")
+                found[module, last] = None
+        yield from found
+
+    def set_attribute(self, path: str, name: str, value: Any) -> None:
+        """Give a module's attribute another value (`out_features`, `num_heads`).
+
+        Graphs that this edit rewrites follow: where they hold for the old value only, they now hold for the new one.
+        Others that were made for the old value are dropped: the original forward runs.
+
+        Args:
+            path: of the module, qualified from the owner; "" is the owner itself.
+            name: of a plain attribute that is there.
+            value: the new one.
+
+        Raises:
+            MatchFailure: if it is none, or holds a tensor or a module.
+        """
+        module, where = self.program.module(self._path(path)), qualified(self._path(path), name)
+        old = getattr(module, name, Absent)
+        if old is Absent:
+            raise MatchFailure(f"'{where}' does not exist; set an attribute that the module has")
+        if isinstance(old, (Tensor, nn.Module)) or isinstance(value, (Tensor, nn.Module)):
+            raise MatchFailure(f"'{where}' is a tensor or a module; use set_tensor or replace_module")
+        with self._journal.changing(module):
+            object.__setattr__(module, name, value)  # the module's own way would drop graphs
+        names = (path for found, path in _all_names(self.program.model) if found is module)
+        self._attributes[module, name] = tuple(qualified(path, name) for path in names)
+        self.program.touch()
+
+    def add_constant(self, value: torch.Tensor, *, name: str) -> str:
+        """Keep a constant tensor on the owner; return its name.
+
+        It is a plain attribute, not a buffer: like the literal it replaces, it follows neither `.to()` nor `.half()`,
+        and is not part of the state dict.
+        """
+        free = self._free_name(name)
+        self._set_child(free, value)
+        return free
+
+    def adopt(self, target: str, value: Any) -> None:
+        """Take over a module or tensor that a function made; a tensor as a buffer that no state dict holds."""
+        path, _, name = target.rpartition(".")
+        holder = self.owner.get_submodule(path)
+        with self._journal.changing(holder):
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                holder.register_buffer(name, value, persistent=False)
+            else:
+                setattr(holder, name, value)
+        self.program.touch()
+
+    def _free_name(self, name: str, *holders: nn.Module) -> str:
+        free, number = name, 0
+        while any(hasattr(holder, free) for holder in holders or (self.owner,)):
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+    def _set_child(self, name: str, value: Any) -> None:
+        with self._journal.changing(self.owner):
+            setattr(self.owner, name, value)
+        self.program.touch()
+
+    def _path(self, name: str) -> str:
+        """Return the name that the model has for what the owner calls `name`."""
+        return qualified(self.site.owner, name) if name else self.site.owner
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def record_state(self, step: StateStep) -> None:
+        """Say what the rewrite does to tensors; names are qualified from the owner module.
+
+        Raises:
+            MatchFailure: in a region that a pass made, which owns none.
+        """
+        if isinstance(self.holder.module, Region):
+            raise MatchFailure(f"'{self.site.owner}' is a region, whose tensors belong to the module around it")
+        self._steps.append((self.site, step))
+
+    def state_map(self) -> StateMap:
+        """Return the rewrite's effect on names and tensors, from the point of view of the whole site's owner."""
+        whole = self._whole.owner
+        inside = len(whole) + 1 if whole else 0
+
+        def relative(site: Site, step: StateStep) -> StateStep:
+            if site.owner == whole:
+                return step
+            holder = self._holder_of(site)
+            return step.renamed(lambda name: holder.qualified(name)[inside:])
+
+        return StateMap(tuple(relative(site, step) for site, step in self._steps))
+
+    def state_map_of_model(self) -> StateMap:
+        """Return the rewrite's effect by the names that the model's state dict has, where no region is named."""
+        return StateMap(tuple(step.renamed(self._holder_of(site).qualified) for site, step in self._steps))
+
+    def _holder_of(self, site: Site) -> Holder:
+        with self.at(site):
+            return self.holder
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """Return the qualified names of the attributes that were set."""
+        return frozenset(name for names in self._attributes.values() for name in names)
+
+    # -- landing ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Check the new graphs and compile them; graphs that were made for attributes that were set follow or go.
+
+        Raises:
+            CaptureError: if a graph is not well formed.
+            MatchFailure: if a read was carried over a write in place.
+        """
+        super().finish()
+        for module, name in self._attributes:
+            for owner, path in _around(self.program.model, module):
+                self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
+
+    def _follow_attribute(self, owner: nn.Module, path: str, value: Any) -> None:
+        """Let a module's graphs hold for the new value of an attribute, called `path` there, or drop them."""
+        capture = capture_of(owner)
+        if capture is None:
+            return
+        source, expected = attribute_at(path), equal(attribute_at(path), value)
+        if any(self._owners.get(name) is owner for name in self._graphs):
+            mine = own(owner).specializations
+            for number, each in enumerate(mine):
+                guards = tuple(_followed(guard, owner, source, expected) for guard in each.guards)
+                mine[number] = dataclasses.replace(each, guards=guards)
+            recompile(owner)
+        elif "." not in path and path in capture.reads:
+            before = capture
+            self._journal.note(lambda: install(owner, before))
+            drop_specializations(owner, lambda each: path in each.reads, f"{self.pass_name} set '{path}'")
+        self.program.touch()
+
+    def undo(self) -> None:
+        """Put everything back, last change first."""
+        super().undo()
+        self._steps.clear()
+        self._attributes.clear()
+
+
+def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | None) -> Guard:
+    if guard.source != source or expected is None or guard.holds({"self": owner}):
+        return guard
+    return dataclasses.replace(expected, reason=guard.reason)
+
+
+def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every module of a model with each of its names; regions only borrow what they hold."""
+    pending: list[tuple[nn.Module, str]] = [(model, "")]
+    for module, path in pending:
+        yield module, path
+        if not isinstance(module, Region):
+            pending += [(c, qualified(path, name)) for name, c in own_children(module).items() if c is not None]
+
+
+def _around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield each module that has `module` inside, or is it, with the name of it there."""
+    for found, path in list(_all_names(model)):
+        if found is module:
+            parts = path.split(".") if path else []
+            for count in range(len(parts) + 1):
+                around = submodule(model, ".".join(parts[:count]))
+                if around is not None:
+                    yield around, ".".join(parts[count:])

@@ -1,0 +1,66 @@
+"""Sharded tensors (`DTensor`) and whole ones: gathering, distributing, and the refusal of what needs whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from ...compat import is_sharded
+from ...errors import StateError
+from ...tracing.values import tensors_by_name
+from .state_map import StateMap
+
+__all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "writes_files"]
+
+State = TypeVar("State", bound=Mapping[str, Any])
+
+
+def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with whole tensors; where some are sharded, every rank has to call this."""
+    return {name: value.full_tensor() if is_sharded(value) else value for name, value in state.items()}
+
+
+def sharded_like(value: Tensor, example: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, laid out as `example` is; what is sharded already stays as it is."""
+    if not is_sharded(example) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    target = cast("DTensor", example)
+    whole = value.detach().to(target.device)
+    # Every rank has the whole tensor: nothing needs to be sent.
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State | dict[str, Any]:
+    """Return a state dict with original or new names and whole tensors as a sharded model takes it.
+
+    Raises:
+        StateError: if only some of the tensors are given that are one sharded tensor now.
+    """
+    current = tensors_by_name(model)
+    if not any(map(is_sharded, current.values())):
+        return state
+    renamed = state_map.forward(state, strict=False)
+    return {name: sharded_like(value, current[name]) if name in current else value for name, value in renamed.items()}
+
+
+def writes_files(model: nn.Module) -> bool:
+    """Say whether this process writes a model's files: of the ranks that share a sharded one, the first does."""
+    from torch import distributed
+
+    is_shared = any(map(is_sharded, tensors_by_name(model).values()))
+    return not is_shared or distributed.get_rank() == 0
+
+
+def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
+    """Refuse what needs whole tensors.
+
+    Raises:
+        StateError: if the model has sharded tensors.
+    """
+    for name, tensor in tensors_by_name(model).items():
+        if is_sharded(tensor):
+            raise StateError(f"'{name}' is sharded, and {what}; {advice}")

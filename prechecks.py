@@ -1,0 +1,123 @@
+"""What the command line checks, and completes, before torch is loaded and any work is done."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import InputError, UsageError
+from .known_passes import PRESETS, check_names, pass_names
+from .suggest import did_you_mean
+
+__all__ = [
+    "check_name",
+    "check_output",
+    "check_pipeline",
+    "check_plan_output",
+    "complete_name",
+    "complete_pipeline",
+]
+
+_MARKS = ("manifest.json", "archive_format")
+"""What a zip file has, in the root or one folder below, that fxopt or torch.export wrote."""
+
+
+def check_pipeline(text: str | None) -> None:
+    """Check the names of passes and presets in a pipeline.
+
+    Raises:
+        PipelineError: one is unknown; the message shows where, and the nearest.
+    """
+    if text is not None:
+        check_names(text)
+
+
+def check_name(name: str | None) -> None:
+    """Check the name of one pass.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name is not None and name not in (known := pass_names()):
+        raise UsageError(f"unknown pass {name!r}{did_you_mean(name, known)}")
+
+
+def check_output(path: Path | None, *models: str) -> None:
+    """Make sure that a model can be written to `path`, and that nothing is lost by it.
+
+    Args:
+        path: what `-o` says.
+        models: the MODELs that the command reads.
+
+    Raises:
+        InputError: the folder is not there, or something else than a saved model is.
+    """
+    if path is None:
+        return
+    _check_place(path, "-o")
+    if any(_same(path, Path(model.partition(":")[0])) for model in models):
+        raise InputError(f"-o {path} is the model that is read; write to another file")
+    if path.exists() and not _is_saved_model(path):
+        raise InputError(f"-o {path} is there and is no saved model; it is not overwritten: write to another file")
+
+
+def check_plan_output(path: Path | None) -> None:
+    """Make sure that a plan can be written to `path`, and that nothing is lost by it.
+
+    Raises:
+        InputError: the folder is not there, or something else than a plan is.
+    """
+    if path is None:
+        return
+    _check_place(path, "--save-plan")
+    if path.exists() and not _is_plan(path):
+        raise InputError(f"--save-plan {path} is there and is no plan; it is not overwritten: write to another file")
+
+
+def _check_place(path: Path, option: str) -> None:
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; name a file in it, as {path / 'model.fxopt'}")
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def _is_saved_model(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return False
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "decisions" in found
+
+
+def complete_name(incomplete: str) -> list[str]:
+    """Return the passes whose names start so."""
+    return [name for name in sorted(pass_names()) if name.startswith(incomplete)]
+
+
+def complete_pipeline(incomplete: str) -> list[str]:
+    """Return a pipeline string with its last name completed."""
+    return list(_completed(incomplete))
+
+
+def _completed(text: str) -> Iterator[str]:
+    before, comma, last = text.rpartition(",")
+    if text.count("{") > text.count("}"):
+        return
+    start = last[: len(last) - len(last.lstrip())]
+    for name in sorted({*pass_names(), *PRESETS}):
+        if name.startswith(last.strip()):
+            yield f"{before}{comma}{start}{name}"

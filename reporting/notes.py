@@ -1,0 +1,76 @@
+"""What a user should know beside the figures: what was not verified, what a mode forbade, what forwards print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..compat import all_modules
+from ..tracing.graphs import capture_of
+
+if TYPE_CHECKING:
+    from ..passes.driver import Record
+
+__all__ = ["notes", "unverified"]
+
+_NEXT = {
+    "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
+    "verify=False": "leave verify out, so that each rewrite is compared with the original",
+}
+_PRINTS = {"print", "logging", "logger", "log", "_logger", "LOGGER"}
+_LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
+
+
+def notes(record: Record, model: nn.Module) -> list[str]:
+    """Return what else to say of an optimized model, a line each."""
+    return [*_found(unverified(record)), *_found(_training(record)), *_found(_printing(model))]
+
+
+def unverified(record: Record) -> str:
+    """Say that rewrites stand which nothing was compared for, and what to do; "" where there is none."""
+    applied = [d for d in record.plan.decisions if d.status == "applied"]
+    for reason, advice in _NEXT.items():
+        count = sum(d.figures.get("checked") == f"unverified: {reason}" for d in applied)
+        if count:
+            said = "a rewrite was" if count == 1 else f"{count} rewrites were"
+            return f"{said} not verified ({reason}): {advice}"
+    return ""
+
+
+def _training(record: Record) -> str:
+    """Say what to do where passes for inference met a model in training mode."""
+    passes = dict.fromkeys(d.pass_name for d in record.plan.decisions if "training mode" in d.reason)
+    if not passes or record.plan.phase != "train":
+        return ""
+    return f"{', '.join(passes)}: for inference only, and the model is in training mode; call model.eval() first"
+
+
+def _printing(model: nn.Module) -> str:
+    """Say what becomes of what rewritten forwards print and log."""
+    speaking = [module for module in all_modules(model) if _speaks(module)]
+    if not speaking:
+        return ""
+    return (
+        f"the forward of {_class_name(speaking[0])} prints or logs: fxopt ran it several times to record, check and "
+        "time it; where a module runs from its graph, it prints and logs nothing"
+    )
+
+
+def _speaks(module: nn.Module) -> bool:
+    capture = capture_of(module)
+    if capture is None or capture.inactive or capture.base.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    code = getattr(capture.base.forward, "__code__", None)
+    return code is not None and not _PRINTS.isdisjoint(code.co_names)
+
+
+def _class_name(module: nn.Module) -> str:
+    capture = capture_of(module)
+    return (type(module) if capture is None else capture.base).__name__
+
+
+def _found(text: str) -> Iterator[str]:
+    if text:
+        yield text

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+FUSE = "fuse_ensembles{lowering=bmm}"
+
+
+class Members(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class Speaking(Members):
+    def forward(self, x: Tensor) -> Tensor:
+        print("hello")
+        return self.a(x) + self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"verify": False, "example_inputs": X}, r"a rewrite was not verified \(verify=False\): leave verify out"),
+        ({}, r"a rewrite was not verified \(no example inputs\): give example_inputs"),
+    ],
+)
+def test_python_and_the_report_warn_of_what_nothing_was_compared_for(options: dict[str, object], words: str):
+    with pytest.warns(fxopt.UnverifiedWarning, match=words) as caught:
+        fast = fxopt.optimize(Members().eval(), FUSE, measure=False, **options)
+    assert caught[0].filename == __file__
+    report = str(fxopt.report(fast))
+    assert "NOT VERIFIED" in report.splitlines()[0]
+    assert str(caught[0].message) in report
+
+
+def test_what_was_checked_or_repeated_or_not_there_is_no_reason_to_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.UnverifiedWarning)
+        fast = fxopt.optimize(Members().eval(), FUSE, example_inputs=X, measure=False)
+        fxopt.optimize(nn.Linear(4, 4))
+        again = fxopt.optimize(Members().eval(), FUSE, plan=fxopt.plan(fast))
+    assert "checked: float64" in str(fxopt.report(fast))
+    assert "; checked: not now: a plan was repeated\n" in str(fxopt.report(again))
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
+    model = Members().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxopt.UnverifiedWarning)
+        with pytest.raises(fxopt.UnverifiedWarning):
+            fxopt.optimize(model, FUSE, inplace=True)
+    assert type(model) is Members
+    with pytest.raises(fxopt.StateError):
+        fxopt.report(model)
+
+
+def test_passes_for_inference_say_what_to_do_with_a_model_in_training():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    report = str(fxopt.report(fxopt.optimize(model, "fold_batchnorm", example_inputs=X)))
+    assert "0 rewrites applied for training" in report
+    assert "fold_batchnorm: for inference only, and the model is in training mode; call model.eval() first" in report
+    assert "model.eval()" not in str(fxopt.report(fxopt.optimize(model.eval(), "fold_batchnorm", example_inputs=X)))
+
+
+def test_forwards_that_print_are_named_once(capsys: pytest.CaptureFixture[str]):
+    fast = fxopt.optimize(Speaking().eval(), FUSE, example_inputs=X, measure=False)
+    assert str(fxopt.report(fast)).count("the forward of Speaking prints or logs") == 1
+    assert capsys.readouterr().out
+    fast(X)
+    assert not capsys.readouterr().out
+    assert "prints" not in str(fxopt.report(fxopt.optimize(Members().eval(), FUSE, example_inputs=X, measure=False)))
+
+
+def test_what_torch_compile_runs_says_so():
+    inner = Members().eval()
+    model = nn.Sequential(Members(), torch.compile(inner, backend="eager")).eval()
+    found = fxopt.report(fxopt.optimize(model, FUSE, example_inputs=X, measure=False)).to_json()["opaque"]
+    assert [(each["module"], each["reason"].partition(":")[0]) for each in found] == [
+        ("1", "torch.compile runs it from code of its own")
+    ]
+    whole = str(fxopt.report(fxopt.optimize(torch.compile(inner, backend="eager"), example_inputs=X)))
+    assert "not captured (root): torch.compile runs it from code of its own: optimize the model first" in whole
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.relu(), x.relu()
+        a.add_(1)
+        return a + b
+
+
+def test_a_refusal_names_the_users_line_and_operation():
+    report = str(fxopt.report(fxopt.optimize(Writes(), "eliminate_common_subexpressions", example_inputs=X)))
+    line = Writes.forward.__code__.co_firstlineno + 2
+    assert f"'add_' at test_notes.py:{line} may write in place" in report
