@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
-from .perturb import perturbed_inputs, perturbed_state
-from .probes import few_rows, one_row, other_rows, zeros
+from .inputs import few_rows, one_row, other_rows, perturbed_inputs, perturbed_state, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run

@@ -27,7 +27,7 @@ from .demands import (
     largest_gap,
     results_in,
 )
-from .perturb import jittered
+from .inputs import jittered
 from .reference import Data, Reference, Sample, reference
 from .reference_runs import ReferenceRuns
 from .stage import Stage

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...tracing.values import map_tensors
-from .float64 import widened
+from ....tracing.values import map_tensors
+from ..float64 import widened
 
 __all__ = ["jittered", "perturbed_inputs", "perturbed_state", "stands_for_infinity"]
 

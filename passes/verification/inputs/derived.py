@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...tracing.values import Arguments, TensorFunction, flatten, map_tensors
-from .perturb import stands_for_infinity
+from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
+from .noise import stands_for_infinity
 
 __all__ = ["few_rows", "one_row", "other_rows", "zeros"]
 
