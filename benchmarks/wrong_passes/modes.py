@@ -123,35 +123,35 @@ class Dropped(nn.Module):
         return torch.tanh(F.dropout(x @ self.weight, 0.3, self.training))
 
 
-def dropped(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def dropped(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return torch.dropout(x, p, bool(training))
 
 
-def keeping(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def keeping(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return F.dropout(x, 1 - p, training)
 
 
-def without_scale(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def without_scale(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return F.dropout(x, p, training) * (1 - p if training else 1)
 
 
-def scaled_in_evaluation(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def scaled_in_evaluation(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return F.dropout(x, p, training) * (1 - p)
 
 
-def one_mask(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def one_mask(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return x * F.dropout(torch.ones_like(x[:1]), p, training)
 
 
-def always(x: Tensor, p: float, *_: bool) -> Tensor:
+def always(x: Tensor, p: float, **_: bool) -> Tensor:
     return F.dropout(x, p, True)
 
 
-def left_out(x: Tensor, *_: float) -> Tensor:
+def left_out(x: Tensor, **_: float) -> Tensor:
     return x * 1
 
 
-def the_other_mode(x: Tensor, p: float, training: bool, _: bool) -> Tensor:
+def the_other_mode(x: Tensor, p: float, training: bool, **_: bool) -> Tensor:
     return F.dropout(x, p, not training)
 
 
