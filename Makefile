@@ -28,7 +28,7 @@ format: $(READY)
 bench: $(READY)
 	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH) || exit 1; done
 
-docs: $(DOCS_READY)
+docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 wheel: $(READY)

@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, UsageError
+from .errors import StateError, UnverifiedWarning, UsageError, expect
 from .passes.driver import (
     Record,
     Request,
@@ -36,6 +36,7 @@ from .passes.timing import collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
+from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import eagerly, hold, in_phase, misses_in, release
@@ -64,7 +65,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 def optimize(
     model: M,
-    passes: PassLike | Iterable[PassLike] = "inference",
+    passes: PassLike | Iterable[PassLike] | None = None,
     *,
     example_inputs: object = None,
     phase: str | Phase | None = None,
@@ -77,10 +78,13 @@ def optimize(
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
+    Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
+
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
-            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
+            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order. By
+            default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
             without what the forward does not take (labels). Without any, nothing can be verified or timed, and
@@ -110,7 +114,8 @@ def optimize(
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    pipeline = chosen_passes(passes)
+    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
@@ -119,7 +124,7 @@ def optimize(
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
+        plan=decided,
         seed=seed,
         settings=settings,
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
@@ -135,9 +140,10 @@ def _phase(phase: str | Phase | None) -> Phase | None:
     if phase is None:
         return None
     words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
-    found = phase if isinstance(phase, Phase) else words.get(phase)
+    found = words.get(phase) if isinstance(phase, str) else phase
     if found not in (Phase.TRAIN, Phase.EVAL):
-        raise UsageError(f"phase={phase!r}; use 'train', 'eval', or None for the model's own mode")
+        shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
+        raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
     return found
 
 
@@ -213,7 +219,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         StateError: the model was not optimized, tied tensors differ in `state`, or parts of a sharded one are missing.
         RuntimeError: names or shapes do not fit, as `nn.Module.load_state_dict` raises it.
     """
-    return model.load_state_dict(sharded_state(model, _state_map(model), state), strict=strict, assign=assign)
+    state_map = _state_map(model)
+    expect(state, Mapping, "state", "a state dict")
+    return model.load_state_dict(sharded_state(model, state_map, state), strict=strict, assign=assign)
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
@@ -273,6 +281,7 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
     Raises:
         StateError: the model was not optimized; a name that it does not have, or a wrong shape.
     """
+    expect(state, Mapping, "state", "a state dict, or a part of one")
     return functional_state(state, _record(model).state_map, tensors_by_name(model))
 
 
@@ -293,9 +302,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         StateError: the model was not optimized.
         OSError: the file cannot be written.
     """
+    target = as_path(path)
+    expect(factory, (str, type(None)), "factory", "'package.module:function', or leave it out")
     record, state = _record(model), state_dict(model)
     if writes_files(model):
-        archive.save(model, path, record=record, state=state, factory=factory)
+        archive.save(model, target, record=record, state=state, factory=factory)
 
 
 def export(
@@ -324,7 +335,8 @@ def export(
         UsageError: there are no example inputs, or they are no plain values.
         OSError: the file cannot be written.
     """
-    export_model(model, path, normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
+    expect(model, nn.Module, "model", "a torch.nn.Module")
+    export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
 def load(
@@ -347,8 +359,10 @@ def load(
         with in_phase(original, phase == "train"):
             return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
 
+    expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
+    expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
-    return open_file(Path(path), replay=replay, model=model, trust=trusted)
+    return open_file(as_path(path), replay=replay, model=model, trust=trusted)
 
 
 def list_passes() -> dict[str, PassInfo]:
@@ -365,7 +379,7 @@ def _record(model: nn.Module) -> Record:
 
 def _what_to_give(model: nn.Module) -> str:
     """Say where the optimized model is: inside a wrapper, perhaps."""
-    modules = modules_by_name(model)
+    modules = modules_by_name(model) if isinstance(model, nn.Module) else {}
     inside = (name for name, module in modules.items() if record_of(module) is not None)
     name = next(inside, None)
     if name is None:

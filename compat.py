@@ -6,7 +6,6 @@ What torch leaves untyped and fxopt calls in several places is here, too, with i
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -45,7 +44,6 @@ __all__ = [
     "is_plainly_eager",
     "is_reentrant_checkpoint",
     "is_registered_operator",
-    "is_sharded",
     "is_torch_wrapper",
     "is_view_operator",
     "load_exported_program",
@@ -61,6 +59,7 @@ __all__ = [
     "padding_around",
     "property_access",
     "reentrant_checkpoints_off",
+    "shared_store",
     "storage_id",
     "submodule",
     "torch_functions_off",
@@ -219,12 +218,6 @@ def is_registered_operator(function: Any) -> bool:
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))  # pyright: ignore[reportPrivateUsage]
 
 
-def is_sharded(tensor: object) -> bool:
-    """Say whether a tensor is a `DTensor`, as sharding makes them; nothing is imported to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def is_torch_wrapper(cls: type) -> bool:
     """Say whether a class is a wrapper of torch around the user's module: compiled, replicated or sharded."""
     return cls.__module__.startswith(("torch._dynamo", "torch.distributed"))
@@ -328,6 +321,13 @@ def padding_around(convolution: Any) -> list[int]:
 def property_access() -> type:
     """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
     return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
+
+
+def shared_store(prefix: str) -> Any:
+    """Return the store through which the ranks of the default process group found each other, below a prefix."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.PrefixStore(prefix, c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ __all__ = [
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",
+    "expect",
     "one_line",
 ]
 
@@ -98,6 +99,10 @@ class FusedMemberError(FxoptError):
     """A module that was fused or folded was replaced, removed, hooked or set up otherwise: nothing would notice."""
 
 
+class StateWarning(UserWarning):
+    """A state dict has zeros in the places of what a lossy pass cut away."""
+
+
 class StateError(FxoptError):
     """A state dict or optimizer state does not fit and cannot be translated."""
 
@@ -123,6 +128,16 @@ class PassError(FxoptError):
     def __init__(self, message: str, reproducer: str | None = None) -> None:
         super().__init__(message)
         self.reproducer = reproducer
+
+
+def expect(value: object, kinds: type | tuple[type, ...], name: str, wanted: str) -> None:
+    """Make sure that an argument is of one of these types.
+
+    Raises:
+        UsageError: it is not; the message names it, its type and what is wanted, never what it holds.
+    """
+    if not isinstance(value, kinds):
+        raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")
 
 
 def one_line(error: BaseException) -> str:

@@ -11,7 +11,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["atomic_file", "write_atomically"]
+from .errors import expect
+
+__all__ = ["as_path", "atomic_file", "write_atomically"]
+
+
+def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """Return a path that a user gave.
+
+    Raises:
+        UsageError: it is none.
+    """
+    expect(path, (str, os.PathLike), name, "the path of a file, as text or pathlib.Path")
+    return Path(path)
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_sharded, modules_by_name, transient_buffers
+from ..compat import modules_by_name, transient_buffers
 from ..errors import FusedMemberError
 from ..passes.state import SETTLED, VIEWS, KeepsOriginalNames, cut_from_sharded
-from ..tracing.values import qualified
+from ..tracing.values import is_sharded, qualified
 
 __all__ = ["SAVED_BY_MEMBERS", "SavesSlices", "SavesWhatMembersDoNot", "SliceOf", "count_slices"]
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_sharded, own_tensor
+from ..compat import own_tensor
 from ..errors import FusedMemberError
+from ..tracing.values import is_sharded
 
 __all__ = ["ADVICE", "Slice", "View", "frozen_alone", "slices_in"]
 

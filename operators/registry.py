@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compat import native_functions, operator_name
-from ..errors import UsageError
+from ..errors import UsageError, expect
 from .info import UNKNOWN, OpInfo, info_of_schema, registered_operator
 from .table import TABLE
 
@@ -105,6 +105,7 @@ def register_operator(info: OpInfo) -> Registration:
         UsageError: if the name, a function or a class of modules is already in the table, or `torch.ops` has no such
             operator.
     """
+    expect(info, OpInfo, "info", "an fxopt.OpInfo")
     if not info.name:
         raise UsageError("an operator needs a name")
     if "::" in info.name and registered_operator(info.name) is None:

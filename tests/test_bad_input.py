@@ -179,6 +179,64 @@ def test_unknown_phases(phase: object) -> None:
         optimized(Ensemble(), phase=phase)
 
 
+WRONG = [None, 3, b"x", [1], object(), nn.Linear, X]
+
+
+def calls_with(model: nn.Module, wrong: object) -> dict[str, Callable[[], object]]:
+    """Return public functions, each with one argument of a wrong type."""
+    return {
+        "report": lambda: fxopt.report(wrong),
+        "graphs": lambda: fxopt.graphs(wrong),
+        "plan": lambda: fxopt.plan(wrong),
+        "state_dict": lambda: fxopt.state_dict(wrong),
+        "restore": lambda: fxopt.restore(wrong),
+        "load_state_dict of": lambda: fxopt.load_state_dict(wrong, {}),
+        "load_state_dict from": lambda: fxopt.load_state_dict(model, wrong),
+        "translate_state": lambda: fxopt.translate_state(wrong, model),
+        "translate_state for": lambda: fxopt.translate_state({}, wrong),
+        "translate_optimizer": lambda: fxopt.translate_optimizer(wrong, model),
+        "translate_optimizer for": lambda: fxopt.translate_optimizer(torch.optim.SGD(model.parameters()), wrong),
+        "save": lambda: fxopt.save(wrong, "never"),
+        "save to": lambda: fxopt.save(model, wrong),
+        "export": lambda: fxopt.export(wrong, "never", X),
+        "export to": lambda: fxopt.export(model, wrong, X),
+        "load": lambda: fxopt.load(wrong),
+        "recording": lambda: fxopt.recording(wrong).__enter__(),
+        "capture": lambda: fxopt.capture(wrong),
+        "Plan.load": lambda: fxopt.Plan.load(wrong),
+        "Plan.save": lambda: fxopt.plan(model).save(wrong),
+        "register_operator": lambda: fxopt.register_operator(wrong),
+        "operation": lambda: fxopt.operation(wrong),
+    }
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: type(wrong).__name__)
+def test_arguments_of_wrong_types_get_one_line(wrong: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, call in calls_with(optimized(Ensemble()), wrong).items():
+        with pytest.raises(fxopt.FxoptError) as caught:
+            call()
+        assert "\n" not in str(caught.value) and "tensor(" not in str(caught.value), name
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: fxopt.save(model, "never", factory=3), "factory is of type int; give 'package.module:function'"),
+        (lambda model: fxopt.load("never", model=3), "model is of type int; give the unoptimized torch.nn.Module"),
+        (lambda model: fxopt.load("never", trust=3), "trust is of type int; give names of packages, or True"),
+        (lambda model: fxopt.module("Linear"), "module_type is of type str; give a class of modules"),
+        (lambda model: fxopt.optimize(model, phase=X), "phase of type Tensor; use 'train'"),
+        (lambda model: fxopt.optimize(model, phase=["train"]), "phase of type list; use 'train'"),
+    ],
+)
+def test_options_of_wrong_types_say_what_to_give(call: Callable[[nn.Module], object], words: str) -> None:
+    with pytest.raises(fxopt.UsageError) as caught:
+        call(optimized(Ensemble()))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_is_marked_as_such(page: Path):
     text = page.read_text(encoding="utf-8")
-    known = {"python", "sh", "mermaid", "text", "toml", "json", "{toctree}", "diff"}
+    known = {"python", "sh", "mermaid", "text", "toml", "json", "{toctree}", "{eval-rst}", "diff"}
     assert {line[3:].strip() for line in text.splitlines() if re.match(r"```.", line)} <= known
 
 
@@ -61,6 +61,20 @@ def test_every_pass_has_a_page_and_a_row():
     assert {p.stem for p in (ROOT / "docs" / "passes").glob("*.md")} - {"index"} == own
     for page in (ROOT / "README.md", ROOT / "docs" / "passes" / "index.md"):
         assert own <= _linked(page)
+
+
+def test_the_first_screen_of_the_readme_has_both_commands():
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20])
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^make (\w+)", screen, re.MULTILINE)) == {"demo", "test"} <= targets
+
+
+def test_the_api_page_has_every_public_name():
+    import fxopt
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(fxopt.__all__)
 
 
 def _linked(page: Path) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +84,15 @@ class History:
         self._stand(Rewrite(pass_, candidate.group, edit, decision, evidence or decision, recorded))
         return decision
 
-    def repeat(self, pass_: Pass, group: Group, edit: Edit, decisions: Sequence[Decision]) -> None:
+    def repeat(
+        self, pass_: Pass, group: Group, edit: Edit, decisions: Sequence[Decision], *, verified: bool = False
+    ) -> None:
         """Note a rewrite that a plan has decided on."""
-        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=True))
+        self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=not verified))
+
+    def note(self, planned: Iterable[Decision], reason: str) -> None:
+        """Note planned rewrites that cannot stand here."""
+        self.decisions += [dataclasses.replace(decision, status="undone", reason=reason) for decision in planned]
 
     def _stand(self, rewrite: Rewrite) -> None:
         self.decisions.extend(rewrite.recorded)

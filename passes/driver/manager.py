@@ -105,6 +105,13 @@ class Manager:
                 missing = next(iter(wanted.values()))
                 raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
 
+    def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
+        """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
+        plan.check_passes([pass_.name for pass_ in passes])
+        for number, pass_ in enumerate(passes):
+            decisions = [decision for decision in plan.decisions if decision.step == number]
+            self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
+
     def compare(self, original: nn.Module) -> None:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
         if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
@@ -176,6 +183,37 @@ class Manager:
                 self._note_change(pass_)
             if len(wanted) == left:
                 return
+
+    def _follow_pass(self, pass_: Pass, decisions: Sequence[Decision]) -> None:
+        """Rewrite the sites that a pass rewrote elsewhere, where that is right here, too."""
+        wanted = {decision.key: decision for decision in decisions if decision.status == "applied"}
+        while wanted:
+            left, groups = len(wanted), grouped_in_order(pass_, self._planned(pass_, wanted))
+            self._tuner.calls.expect(group.owner for group in groups)
+            for group in groups:
+                if self._without_stale(pass_, group) is not group:
+                    break  # it overlaps with one that has just been rewritten: look for it again
+                self._follow_group(pass_, group, wanted)
+            self._stale.clear()
+            if len(wanted) == left:
+                self.history.note([wanted.pop(next(iter(wanted)))], "the site is not there")
+        self.history.decisions.extend(decision for decision in decisions if decision.status != "applied")
+
+    def _follow_group(self, pass_: Pass, group: Group, wanted: dict[str, Decision]) -> None:
+        """Rewrite a group as was decided elsewhere; where that is wrong here, those of its sites that are right."""
+        made = [wanted[site.key] for site in group.sites]
+        candidate = self._tuner.repeat(pass_, group, brief=all("as" in decision.figures for decision in made))
+        if candidate.edit is None and not group.is_single:
+            for site in group.sites:
+                self._follow_group(pass_, Group((site,)), wanted)
+            return
+        if candidate.edit is None:
+            self.history.note(made, candidate.failure)
+        else:
+            self.history.repeat(pass_, group, candidate.edit, made, verified=True)
+            self._note_change(pass_)
+        for decision in made:
+            del wanted[decision.key]
 
     def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Site]:
         """Return the next of the planned sites that can be rewritten as the program is now."""
@@ -253,7 +291,7 @@ class Manager:
                 fresh.append(site)
             except StaleSite:
                 self._stale.append(site)
-        return Group(tuple(fresh))
+        return group if len(fresh) == len(group.sites) else Group(tuple(fresh))
 
     def _has_landed_at(self, group: Group) -> bool:
         """Say whether the pass that is running has rewritten a graph of the group."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ...compat import is_sharded
 from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import eagerly, hold, release
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_sharded
 from ..contract import Pass
-from ..pipeline import Plan
+from ..pipeline import Plan, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
 from ..timing import collection_paused
@@ -41,6 +41,7 @@ class Request:
         phase: TRAIN or EVAL, or None for the model's own mode.
         verify, measure: whether rewrites are checked and timed.
         plan: decisions to repeat instead.
+        checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
         seed: of verification's random inputs.
         settings: limits from the environment.
         on_failure: writes a reproducer of a failed pass and returns its path.
@@ -52,6 +53,7 @@ class Request:
     verify: bool = True
     measure: bool = True
     plan: Plan | None = None
+    checks_plan: bool = False
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
@@ -72,9 +74,29 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     runs_model = request.verify or request.measure
     try:
         with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
-            return _optimized(model, names, request)
+            return _on_all_ranks(model, names, request)
     finally:
         generators.restore()
+
+
+def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
+    """Optimize; under `torch.distributed` as rank 0 decides, unless there is a plan already."""
+    others = ranks() if request.plan is None else None
+    if others is None:
+        return _optimized(model, names, request)
+    return optimized_on_all(
+        others, model, request.passes,
+        decide=lambda: _with_plan(_optimized(model, names, request), request),
+        follow=lambda plan: _with_plan(
+            _optimized(model, names, dataclasses.replace(request, plan=plan, checks_plan=True)), request
+        ),
+    )  # fmt: skip
+
+
+def _with_plan(fast: nn.Module, request: Request) -> tuple[nn.Module, Plan]:
+    """Return an optimized model with the decisions of this run alone."""
+    whole = vars(fast)[RECORD_KEY].plan
+    return fast, whole.last(len(request.passes))
 
 
 def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
@@ -90,6 +112,8 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
         manager = _manager(program, request, trained)
         if request.plan is None:
             manager.run(request.passes)
+        elif request.checks_plan:
+            manager.follow(request.passes, request.plan)
         else:
             manager.replay(request.passes, request.plan)
     manager.compare(model)

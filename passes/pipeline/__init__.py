@@ -1,4 +1,4 @@
-"""From text to passes: parser, registry, order, supervision; and the plan of decisions."""
+"""From text to passes: parser, registry, order, supervision; the plan of decisions, and how ranks agree on one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from .choosing import PassLike, chosen_passes
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
+from .ranks import optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised
 
@@ -20,6 +21,8 @@ __all__ = [
     "check_order",
     "chosen_passes",
     "find_pass",
+    "optimized_on_all",
     "parse",
+    "ranks",
     "supervised",
 ]

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...errors import PlanError
-from ...storage import write_atomically
+from ...storage import as_path, write_atomically
 from ...version import VERSION
 
 __all__ = ["SCHEMA_VERSION", "STATUSES", "Decision", "Plan"]
@@ -109,9 +109,17 @@ class Plan:
         moved = tuple(replace(decision, step=decision.step + len(self.pipeline)) for decision in later.decisions)
         return replace(later, pipeline=self.pipeline + later.pipeline, decisions=self.decisions + moved)
 
+    def last(self, passes: int) -> Plan:
+        """Return the part of the plan that its last passes, so many, decided on: `extended` undone."""
+        before = len(self.pipeline) - passes
+        moved = (
+            replace(decision, step=decision.step - before) for decision in self.decisions if decision.step >= before
+        )
+        return replace(self, pipeline=self.pipeline[before:], decisions=tuple(moved))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""
-        write_atomically(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        write_atomically(as_path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -120,7 +128,7 @@ class Plan:
         Raises:
             PlanError: if the file cannot be read, is not a plan or is of a newer version; it says where.
         """
-        where = f"plan '{os.fspath(path)}'"
+        where = f"plan '{as_path(path)}'"
         try:
             data: object = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
         except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from ...errors import CaptureError
+from ...errors import CaptureError, expect
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from ..sites import Site
@@ -168,11 +168,13 @@ def operation(operator: str, *operands: Any, name: str | None = None, **argument
         name: under which the match gives the node.
         arguments: patterns or plain values of parameters by their names: `operation("gelu", approximate="none")`.
     """
+    expect(operator, str, "operator", "its name, as 'relu' or 'acme::swish'")
     return _Operation(name, operator, operands, tuple(arguments.items()))
 
 
 def module(module_type: type[nn.Module], *operands: Any, name: str | None = None) -> Pattern:
     """Match a call of a module of exactly this class."""
+    expect(module_type, type, "module_type", "a class of modules")
     return _ModuleCall(name, module_type, operands)
 
 

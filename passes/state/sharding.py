@@ -7,9 +7,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from ...compat import is_sharded
 from ...errors import StateError
-from ...tracing.values import tensors_by_name
+from ...tracing.values import is_sharded, tensors_by_name
 from .state_map import StateMap
 
 __all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "writes_files"]

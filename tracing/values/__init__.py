@@ -10,7 +10,7 @@ from .inputs import Inputs, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, is_container, is_leaf, is_library, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
-from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, qualified, tensors_by_name
+from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
     copied_object,
     has_attributes,
@@ -76,6 +76,7 @@ __all__ = [
     "is_namedtuple",
     "is_object",
     "is_plain_structure",
+    "is_sharded",
     "is_whole",
     "keep",
     "leaf_function_places",

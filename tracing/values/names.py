@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "all_inside",
     "all_tensors",
     "is_meta",
+    "is_sharded",
     "qualified",
     "tensors_by_name",
 ]
@@ -53,6 +55,12 @@ def is_meta(model: nn.Module) -> bool:
                 return False
             has_any = has_any or parameter is not None
     return has_any
+
+
+def is_sharded(tensor: object) -> bool:
+    """Say whether a tensor is a `DTensor`, as sharding makes them; nothing is imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,232 @@
+"""Optimizing under `torch.distributed`: rank 0 decides, the others follow, and what fails on one rank fails on all.
+
+The ranks talk through the store of the default process group, not by collectives: a rank that never calls `optimize` is
+told of after the group's timeout, and no collective of the user's gets mixed up with these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import distributed, nn
+
+from ...compat import shared_store
+from ...errors import PassError, UsageError
+from ...tracing.values import tensors_by_name
+from ..contract import Pass
+from .plan import Decision, Plan
+
+__all__ = ["Ranks", "optimized_on_all", "ranks"]
+
+Failures = dict[str, str]
+"""Number of the pass and key of a site, as one text -> why it cannot be rewritten on all ranks."""
+
+
+class Store(Protocol):
+    """What is asked of a store of `torch.distributed`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value, waiting for it until the store's timeout."""
+        ...
+
+
+@dataclass
+class Ranks:
+    """This process among those that optimize the same model together.
+
+    Attributes:
+        rank, size: number of this process, and of processes.
+        store: what they share.
+        said: how often they have exchanged something.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    said: int = 0
+
+    def exchange(self, mine: Any, judge: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return on every rank what rank 0 makes of what all ranks say, in their order; JSON values.
+
+        Raises:
+            UsageError: if another rank does not answer.
+        """
+        self.said += 1
+        self.store.set(f"{self.said}/{self.rank}", json.dumps(mine))
+        if self.rank == 0:
+            everyone = [json.loads(self._heard(f"{self.said}/{rank}", rank)) for rank in range(self.size)]
+            self.store.set(f"{self.said}/all", json.dumps(judge(everyone)))
+        return json.loads(self._heard(f"{self.said}/all", 0))
+
+    def _heard(self, key: str, rank: int) -> bytes:
+        try:
+            return self.store.get(key)
+        except RuntimeError as error:
+            raise UsageError(
+                f"rank {rank} did not answer ({str(error).splitlines()[0]}); where a process group is initialized, "
+                "every rank calls fxopt.optimize, with the same model and passes; one rank alone can repeat a plan"
+            ) from error
+
+
+def ranks() -> Ranks | None:
+    """Return this process among the ranks of the default process group, or None where it is by itself."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if size == 1 or distributed.get_backend() == "fake":
+        return None
+    store = shared_store("fxopt")
+    return Ranks(rank, size, shared_store(f"fxopt/{store.add(f'calls/{rank}', 1)}"))
+
+
+Result = tuple[nn.Module, Plan]
+"""An optimized model, and the decisions behind it."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What came of a run on this rank: a model and its plan, or an error."""
+
+    result: Result | None = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, run: Callable[[], Result]) -> _Attempt:
+        try:
+            return cls(run())
+        except BaseException as error:  # the other ranks wait to hear of it, whatever it is
+            return cls(error=error)
+
+    @property
+    def message(self) -> str:
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+
+def optimized_on_all(
+    ranks: Ranks,
+    model: nn.Module,
+    passes: Sequence[Pass],
+    decide: Callable[[], Result],
+    follow: Callable[[Plan], Result],
+) -> nn.Module:
+    """Return the model, rewritten as on every other rank.
+
+    Args:
+        ranks: who optimizes.
+        model: the user's.
+        passes: to be run.
+        decide: optimizes it; called on rank 0.
+        follow: repeats a plan's rewrites and verifies them here; those that fail have another status in its own plan.
+
+    Raises:
+        UsageError: another rank has another model or other passes, or does not answer.
+        PassError: a run failed on another rank; what fails on this one is raised as it is.
+    """
+    _check_alike(ranks, model, passes)
+    attempt = _Attempt.of(decide) if ranks.rank == 0 else _Attempt()
+    plan = _told(ranks, attempt)
+    if ranks.rank != 0:
+        attempt = _Attempt.of(partial(follow, plan))
+    while True:
+        result, failures = _judged(ranks, attempt, plan)
+        if not failures:
+            return result
+        plan = _without(plan, failures)
+        attempt = _Attempt.of(partial(follow, plan))
+
+
+def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None:
+    tensors = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_by_name(model).items()]
+    form = hashlib.sha256(repr(tensors).encode()).hexdigest()
+    pipeline = ",".join(map(str, passes))
+
+    def compare(everyone: Sequence[Any]) -> str:
+        for rank, (other_form, other_pipeline) in enumerate(everyone):
+            if other_pipeline != pipeline:
+                return f"rank {rank} runs the passes {other_pipeline!r}, rank 0 {pipeline!r}"
+            if other_form != form:
+                return f"the tensors of rank {rank}'s model have other names, shapes or dtypes than those of rank 0"
+        return ""
+
+    difference = ranks.exchange((form, pipeline), compare)
+    if difference:
+        raise UsageError(
+            f"{difference}; under torch.distributed all ranks optimize one model together. Models that differ "
+            "(pipeline stages) are optimized before the process group is initialized, or each by a plan (plan=)"
+        )
+
+
+def _told(ranks: Ranks, attempt: _Attempt) -> Plan:
+    """Return rank 0's plan.
+
+    Raises:
+        PassError: if it has none; on rank 0 what went wrong there.
+    """
+    mine = None if attempt.result is None else attempt.result[1].to_json()
+    plan, message = ranks.exchange((mine, attempt.message), lambda everyone: everyone[0])
+    if message:
+        raise attempt.error or _failed(0, message)
+    return Plan.from_json(plan, "the plan of rank 0")
+
+
+def _judged(ranks: Ranks, attempt: _Attempt, plan: Plan) -> tuple[nn.Module, Failures]:
+    """Return this rank's model, and what failed on any rank.
+
+    Raises:
+        PassError: if a run failed altogether; on its rank what went wrong there.
+    """
+    mine = {} if attempt.result is None else _differences(plan, attempt.result[1])
+    raised, failed = ranks.exchange((attempt.message, mine), _first_of_each)
+    if attempt.result is None or raised is not None:
+        raise attempt.error or _failed(*raised)
+    return attempt.result[0], failed
+
+
+def _differences(plan: Plan, mine: Plan) -> Failures:
+    """Return what is applied in a plan, but not in what became of it here."""
+    landed = {(d.step, d.key): d for d in mine.decisions}
+    failures: Failures = {}
+    for wanted in plan.decisions:
+        found = landed.get((wanted.step, wanted.key))
+        if wanted.status == "applied" and (found is None or found.status != "applied"):
+            failures[_site(wanted)] = found.reason if found else "the site is not there"
+    return failures
+
+
+def _first_of_each(everyone: Sequence[Any]) -> tuple[Any, Failures]:
+    """Return the first rank that raised, with its message, and every failure as the first rank tells it."""
+    raised = next(([rank, message] for rank, (message, _) in enumerate(everyone) if message), None)
+    failed: Failures = {}
+    for rank, (_, failures) in enumerate(everyone):
+        for key, reason in failures.items():
+            failed.setdefault(key, f"on rank {rank}: {reason}")
+    return raised, failed
+
+
+def _failed(rank: int, message: str) -> PassError:
+    return PassError(f"rank {rank} failed, so nothing is optimized on any: {message}")
+
+
+def _site(decision: Decision) -> str:
+    return f"{decision.step} {decision.key}"
+
+
+def _without(plan: Plan, failures: Mapping[str, str]) -> Plan:
+    """Return the plan in which what failed somewhere is undone."""
+    decisions = (
+        dataclasses.replace(d, status="undone", reason=failures[_site(d)])
+        if d.status == "applied" and _site(d) in failures
+        else d
+        for d in plan.decisions
+    )
+    return dataclasses.replace(plan, decisions=tuple(decisions))

@@ -1,0 +1,325 @@
+"""Two processes: rank 0 decides and the other follows, and what is sharded is gathered, distributed or refused.
+
+Both processes run all scenarios of this file once, and write down what they saw; the tests read that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import fxopt
+from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites import Goal, Refusal, Site
+from fxopt.passes.state import RECORD_KEY
+from fxopt.tracing.program import Program
+
+RANKS = 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(3))
+        self.register_buffer("shift", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x) - x.sin()
+        return torch.stack([head(x) for head in self.heads]).mean(0) - self.shift
+
+
+@dataclasses.dataclass(frozen=True)
+class Subtract(Pass):
+    """Write subtractions as calls, wrongly or not at all on one rank.
+
+    Attributes:
+        wrong: the rank on which one of them is wrong.
+        raises: the rank on which it raises.
+    """
+
+    wrong: int = -1
+    raises: int = -1
+
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for match in program.matches(operation("sub", name="sub")):
+            yield match.site()
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        if self.raises == distributed.get_rank():
+            raise ValueError("out of order")
+        node = edit.graph_node("sub")
+        one, other = node.args
+        swapped = self.wrong == distributed.get_rank() and "sin" in str(other)
+        edit.replace(node, edit.call(torch.sub, *((other, one) if swapped else (one, other))))
+
+
+# -- what the processes do -----------------------------------------------------------------------------------------
+
+SCENARIOS: dict[str, Callable[[], Any]] = {}
+
+
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def made(seed: int = 0) -> tuple[Model, Tensor]:
+    torch.manual_seed(seed)
+    return Model(), torch.randn(4, 8)
+
+
+def fused(model: nn.Module, x: Tensor) -> nn.Module:
+    return fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
+
+
+def said(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def seen(fast: nn.Module) -> list[tuple[str, str, str, str | None]]:
+    return [(d.key, d.status, d.reason, d.choice) for d in fxopt.plan(fast).decisions]
+
+
+@scenario
+def decided() -> Any:
+    """Everything is timed, on other inputs on each rank: who decides for himself decides otherwise at times."""
+    model, _ = made()
+    x = torch.randn(1 + 60 * distributed.get_rank(), 8)
+    fast = fxopt.optimize(model, ["fuse_ensembles", Subtract()], example_inputs=(x,))
+    close = torch.allclose(fast(x), model(x), atol=1e-5)
+    return fxopt.plan(fast).to_json(), close, fast.__dict__[RECORD_KEY].checked
+
+
+@scenario
+def wrong_on_the_second() -> Any:
+    model, x = made()
+    fast = fxopt.optimize(model, Subtract(wrong=1), example_inputs=(x,))
+    return seen(fast), torch.equal(fast(x), model(x))
+
+
+@scenario
+def wrong_on_the_first() -> Any:
+    model, x = made()
+    fast = fxopt.optimize(model, Subtract(wrong=0), example_inputs=(x,))
+    return seen(fast), torch.equal(fast(x), model(x))
+
+
+@scenario
+def raises() -> Any:
+    model, x = made()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    messages = [
+        said(lambda rank=rank: fxopt.optimize(model, Subtract(raises=rank), example_inputs=(x,), inplace=True))
+        for rank in range(RANKS)
+    ]
+    return messages, equal(model.state_dict(), before) and type(model) is Model
+
+
+@scenario
+def other_models() -> Any:
+    model, x = made()
+    if distributed.get_rank() == 1:
+        model.heads.append(nn.Linear(8, 2))
+    passes = "eliminate_dead_code" if distributed.get_rank() else "fuse_ensembles"
+    return said(lambda: fused(model, x)), said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
+
+
+@scenario
+def a_plan_on_one_rank() -> Any:
+    model, x = made()
+    plan = fxopt.plan(fused(model, x))
+    if distributed.get_rank() == 1:
+        return None
+    again = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), plan=plan)
+    return torch.allclose(again(x), model(x), atol=1e-6)
+
+
+@scenario
+def replicated() -> Any:
+    """DDP: each rank has its half of the rows; the reference has all."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model, x = made()
+    fast = nn.parallel.DistributedDataParallel(fused(model, x))
+    names = [f"module.{name}" for name in model.state_dict()]
+    saved = list(fast.state_dict()) == names and list(get_model_state_dict(fast)) == list(model.state_dict())
+    fast(x[distributed.get_rank() :: 2]).square().mean().backward()
+    optimizer = torch.optim.SGD(fast.parameters(), 0.1)
+    optimizer.step()
+    model(x).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    result = fast.module.state_dict()
+    close = all(torch.allclose(tensor, result[name], atol=1e-6) for name, tensor in model.state_dict().items())
+    return saved, close, said(lambda: fxopt.state_dict(fast)), fast.load_state_dict(fast.state_dict()) == ([], [])
+
+
+@scenario
+def sharded() -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    (model, x), (other, _) = made(), made(1)
+    optimizer, theirs = torch.optim.Adam(model.parameters(), 0.1), torch.optim.Adam(other.parameters(), 0.1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    theirs.load_state_dict(optimizer.state_dict())
+    fast = fused(model, x)
+    fully_shard(fast, mesh=init_device_mesh("cpu", (RANKS,)))
+    old, new = model.state_dict(), other.state_dict()
+    found: dict[str, Any] = {"names": list(fast.state_dict())}
+    found["gathered"] = equal(fxopt.state_dict(fast), old)
+    own = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
+    found["refused"] = [
+        said(lambda: fast.load_state_dict(new)),
+        said(lambda: fxopt.restore(fast)),
+        said(lambda: fast.heads[0][0].weight),
+        said(lambda: setattr(fast.heads[0][0], "weight", torch.zeros(6, 8))),
+        said(lambda: fast.heads[1].state_dict()),
+        said(lambda: fast.heads[1].load_state_dict(other.heads[1].state_dict())),
+        said(lambda: fxopt.load_state_dict(fast, {n: t for n, t in new.items() if "heads.1" not in n}, strict=False)),
+        said(lambda: fxopt.optimize(fast, "fuse_ensembles", example_inputs=(x,))),
+    ]
+    fast.load_state_dict(own)  # torch has loaded what is not sharded
+    found["kept"] = equal(fxopt.state_dict(fast), old)
+    loaded = [fxopt.load_state_dict(fast, new, assign=assign) == ([], []) for assign in (False, True)]
+    found["loaded"] = loaded, equal(fxopt.state_dict(fast), new), fast.load_state_dict(fast.state_dict()) == ([], [])
+    fxopt.translate_optimizer(optimizer, fast)
+    found["moments"] = sorted({type(state["exp_avg"]).__name__ for state in optimizer.state.values()})
+    for each, stepper in ((fast, optimizer), (other, theirs)):
+        stepper.zero_grad()
+        each(x).square().mean().backward()
+        stepper.step()
+    after = fxopt.state_dict(fast)
+    found["trained"] = max(float((tensor - after[name]).abs().max()) for name, tensor in other.state_dict().items())
+    path = Path(sys.argv[2]) / "saved.fxopt"
+    fxopt.save(fast, path, factory="test_distributed:Model")
+    distributed.barrier()
+    found["saved"] = equal(fxopt.load(path, model=Model()).state_dict(), after)
+    return found
+
+
+def process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=90),
+    )
+    results = {name: run() for name, run in SCENARIOS.items()}
+    (folder / f"results{rank}").write_bytes(pickle.dumps(results))
+    distributed.destroy_process_group()
+
+
+# -- what the tests ask --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, __file__]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True, env={**os.environ})
+        for rank in range(RANKS)
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(errors)
+    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(RANKS)]
+
+
+def test_rank_0_decides(results: list[dict[str, Any]]) -> None:
+    (first, *of_first), (second, *of_second) = (each["decided"] for each in results)
+    assert first == second, "one plan, with the figures of rank 0"
+    assert "applied" in [decision["status"] for decision in first["decisions"]]
+    assert of_first == of_second == [True, "float64"]
+
+
+@pytest.mark.parametrize("name", ["wrong_on_the_first", "wrong_on_the_second"])
+def test_what_is_wrong_on_one_rank_is_undone_on_all(results: list[dict[str, Any]], name: str) -> None:
+    (first, is_equal), second = (each[name] for each in results)
+    assert second == (first, True) and is_equal
+    assert sorted(status for _, status, _, _ in first) == ["applied", "undone"]
+    (reason,) = (reason for _, status, reason, _ in first if status == "undone")
+    assert ("on rank 1: " in reason) == (name == "wrong_on_the_second") and "output" in reason
+
+
+def test_what_raises_on_one_rank_raises_on_all(results: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(results):
+        messages, untouched = each["raises"]
+        assert untouched
+        for failing, message in enumerate(messages):
+            assert message.startswith("PassError: ") and "ValueError: out of order" in message
+            assert (f"rank {failing} failed, so nothing is optimized on any" in message) == (failing != rank)
+
+
+def test_ranks_with_other_models_or_passes(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        model, passes = each["other_models"]
+        assert model.startswith("UsageError: the tensors of rank 1's model have other names, shapes or dtypes")
+        assert passes.startswith("UsageError: rank 1 runs the passes 'eliminate_dead_code', rank 0 'fuse_ensembles")
+
+
+def test_a_plan_is_repeated_by_one_rank_alone(results: list[dict[str, Any]]) -> None:
+    assert results[0]["a_plan_on_one_rank"] is True
+
+
+def test_a_replicated_model(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        saved, close, message, loaded = each["replicated"]
+        assert saved and close and loaded
+        assert "its 'module': give that one" in message
+
+
+def test_a_sharded_model(results: list[dict[str, Any]]) -> None:
+    for each in results:
+        found = each["sharded"]
+        assert found["names"][:3] == ["shift", "trunk.weight", "trunk.bias"]
+        assert all(name.startswith("fused_heads.") for name in found["names"][3:])
+        assert found["gathered"] and found["kept"] and found["saved"]
+        assert found["loaded"] == ([True, True], True, True)
+        assert found["moments"] == ["DTensor"]
+        assert found["trained"] < 1e-6
+
+
+def test_what_cannot_be_done_to_a_sharded_model(results: list[dict[str, Any]]) -> None:
+    expected = [
+        "fxopt.load_state_dict(model, state) distributes",
+        "StateError: 'trunk.weight' is sharded, and restoring needs whole tensors; load fxopt.state_dict(model)",
+        "FusedMemberError: the stacked parameter 'weight_0' is sharded, so its members cannot be read or written",
+        "FusedMemberError: the stacked parameter 'weight_0' is sharded, so its members cannot be read or written",
+        "FusedMemberError: '0.weight' is a part of a sharded tensor, and this Sequential cannot be saved by itself",
+        "'0.weight' is a part of a sharded tensor",
+        "StateError: 'heads.1.0.weight', 'heads.1.2.weight'",
+        "InputError: 'trunk.weight' is sharded already; optimize the model first, then shard it",
+    ]
+    for each in results:
+        for message, words in zip(each["sharded"]["refused"], expected, strict=True):
+            assert words in message or words.split(",")[0] in message
+
+
+if __name__ == "__main__":
+    process(int(sys.argv[1]), Path(sys.argv[2]))
