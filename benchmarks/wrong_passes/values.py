@@ -214,11 +214,11 @@ def hashed(n: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 HASHED = Subject(
     Hashed, lambda: (torch.tensor([[3, 5, 200], [8, 1, 17]]),), ("table",), hashed,
     {
-        ("integers", "an overflow of 32 bits"): (
-            lambda n, t: (F.embedding(torch.remainder((n * 40503).int(), 7).long(), t), *hashed(n, t)[1:])
-        ),
         ("integers", "halves towards zero"): (
             lambda n, t: (hashed(n, t)[0], torch.div(n, 2, rounding_mode="trunc"), n.sum(-1))
+        ),
+        ("integers", "an overflow of 32 bits"): (
+            lambda n, t: (F.embedding(torch.remainder((n * 40503).int(), 7).long(), t), *hashed(n, t)[1:])
         ),
         ("integers", "a sum in 8 bits"): lambda n, t: (*hashed(n, t)[:2], n.sum(-1, dtype=torch.uint8).long()),
         ("integers", "a sum in 16 bits"): lambda n, t: (*hashed(n, t)[:2], n.sum(-1, dtype=torch.int16).long()),
