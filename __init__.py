@@ -6,6 +6,7 @@ Names are imported when they are first used, so that `import fxopt`, and with it
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING
 
 from .version import VERSION as __version__
@@ -167,7 +168,11 @@ def __getattr__(name: str) -> object:
     namespace = _PLACE_OF.get(name)
     if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{namespace}", __name__), name)
+    state = random.getstate()
+    try:
+        value = getattr(importlib.import_module(f".{namespace}", __name__), name)
+    finally:
+        random.setstate(state)  # packages that are imported then draw numbers
     globals()[name] = value
     return value
 

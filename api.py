@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
@@ -19,6 +18,7 @@ from .errors import StateError, UnverifiedWarning, UsageError, expect
 from .passes.driver import (
     Record,
     Request,
+    check_kind,
     check_optimizer,
     copied,
     handed_over,
@@ -39,7 +39,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import eagerly, hold, in_phase, misses_in, release
+from .tracing.recording import eagerly, hold, in_phase, misses_in, plain_registries, release
 from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
@@ -112,9 +112,12 @@ def optimize(
         StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
             nor the model is changed.
     """
+    for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
+        expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
+    expect(seed, int, "seed", "a whole number")
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
@@ -157,14 +160,17 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         example_inputs: as for `optimize`.
 
     Raises:
+        UsageError: `model` is no module.
         InputError: the model cannot be copied, or refuses its example inputs.
     """
+    check_kind(model)
     with outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
-        hold(fresh)
-        program = capture_program(fresh, example_inputs)
-        deactivate_type_checkers(fresh)
-        release(program.names)
+        with plain_registries(fresh):
+            hold(fresh)
+            program = capture_program(fresh, example_inputs)
+            deactivate_type_checkers(fresh)
+            release(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program
 
@@ -336,6 +342,7 @@ def export(
         OSError: the file cannot be written.
     """
     expect(model, nn.Module, "model", "a torch.nn.Module")
+    expect(dynamic_batch, bool, "dynamic_batch", "True or False")
     export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 
