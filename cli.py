@@ -124,6 +124,7 @@ def optimize(
     from . import api
     from .arguments import factory_for
 
+    factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
     training = original.training if wanted is None else wanted == "train"
@@ -142,7 +143,7 @@ def optimize(
     if save_plan is not None:
         api.plan(fast).save(save_plan)
     if output is not None:
-        api.save(fast, output, factory=factory_for(model))
+        api.save(fast, output, factory=factory)
     report = api.report(fast)
     _show(report.to_json() if as_json else report.table(), as_json)
 
