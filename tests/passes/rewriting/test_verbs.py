@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def optimized(model: nn.Module, passes: Any, **options: Any) -> Any:
-    return fxopt.optimize(model, passes, **{"example_inputs": (X,), "measure": False, **options})
+    return fxopt.optimize(model, passes, **{"example_inputs": (X,), "measure": False, "time_budget": 600.0, **options})
 
 
 def statuses(model: nn.Module) -> list[tuple[str, str]]:
