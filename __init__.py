@@ -6,6 +6,7 @@ Names are imported when they are first used, so that `import fxopt`, and with it
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING
 
 from .version import VERSION as __version__
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         PipelineError,
         PlanError,
         StateError,
+        StateWarning,
         UnverifiedWarning,
         UsageError,
         VerificationError,
@@ -51,7 +53,9 @@ if TYPE_CHECKING:
     from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+    from .passes.state import Concatenate, Rename, Select, Stack, StateStep
     from .reporting.report import Report
+    from .tracing.graphs import Context
     from .tracing.program import Program
     from .tracing.recording import recording
     from .tracing.values import Inputs
@@ -68,16 +72,19 @@ _PLACES = {
     ),
     "errors": (
         "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
-        "PassError PipelineError PlanError StateError MatchFailure UnverifiedWarning UsageError VerificationError"
+        "PassError PipelineError PlanError StateError StateWarning MatchFailure UnverifiedWarning UsageError "
+        "VerificationError"
     ),
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "passes.pipeline": "Decision Plan",
+    "passes.state": "Concatenate Rename Select Stack StateStep",
     "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.recording": "recording",
     "tracing.values": "Inputs",
+    "tracing.graphs": "Context",
     "tracing.program": "Program",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
     "transforms.eliminate_dead_code": "EliminateDeadCode",
@@ -90,6 +97,8 @@ _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in
 __all__ = [
     "ArchiveError",
     "CaptureError",
+    "Concatenate",
+    "Context",
     "Decision",
     "Edit",
     "EliminateCommonSubexpressions",
@@ -120,9 +129,14 @@ __all__ = [
     "PlanError",
     "Program",
     "Refusal",
+    "Rename",
     "Report",
+    "Select",
     "Site",
+    "Stack",
     "StateError",
+    "StateStep",
+    "StateWarning",
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",
@@ -154,7 +168,11 @@ def __getattr__(name: str) -> object:
     namespace = _PLACE_OF.get(name)
     if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{namespace}", __name__), name)
+    state = random.getstate()
+    try:
+        value = getattr(importlib.import_module(f".{namespace}", __name__), name)
+    finally:
+        random.setstate(state)  # packages that are imported then draw numbers
     globals()[name] = value
     return value
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
@@ -19,6 +18,7 @@ from .errors import StateError, UnverifiedWarning, UsageError, expect
 from .passes.driver import (
     Record,
     Request,
+    check_kind,
     check_optimizer,
     copied,
     handed_over,
@@ -39,7 +39,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import eagerly, hold, in_phase, misses_in, release
+from .tracing.recording import eagerly, hold, in_phase, misses_in, plain_registries, release
 from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
@@ -65,7 +65,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 def optimize(
     model: M,
-    passes: PassLike | Iterable[PassLike] = "inference",
+    passes: PassLike | Iterable[PassLike] | None = None,
     *,
     example_inputs: object = None,
     phase: str | Phase | None = None,
@@ -83,7 +83,8 @@ def optimize(
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
-            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order.
+            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order. By
+            default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
             without what the forward does not take (labels). Without any, nothing can be verified or timed, and
@@ -111,9 +112,13 @@ def optimize(
         StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
             nor the model is changed.
     """
+    for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
+        expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
+    expect(seed, int, "seed", "a whole number")
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    pipeline = chosen_passes(passes)
+    decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
+    pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
@@ -122,7 +127,7 @@ def optimize(
         phase=_phase(phase),
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
+        plan=decided,
         seed=seed,
         settings=settings,
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
@@ -155,14 +160,17 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         example_inputs: as for `optimize`.
 
     Raises:
+        UsageError: `model` is no module.
         InputError: the model cannot be copied, or refuses its example inputs.
     """
+    check_kind(model)
     with outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
-        hold(fresh)
-        program = capture_program(fresh, example_inputs)
-        deactivate_type_checkers(fresh)
-        release(program.names)
+        with plain_registries(fresh):
+            hold(fresh)
+            program = capture_program(fresh, example_inputs)
+            deactivate_type_checkers(fresh)
+            release(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program
 
@@ -334,6 +342,7 @@ def export(
         OSError: the file cannot be written.
     """
     expect(model, nn.Module, "model", "a torch.nn.Module")
+    expect(dynamic_batch, bool, "dynamic_batch", "True or False")
     export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
 
 

@@ -99,6 +99,10 @@ class FusedMemberError(FxoptError):
     """A module that was fused or folded was replaced, removed, hooked or set up otherwise: nothing would notice."""
 
 
+class StateWarning(UserWarning):
+    """A state dict has zeros in the places of what a lossy pass cut away."""
+
+
 class StateError(FxoptError):
     """A state dict or optimizer state does not fit and cannot be translated."""
 

@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import batches_by_vmap
+from ..compat import batches_by_vmap, is_registered_operator
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
+from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding
 from ..storage import atomic_file
 from ..tracing.graphs import outside_inference_mode
@@ -67,6 +68,7 @@ def export_model(
         program = _exported(model, calls[0] if sizes.rows(calls[0]) != 1 else sizes.with_rows(calls[0], 2), sizes)
         first = copy_inputs(calls[0])
         program.example_inputs = (first.args, first.kwargs)
+        _warn_of_random(program, Path(path))
         torch.export.save(program, file)
         file.flush()
         comparison.check(_read_back(Path(file.name), Path(path)))
@@ -84,6 +86,20 @@ def _exported(model: nn.Module, call: Inputs, sizes: _FreeSizes) -> torch.export
             return program.run_decompositions({}) if batches_by_vmap(program.graph) else program
     except Exception as error:  # torch raises whatever it meets
         raise ArchiveError(f"torch cannot export this {type(model).__name__}: {_reason(error)}") from error
+
+
+def _warn_of_random(program: torch.export.ExportedProgram, path: Path) -> None:
+    drawing = dict.fromkeys(
+        canonical_name(node) or str(node.target)
+        for node in program.graph.nodes
+        if is_registered_operator(node.target) and has_random_effects(node)
+    )
+    if drawing:
+        warnings.warn(
+            f"{path.name} draws random numbers ({', '.join(drawing)}), so its results differ from run to run; it was "
+            "compared with the model on equal draws only",
+            stacklevel=4,
+        )
 
 
 def _reason(error: Exception) -> str:

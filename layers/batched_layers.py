@@ -6,7 +6,8 @@ Shapes are written as in `ensemble.py`. Convolutions, batch norms and pools work
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,6 @@ __all__ = [
     "results_of_member",
     "rms_norm_members",
     "transposed_convolve_members",
-    "vectorize_members",
 ]
 
 
@@ -232,9 +232,16 @@ def pool_members(path: str, x: Tensor, spatial: int, args: tuple[Any, ...], kwar
     return apart(resolve(path)(side_by_side(x, spatial), *args, **kwargs), x.shape[0], spatial)
 
 
-def reshape_members(x: Tensor, *shape: int) -> Tensor:
-    """Reshape each member of [N, ...]; a copy is made where the members' layout does not allow a view."""
-    return x.reshape(x.shape[0], *shape)
+def reshape_members(x: Tensor, *shape: Any) -> Tensor:
+    """Reshape each member of [N, ...]; a copy is made where the members' layout does not allow a view.
+
+    Args:
+        x: [N, ...].
+        shape: the sizes one by one, or all as one sequence.
+    """
+    whole = len(shape) == 1 and isinstance(shape[0], (tuple, list))
+    sizes = cast("Sequence[int]", shape[0]) if whole else shape
+    return x.reshape(x.shape[0], *sizes)
 
 
 def member_shape(x: Tensor) -> torch.Size:
@@ -274,29 +281,3 @@ def members_training(*flags: bool) -> bool:
             "all to one mode, or call fxopt.restore(model) to get the original structure back"
         )
     return flags[0]
-
-
-# -- any operator --------------------------------------------------------------------------------------------------
-
-
-def vectorize_members(path: str, stacked: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute any operator for all members by `torch.func.vmap`.
-
-    Args:
-        path: the operator, as `operators.resolve` finds it.
-        stacked: for each leaf of the arguments, whether it holds the members' values along dimension 0.
-        args, kwargs: of the operator.
-
-    Returns:
-        [N, ...], or a tuple of such.
-    """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    own = [leaf for leaf, is_own in zip(leaves, stacked, strict=True) if is_own]
-
-    def compute(*values: Tensor) -> Any:
-        rest = iter(values)
-        filled = [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, stacked, strict=True)]
-        positional, named = pytree.tree_unflatten(filled, structure)
-        return resolve(path)(*positional, **named)
-
-    return torch.func.vmap(compute, randomness="different")(*own)

@@ -8,15 +8,12 @@ members and `*` for any number of leading dimensions, none included; an empty ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 __all__ = [
-    "VectorizedMembers",
     "align_members",
     "batched_linear",
     "concatenate_members",
@@ -251,43 +248,3 @@ def unbind_members(x: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
     if x.ndim == 1 or x.shape[1] == 0:
         return tuple(member.squeeze(0) for member in torch.unsafe_split(x, 1))
     return torch.unsafe_split(x.flatten(0, 1), x.shape[1])  # many times as fast as the other, for many members
-
-
-# -- any member ----------------------------------------------------------------------------------------------------
-
-
-class VectorizedMembers(nn.Module):
-    """Compute all members at once by `torch.func.vmap` over a graph of a single one.
-
-    Attributes:
-        member: a pure function of its operands; it holds no parameters of its own.
-        in_dims: for each placeholder 0 where the members have one each, None where they share it.
-        structured: whether a member may return more than tensors: attention may return None for its weights.
-    """
-
-    def __init__(self, member: nn.Module, in_dims: tuple[int | None, ...], structured: bool = False) -> None:
-        super().__init__()
-        self.member = member
-        self.in_dims = in_dims
-        self.structured = structured
-
-    def forward(self, *operands: Tensor) -> Any:
-        """Return the members' results, each [N, ...]; members draw their own random numbers."""
-        if not self.structured:
-            return torch.func.vmap(self.member, in_dims=self.in_dims, randomness="different")(*operands)
-        others: dict[int, Any] = {}
-        structures: list[pytree.TreeSpec] = []
-
-        def tensors_of_member(*values: Any) -> list[Tensor]:
-            leaves, structure = pytree.tree_flatten(self.member(*values))
-            structures.append(structure)
-            others.update({number: leaf for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)})
-            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-        tensors = iter(torch.func.vmap(tensors_of_member, in_dims=self.in_dims, randomness="different")(*operands))
-        (structure,) = structures
-        numbers = range(structure.num_leaves)
-        return pytree.tree_unflatten([others[n] if n in others else next(tensors) for n in numbers], structure)
-
-    def extra_repr(self) -> str:
-        return f"in_dims={self.in_dims}"

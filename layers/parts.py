@@ -22,7 +22,7 @@ from ..tracing.graphs import Captured, sharing
 from ..tracing.values import class_recipe, subclass, user_class
 from .independent import can_be_independent, make_independent
 from .saving import SavesSlices
-from .slices import ADVICE, View, frozen_alone, slices_in
+from .slices import ADVICE, View, check_plain, frozen_alone, slices_in
 from .views import (
     SEALED,
     outside_views,
@@ -169,6 +169,7 @@ class FusedPart(SavesSlices):
         if not isinstance(value, Tensor):
             raise _refusal(self, f"'{name}' cannot become {value!r}")
         what = f"'{name}' of this {type(self).__name__}"
+        check_plain(value, what)
         if not isinstance(value, nn.Parameter):
             view.write(value, what)
         elif value.requires_grad == view.stacked.requires_grad:

@@ -12,7 +12,7 @@ from ..compat import own_tensor
 from ..errors import FusedMemberError
 from ..tracing.values import is_sharded
 
-__all__ = ["ADVICE", "Slice", "View", "frozen_alone", "slices_in"]
+__all__ = ["ADVICE", "Slice", "View", "check_plain", "frozen_alone", "slices_in"]
 
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
 
@@ -188,9 +188,23 @@ def frozen_alone(what: str) -> NoReturn:
     )
 
 
+def check_plain(value: Tensor, what: str) -> None:
+    """Refuse a tensor that is more than numbers in memory, as quantized ones are.
+
+    Raises:
+        FusedMemberError: if it is one.
+    """
+    if type(value) not in (Tensor, nn.Parameter, Slice):
+        raise FusedMemberError(
+            f"{what} is a slice of a stacked parameter and cannot become of type {type(value).__name__}; "
+            f"quantize the model first, then optimize it. {ADVICE}"
+        )
+
+
 def _check_like(
     member: Tensor, value: Tensor, what: str, kinds: tuple[str, ...] = ("shape", "dtype", "device")
 ) -> None:
+    check_plain(value, what)
     for kind in kinds:
         mine, given = getattr(member, kind), getattr(value, kind)
         if mine != given:

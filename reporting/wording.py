@@ -89,7 +89,7 @@ def _checked(ways: str) -> str:
 def summary(record: Record) -> dict[str, str]:
     """Return the whole model's figures, each under its title."""
     lines = {
-        "whole model": _whole_model(record.timings, phase_of(record)),
+        "whole model": _whole_model(record),
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage.partition("\n")[0]),
     }
@@ -98,7 +98,10 @@ def summary(record: Record) -> dict[str, str]:
     return lines
 
 
-def _whole_model(timings: Mapping[str, float] | None, phase: str) -> str:
+def _whole_model(record: Record) -> str:
+    timings, phase = record.timings, phase_of(record)
+    if not any(decision.status == "applied" for decision in record.plan.decisions):
+        return "as it was"
     if not timings:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3

@@ -527,3 +527,45 @@ def test_a_plan_of_a_newer_version_says_which() -> None:
     with pytest.raises(fxopt.PlanError, match="99"):
         type(plan).from_json(newer)
     assert type(plan).from_json(replace(plan, fxopt="99.0").to_json()).fxopt == "99.0"
+
+
+# -- arguments of another type -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plan": 3}, "plan is of type int"),
+        ({"plan": b"plan.json"}, "plan is of type bytes"),
+        ({"seed": "a"}, "seed is of type str"),
+        ({"seed": 1.5}, "seed is of type float"),
+        ({"inplace": "no"}, "inplace is of type str; give True or False"),
+        ({"verify": "yes"}, "verify is of type str; give True or False"),
+        ({"measure": 1}, "measure is of type int; give True or False"),
+        ({"phase": ["eval"]}, "phase of type list; use 'train', 'eval'"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, object], message: str) -> None:
+    model = Ensemble()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(fxopt.UsageError) as raised:
+        fxopt.optimize(model, FUSE, example_inputs=(X,), **arguments)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+    assert type(model) is Ensemble
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_other_functions_name_what_they_expect(tmp_path: Path) -> None:
+    fast = fxopt.optimize(Ensemble(), FUSE, example_inputs=(X,), measure=False)
+    attempts: list[Callable[[], object]] = [
+        lambda: fxopt.capture(3),
+        lambda: fxopt.save(fast, 3),
+        lambda: fxopt.load(3),
+        lambda: fxopt.load(tmp_path / "none", trust=3),
+        lambda: fxopt.export(fast, 3, (X,)),
+        lambda: fxopt.export(fast, tmp_path / "model.pt2", (X,), dynamic_batch="no"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(fxopt.UsageError, match=r"of type (int|str); give|expected a torch.nn.Module, got int"):
+            attempt()

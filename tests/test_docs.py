@@ -63,6 +63,12 @@ def test_every_pass_has_a_page_and_a_row():
         assert own <= _linked(page)
 
 
+def test_the_first_screen_of_the_readme_has_both_commands():
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20])
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^make (\w+)", screen, re.MULTILINE)) == {"demo", "test"} <= targets
+
+
 def test_the_api_page_has_every_public_name():
     import fxopt
 

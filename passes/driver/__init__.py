@@ -6,7 +6,7 @@ from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .record import PassTrace, Record, record_of, state_map_of
 from .restoration import check_optimizer, handed_over, moved_back, restored
-from .run import Request, copied, run_session
+from .run import Request, check_kind, copied, run_session
 
 __all__ = [
     "Group",
@@ -14,6 +14,7 @@ __all__ = [
     "PassTrace",
     "Record",
     "Request",
+    "check_kind",
     "check_optimizer",
     "copied",
     "grouped",

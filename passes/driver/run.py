@@ -14,8 +14,8 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import eagerly, hold, release
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_sharded
+from ...tracing.recording import eagerly, hold, plain_registries, release
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_compiled, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, optimized_on_all, ranks
 from ..sites import Phase
@@ -28,7 +28,7 @@ from .own_forward import forbid_lost_forwards
 from .record import Record, record_of
 from .root import make_root
 
-__all__ = ["Request", "copied", "run_session"]
+__all__ = ["Request", "check_kind", "copied", "run_session"]
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,20 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     with collection_paused():
         parameters = names.parameters()
         fast = copied(model)
+    with plain_registries(fast):
+        return _rewritten(model, fast, names, parameters, request)
+
+
+def _rewritten(
+    model: nn.Module, fast: nn.Module, names: ModelNames, parameters: dict[str, nn.Parameter], request: Request
+) -> nn.Module:
+    """Capture a copy of the user's model, and run the passes on it."""
+    with collection_paused():
         hold(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
+        program.replaying = request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
@@ -162,16 +172,31 @@ def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
             yield module
 
 
+def check_kind(model: object) -> nn.Module:
+    """Return a model, and refuse what has no forward to capture.
+
+    Raises:
+        UsageError: if it is not a module.
+        InputError: if TorchScript compiled it.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if is_compiled(model):
+        raise InputError(
+            f"this model is a {type(model).__name__}: TorchScript compiled it, and left no forward to capture; "
+            "give the module that it was made from"
+        )
+    return model
+
+
 def check_model(model: object) -> ModelNames:
     """Return the names in a model, and refuse what cannot be optimized at all.
 
     Raises:
         UsageError: if `model` is not a module.
-        InputError: if it has parameters without a shape yet, or sharded ones.
+        InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    names = ModelNames(model)
+    names = ModelNames(check_kind(model))
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")

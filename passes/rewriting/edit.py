@@ -11,6 +11,7 @@ from .changes import watching
 from .foreign import run_function
 from .regions import Opener, Wrapper, inline, outline
 from .tree_edit import TreeEdit
+from .unmapped import check_mapped, lasting_shapes
 
 __all__ = ["Edit"]
 
@@ -28,12 +29,15 @@ class Edit(TreeEdit):
 
         Raises:
             UnnotedChange: naming the change, and the verb to use instead.
+            MatchFailure: if no step of the state map accounts for a tensor that was added, or is missing.
         """
+        holder = self.holder
         with watching(self.program, self.site.owner) as watch:
-            self._journal.watch = watch
+            self._journal.watch, shapes = watch, lasting_shapes(holder)
             try:
                 yield
                 watch.check()
+                check_mapped(shapes, lasting_shapes(holder), self.state_map_of_model())
             except BaseException:
                 self.undo()
                 watch.restore()

@@ -43,10 +43,12 @@ class _Graphs:
     """The graphs of one module that an edit has made its own.
 
     Attributes:
+        module: whose graphs they are.
         before: what the module ran from.
         made_from: for each graph the number of the one that it was made from.
     """
 
+    module: nn.Module
     before: Capture
     made_from: list[int] = field(default_factory=list[int])
 
@@ -130,7 +132,7 @@ class GraphEdit:
         if before is None:
             raise CaptureError(f"module '{name}' has no graph to edit")
         self._journal.note(lambda: install(owner, before))
-        self._graphs[name] = _Graphs(before, list(range(len(before.specializations))))
+        self._graphs[name] = _Graphs(owner, before, list(range(len(before.specializations))))
         return True
 
     @contextmanager
@@ -306,7 +308,7 @@ class GraphEdit:
             MatchFailure: if a read was carried over a write in place.
         """
         for name, graphs in list(self._graphs.items()):
-            owner = self._owners[name]
+            owner = graphs.module
             specializations = required_capture(owner).specializations
             if _is_as_before(specializations, graphs.before.specializations):
                 install(owner, graphs.before)

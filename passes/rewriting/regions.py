@@ -45,7 +45,7 @@ def outline(
         edit: of the site whose graph holds the nodes.
         nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
         name: of the child; numbered if it is taken.
-        context: what the child runs under: `Context("checkpoint", {"use_reentrant": False})`, say, or a function that
+        context: what the child runs under: `Context("checkpoint")`, say, or a function that
             returns a context manager; a saved model loads where the function can be pickled.
         wrapper: is given the child and returns the module to call in its place.
 

@@ -27,6 +27,7 @@ class TreeEdit(GraphEdit):
     def __init__(self, program: Any, site: Site, pass_name: str) -> None:
         super().__init__(program, site, pass_name)
         self._steps: list[tuple[Site, StateStep]] = []
+        self._ties: list[tuple[str, str]] = []
         self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
 
     # -- children --------------------------------------------------------------------------------------------------
@@ -77,23 +78,35 @@ class TreeEdit(GraphEdit):
         if has_hooks(old):
             raise MatchFailure(f"'{name}' has hooks, which the module in its place would not have")
         module.train(old.training)
-        for path in self._names_inside(old, name):
-            parent, _, last = path.rpartition(".")
-            holder = self.program.module(parent)
+        for holder, last in self._places_of_module(old, name):
             with self._journal.changing(holder):
                 own_children(holder)[last] = module
         self._owners.clear()
         self._journal.note(self._owners.clear)
         self.program.touch()
 
-    def _names_inside(self, module: nn.Module, name: str) -> list[str]:
-        """Return all names of a module, where all of them are within the site."""
-        names = [path for found, path in _all_names(self.program.model) if found is module]
-        around = f"{self._whole.owner}." if self._whole.owner else ""
-        outside = next((path for path in names if not f"{path}.".startswith(around)), None)
-        if outside is not None:
-            raise MatchFailure(f"'{name}' is also called '{outside}', outside the site; make it a part of the site")
-        return names
+    @property
+    def _around(self) -> str:
+        """Return what the names begin with of all that is within the site; a region's is what is around it."""
+        name = self._whole.owner
+        while isinstance(self.program.module(name), Region):
+            name = name.rpartition(".")[0]
+        return f"{name}." if name else ""
+
+    def _places_of_module(self, module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+        """Return who has a module as a child, and as what, borrowing regions too; all names are within the site."""
+        found: dict[tuple[nn.Module, str], None] = {}
+        around = self._around
+        for holder, path in _all_names(self.program.model):
+            for last, child in own_children(holder).items():
+                other = qualified(path, last)
+                if child is module and not isinstance(holder, Region) and not f"{other}.".startswith(around):
+                    raise MatchFailure(
+                        f"'{name}' is also called '{other}', outside the site; make it a part of the site"
+                    )
+                if child is module:
+                    found[holder, last] = None
+        return list(found)
 
     # -- tensors and attributes ------------------------------------------------------------------------------------
 
@@ -123,26 +136,36 @@ class TreeEdit(GraphEdit):
         new = tensor.detach()
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, old.requires_grad and (new.is_floating_point() or new.is_complex()))
-        for holder, name in self._places_of_tensor(old, self._path(path)):
+        places = self._places_of_tensor(old, self._path(path))
+        first, *others = places
+        self._ties += [(name, first) for name in others]
+        for holder, name in places.values():
             registry: dict[str, Any] = own_parameters(holder) if name in own_parameters(holder) else own_buffers(holder)
             with self._journal.changing(holder):
                 registry[name] = new
         if step is not None:
-            self.record_state(step)
+            self._record_of_model(step.renamed(lambda name: first if name == path else self._path(name)))
         self.program.touch()
 
-    def _places_of_tensor(self, tensor: Tensor, name: str) -> Iterator[tuple[nn.Module, str]]:
-        around = f"{self._whole.owner}." if self._whole.owner else ""
-        found: dict[tuple[nn.Module, str], None] = {}
-        for module, path in _all_names(self.program.model):
-            for last, value in (*own_parameters(module).items(), *own_buffers(module).items()):
-                if value is not tensor:
-                    continue
-                if not f"{path}.".startswith(around) and (module, last) not in found:
-                    other = qualified(path, last)
-                    raise MatchFailure(f"'{name}' is tied to '{other}', outside the site; make it a part of the site")
-                found[module, last] = None
-        yield from found
+    def _record_of_model(self, step: StateStep) -> None:
+        """Say what the rewrite does to tensors by the names that the model has for them."""
+        inside = len(self._whole.owner) + 1 if self._whole.owner else 0
+        with self.at(self._whole):
+            self.record_state(step.renamed(lambda name: name[inside:]))
+
+    def _places_of_tensor(self, tensor: Tensor, name: str) -> dict[str, tuple[nn.Module, str]]:
+        """Return each name of a tensor -> whose it is, and its name there, where all of them are within the site."""
+        found = {
+            qualified(path, last): (module, last)
+            for module, path in _all_names(self.program.model)
+            for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
+            if value is tensor
+        }
+        around = self._around
+        outside = next((other for other in found if not other.startswith(around)), None)
+        if outside is not None:
+            raise MatchFailure(f"'{name}' is tied to '{outside}', outside the site; make it a part of the site")
+        return found
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Give a module's attribute another value (`out_features`, `num_heads`).
@@ -230,11 +253,13 @@ class TreeEdit(GraphEdit):
             holder = self._holder_of(site)
             return step.renamed(lambda name: holder.qualified(name)[inside:])
 
-        return StateMap(tuple(relative(site, step) for site, step in self._steps))
+        steps = tuple(relative(site, step) for site, step in self._steps)
+        return StateMap(steps, tuple((alias[inside:], name[inside:]) for alias, name in self._ties))
 
     def state_map_of_model(self) -> StateMap:
         """Return the rewrite's effect by the names that the model's state dict has, where no region is named."""
-        return StateMap(tuple(step.renamed(self._holder_of(site).qualified) for site, step in self._steps))
+        steps = tuple(step.renamed(self._holder_of(site).qualified) for site, step in self._steps)
+        return StateMap(steps, tuple(self._ties))
 
     def _holder_of(self, site: Site) -> Holder:
         with self.at(site):
@@ -265,7 +290,7 @@ class TreeEdit(GraphEdit):
         if capture is None:
             return
         source, expected = attribute_at(path), equal(attribute_at(path), value)
-        if any(self._owners.get(name) is owner for name in self._graphs):
+        if any(graphs.module is owner for graphs in self._graphs.values()):
             mine = own(owner).specializations
             for number, each in enumerate(mine):
                 guards = tuple(_followed(guard, owner, source, expected) for guard in each.guards)
@@ -281,6 +306,7 @@ class TreeEdit(GraphEdit):
         """Put everything back, last change first."""
         super().undo()
         self._steps.clear()
+        self._ties.clear()
         self._attributes.clear()
 
 
@@ -293,10 +319,12 @@ def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | 
 def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield every module of a model with each of its names; regions only borrow what they hold."""
     pending: list[tuple[nn.Module, str]] = [(model, "")]
-    for module, path in pending:
+    while pending:
+        module, path = pending.pop()
         yield module, path
         if not isinstance(module, Region):
-            pending += [(c, qualified(path, name)) for name, c in own_children(module).items() if c is not None]
+            children = [(c, qualified(path, name)) for name, c in own_children(module).items() if c is not None]
+            pending += reversed(children)
 
 
 def _around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -9,7 +9,7 @@ from .holders import Holder, holder_of
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Rename, Stack, StateStep
+from .state_steps import Concatenate, Rename, Select, Stack, StateStep
 
 __all__ = [
     "ELEMENT_WISE",
@@ -21,6 +21,7 @@ __all__ = [
     "Holder",
     "KeepsOriginalNames",
     "Rename",
+    "Select",
     "Stack",
     "StateMap",
     "StateStep",

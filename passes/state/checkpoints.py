@@ -164,12 +164,13 @@ class _Loading:
         """Return the merged tensors by new name."""
         current = {name: _tensor(self.module, name) for name in self.state_map.targets}
         sharded = {name for name, tensor in current.items() if is_sharded(tensor)}
-        known = self.state_map.backward({name: tensor for name, tensor in current.items() if name not in sharded})
+        whole = {name: tensor for name, tensor in current.items() if name not in sharded}
+        known = self.state_map.backward(whole, warn=False)
         values: dict[str, Tensor] = {}
         translated: dict[str, Tensor] = {}
         for target, names in self.state_map.origins.items():
             self.settled.update(names)
-            if target in self.given:
+            if target in self.given and not (target in names and self.given[target].shape != current[target].shape):
                 continue
             if target in sharded:
                 translated |= self._refuse_sharded(target, names, current[target])

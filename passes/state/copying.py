@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
 from ...tracing.recording import plain_tensors
-from ...tracing.values import all_tensors
+from ...tracing.values import all_tensors, is_compiled
 
 __all__ = ["copied_module", "skeleton_of", "twin"]
 
@@ -28,7 +28,12 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     for tensor in _left_behind(module):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for inner, before in zip(all_modules(made), all_modules(module), strict=False):
+        if is_compiled(inner):  # torch copies its parameters with a history
+            for parameter, old in zip(inner.parameters(), before.parameters(), strict=True):
+                parameter.detach_().requires_grad_(old.requires_grad)
+    return made
 
 
 def _left_behind(module: nn.Module) -> Iterator[Tensor]:
@@ -65,5 +70,7 @@ def _saved(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return tensor.to("meta")  # a quantized one, say, which makes no empty one like itself
     skeleton = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(skeleton, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else skeleton

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -11,12 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...errors import StateError
-from .state_steps import Concatenate, Rename, Stack, StateStep, step_from_json
+from ...errors import StateError, StateWarning
+from .known_steps import step_from_json
+from .state_steps import StateStep
 
-__all__ = ["Concatenate", "Rename", "Stack", "StateMap", "StateStep"]
+__all__ = ["StateMap"]
 
 SCHEMA_VERSION = 1
+_LOST = (
+    "the state dict has original shapes again, with zeros in the places of what a lossy pass cut away; "
+    "fxopt.plan(model) says what that was"
+)
 
 
 @dataclass(frozen=True)
@@ -77,31 +83,47 @@ class StateMap:
             StateError: naming what is missing, unexpected or of the wrong shape by original names.
         """
         given = self.resolve_aliases(state)
-        known = {} if current is None else self.backward(current)
+        known = {} if current is None else self.backward(current, warn=False)
         if current is not None:
+            kept = self.kept_names.intersection(given).intersection(current)
+            known |= {name: current[name] for name in kept if current[name].shape == given[name].shape}
             check_fits(given, known, strict=strict, optional=self._optional(given))
         elif strict:
             self._check_complete(given)
         values = self._completed(given, known)
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             for step in self.steps:
-                _apply(values, step.sources, step.targets, step.forward)
+                _apply(values, step.sources, step.targets, step.forward, step.is_old if step.keeps_names else None)
+        for alias, name in self.aliases:
+            if name in values and name in self.kept_names and alias not in self.sources:
+                values[alias] = values[name]
         return _in_order(values, current or ())
 
-    def backward(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, state: Mapping[str, Tensor], *, warn: bool = True) -> dict[str, Tensor]:
         """Return `state`, which has new names, under original names in their original order.
 
-        The tensors are views of the given ones where possible, as a state dict's are of the model's.
+        The tensors are views of the given ones where possible, as a state dict's are of the model's. What a lossy step
+        has cut away comes back as zeros.
+
+        Args:
+            state: tensors by new name; where a step keeps the name, original ones pass through.
+            warn: say with a `StateWarning` what came back as zeros.
 
         Raises:
             StateError: if a tensor does not have the shape that the steps gave it.
         """
         values = dict(state)
+        lost = False
         for step in reversed(self.steps):
-            _apply(values, step.targets, step.sources, step.backward)
+            applied = _apply(
+                values, step.targets, step.sources, step.backward, step.is_new if step.keeps_names else None
+            )
+            lost = lost or (applied and step.lossy)
         for alias, name in self.aliases:
-            if name in values and alias not in values and name in self.sources:
+            if name in values and name in self.sources and (alias not in values or name in self.kept_names):
                 values[alias] = values[name]
+        if lost and warn:
+            warnings.warn(_LOST, StateWarning, stacklevel=2)
         return _in_order(values, self.names)
 
     # -- composition -----------------------------------------------------------------------------------------------
@@ -169,6 +191,16 @@ class StateMap:
         return frozenset(name for names in self.origins.values() for name in names)
 
     @cached_property
+    def kept_names(self) -> frozenset[str]:
+        """Return the original names that tensors have again after the steps."""
+        return frozenset(self.sources & self.targets)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Say whether the way back cannot give all that was there."""
+        return any(step.lossy for step in self.steps)
+
+    @cached_property
     def targets(self) -> frozenset[str]:
         """Return the new names that the steps make."""
         return frozenset(self.origins)
@@ -189,11 +221,15 @@ class StateMap:
         }
 
     @classmethod
-    def from_json(cls, data: object) -> StateMap:
+    def from_json(cls, data: object, trust: Sequence[str] | bool = ()) -> StateMap:
         """Return the map that `to_json` described.
 
+        Args:
+            data: the description.
+            trust: packages whose classes of steps may be imported where no entry point names them; True is any.
+
         Raises:
-            StateError: if the description is malformed or of a newer version.
+            StateError: if the description is malformed or of a newer version, or a step in it is not trusted.
         """
         fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
         version = fields.get("schema_version")
@@ -205,7 +241,7 @@ class StateMap:
         pairs = cast("dict[str, Any]", aliases).items()
         if not all(isinstance(name, str) for name in (*(name for _, name in pairs), *cast("list[Any]", names))):
             raise StateError("a state map's names and aliases are strings")
-        made = (step_from_json(step) for step in cast("list[object]", steps))
+        made = (step_from_json(step, trust) for step in cast("list[object]", steps))
         return cls(tuple(made), tuple(pairs), tuple(cast("list[str]", names)))
 
     def __str__(self) -> str:
@@ -294,14 +330,27 @@ def _common_owner(names: Sequence[str]) -> str:
     return ".".join(parts[0] for parts in common)
 
 
-def _apply(values: dict[str, Tensor], sources: Sequence[str], targets: Sequence[str], function: Any) -> None:
+def _apply(
+    values: dict[str, Tensor],
+    sources: Sequence[str],
+    targets: Sequence[str],
+    function: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    is_due: Callable[[Sequence[Tensor]], bool] | None,
+) -> bool:
+    """Put results in the places of what they are made of; say whether that was all there, and not done already."""
     if any(name not in values for name in sources):
-        return
-    results = function([values.pop(name) for name in sources])
+        return False
+    given = [values[name] for name in sources]
+    if is_due is not None and not is_due(given):
+        return False
+    results = function(given)
+    for name in sources:
+        del values[name]
     for name, tensor in zip(targets, results, strict=True):
         if name in values:
             raise StateError(f"'{name}' comes from the rewrite and cannot be given as well")
         values[name] = tensor
+    return True
 
 
 def _in_order(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

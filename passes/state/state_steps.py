@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import StateError
 
-__all__ = ["Concatenate", "Rename", "Stack", "StateStep", "step_from_json"]
+__all__ = ["Concatenate", "Rename", "Select", "Stack", "StateStep"]
 
 
 class StateStep(ABC):
@@ -21,13 +21,18 @@ class StateStep(ABC):
 
     A step that only moves values knows neither what its tensors are nor where they come from: weights, buffers,
     gradients and the moments of an element-wise optimizer all go through it. Subclasses are frozen dataclasses of
-    strings, numbers and tuples; the fields that hold names are called `old`, `olds` and `new`.
+    strings, numbers and tuples; the fields that hold names are called `old`, `olds` and `new`. A step of another
+    package is registered under its kind in the entry-point group `fxopt.state_steps`.
+
+    A step may keep a name. Then `is_old` and `is_new` tell by their shapes whether tensors have been through it.
 
     Attributes:
         kind: the step's name in JSON.
+        lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
     """
 
     kind: ClassVar[str]
+    lossy: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -47,6 +52,19 @@ class StateStep(ABC):
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the sources' tensors for the targets', as views where possible."""
 
+    def is_old(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether the sources' tensors have the shapes from before the step; asked where it keeps a name."""
+        return True
+
+    def is_new(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether the targets' tensors have the shapes from after the step; asked where it keeps a name."""
+        return True
+
+    @property
+    def keeps_names(self) -> bool:
+        """Say whether a tensor is called the same before and after."""
+        return not set(self.sources).isdisjoint(self.targets)
+
     def renamed(self, rename: Callable[[str], str]) -> StateStep:
         """Return the same step on other names."""
         changes: dict[str, Any] = {}
@@ -59,7 +77,11 @@ class StateStep(ABC):
     def to_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = dataclasses.asdict(cast("Any", self))
         lists = {name: list(cast("tuple[Any, ...]", v)) for name, v in fields.items() if isinstance(v, tuple)}
-        return {"kind": self.kind} | fields | lists
+        return {"kind": self.kind} | fields | lists | self._class_path()
+
+    def _class_path(self) -> dict[str, str]:
+        cls = type(self)
+        return {} if cls.__module__ == __name__ else {"class": f"{cls.__module__}:{cls.__qualname__}"}
 
     def __str__(self) -> str:
         return f"{self.kind} {_summary(self.sources)} -> {_summary(self.targets)}"
@@ -166,40 +188,71 @@ class Concatenate(StateStep):
     __str__ = StateStep.__str__
 
 
-_KINDS: Mapping[str, type[StateStep]] = {step.kind: step for step in (Rename, Stack, Concatenate)}
-_FIELDS: Mapping[str, type] = {"dim": int, "sizes": int}
-"""What the fields of steps hold; the others hold names."""
+@dataclass(frozen=True)
+class Select(StateStep):
+    """Of the tensor `old`, `size` long along `dim`, `new` has the slices `kept`; going back, the others are zeros.
 
-
-def step_from_json(data: object) -> StateStep:
-    """Return the step that `to_json` described.
-
-    Raises:
-        StateError: if the description is malformed.
+    The name may stay; whether a tensor is whole or cut is then told by its length.
     """
-    if not isinstance(data, dict):
-        raise StateError(f"a step is an object with a kind, not {data!r}")
-    fields = dict(cast("dict[str, Any]", data))
-    kind = fields.pop("kind", None)
-    step = _KINDS.get(kind) if isinstance(kind, str) else None
-    if step is None:
-        raise StateError(f"unknown kind of step {kind!r}; known are {', '.join(_KINDS)}")
-    wanted = {field.name for field in dataclasses.fields(cast("Any", step))}
-    if set(fields) != wanted:
-        raise StateError(f"a {kind} step has the fields {', '.join(sorted(wanted))}, not {', '.join(sorted(fields))}")
-    return step(**{name: _field_from_json(kind, name, value) for name, value in fields.items()})
 
+    old: str
+    new: str
+    dim: int
+    kept: tuple[int, ...]
+    size: int
 
-def _field_from_json(kind: object, name: str, value: Any) -> Any:
-    wanted = _FIELDS.get(name, str)
-    if name not in ("olds", "sizes"):
-        if type(value) is wanted:
-            return value
-    elif isinstance(value, list):
-        items = tuple(cast("list[Any]", value))
-        if all(type(item) is wanted for item in items):
-            return items
-    raise StateError(f"field '{name}' of a {kind} step cannot be {value!r}")
+    kind: ClassVar[str] = "select"
+    lossy: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if (
+            not self.kept
+            or sorted(set(self.kept)) != list(self.kept)
+            or not 0 <= self.kept[0] <= self.kept[-1] < self.size
+        ):
+            raise StateError(
+                f"'{self.new}' keeps slices of '{self.old}' from 0 to {self.size - 1}, in order, each once"
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.old,)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.new,)
+
+    def is_old(self, tensors: Sequence[Tensor]) -> bool:
+        return self._length(tensors[0]) == self.size
+
+    def is_new(self, tensors: Sequence[Tensor]) -> bool:
+        return self._length(tensors[0]) == len(self.kept)
+
+    def _length(self, tensor: Tensor) -> int:
+        return tensor.shape[self.dim] if -tensor.ndim <= self.dim < tensor.ndim else -1
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (whole,) = tensors
+        if not self.is_old(tensors):
+            raise StateError(
+                f"'{self.old}' has shape {list(whole.shape)}; dimension {self.dim} must be {self.size} long"
+            )
+        return (whole.index_select(self.dim, self._index(whole)),)
+
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (cut,) = tensors
+        if not self.is_new(tensors):
+            expected = f"dimension {self.dim} must be {len(self.kept)} long"
+            raise StateError(f"'{self.new}' has shape {list(cut.shape)}; {expected}")
+        shape = list(cut.shape)
+        shape[self.dim] = self.size
+        return (cut.new_zeros(shape).index_copy(self.dim, self._index(cut), cut.detach()),)
+
+    def _index(self, tensor: Tensor) -> Tensor:
+        return torch.tensor(self.kept, device=tensor.device)
+
+    def __str__(self) -> str:
+        return f"select {len(self.kept)} of {self.size} along {self.dim}: {self.old} -> {self.new}"
 
 
 def _check_distinct(step: Stack | Concatenate) -> None:

@@ -62,6 +62,20 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module, graph=graph)
         self.tape = tape
 
+    def run(self, *args: Any, initial_env: dict[fx.Node, Any] | None = None, enable_io_processing: bool = False) -> Any:
+        """Run the graph; torch's own loop makes a progress bar, and the thread that watches it stays for good."""
+        graph = cast("fx.Graph", self.graph)
+        given: tuple[Any, ...] = graph.process_inputs(*args) if enable_io_processing else args
+        self.env, self.args_iter = dict(initial_env or {}), iter(given)
+        for node in graph.nodes:
+            if node not in self.env:
+                self.env[node] = self.run_node(node)
+            if node.op == "output":
+                return self.env[node]
+            for spent in self.user_to_last_uses.get(node, ()):
+                del self.env[spent]
+        return None
+
     def run_node(self, n: fx.Node) -> Any:
         if self.tape is not None:
             self.tape.at(n.meta.get("origin", n.name))

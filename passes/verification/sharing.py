@@ -40,4 +40,7 @@ def _memory(tensor: Tensor) -> int | None:
     """Return where the memory of a tensor begins; None where it has none of its own to speak of."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
-    return tensor.untyped_storage().data_ptr() or None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # it is made of other tensors, as quantized ones are
+        return None

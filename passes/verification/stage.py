@@ -42,6 +42,8 @@ class Stage:
     state: dict[str, Tensor] = field(init=False)
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
+    _elsewhere: list[Tensor] = field(init=False)
+    """Buffers that a part of a fused ensemble reads and writes in a module outside of it."""
 
     def __post_init__(self) -> None:
         named = cast("Iterable[tuple[str, nn.Module]]", self.module.named_modules(remove_duplicate=False))
@@ -50,6 +52,7 @@ class Stage:
         self.buffers = self._named("_buffers")
         self.state = {**self.parameters, **self.buffers}
         self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
+        self._elsewhere = [buffer for name, buffer in self.module.named_buffers() if name not in self.buffers]
 
     def _named(self, kind: str) -> dict[str, Tensor]:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
@@ -89,6 +92,7 @@ class Stage:
             training: the flag to set on every module where the module's own differs; None leaves all as they are.
         """
         cast = self._cast(stand_ins)
+        elsewhere = [(buffer, buffer.detach().clone()) for buffer in self._elsewhere]
         try:
             for belongings in self._belongings:
                 belongings.replace(cast, convert)
@@ -99,6 +103,9 @@ class Stage:
         finally:
             for belongings in self._belongings:
                 belongings.restore()
+            with torch.no_grad():
+                for buffer, copy in elsewhere:
+                    buffer.copy_(copy)
 
     def _cast(self, stand_ins: Mapping[str, Tensor]) -> dict[int, Tensor]:
         cast: dict[int, Tensor] = {}

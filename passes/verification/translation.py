@@ -113,6 +113,8 @@ class Translation:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that values changed on the way is found out below
                 back = self.steps.backward(self.steps.forward(state))
+                if self.steps.is_lossy:  # what is left must come back: what was cut away cannot
+                    state, back = self.steps.forward(state), self.steps.forward(back)
         except Exception as error:
             raise Objection(f"the state map cannot be reversed: {type(error).__name__}: {error}") from error
         for name, tensor in state.items():

@@ -384,3 +384,15 @@ def test_models_of_transformers(tmp_path: Path):
         torch.testing.assert_close(found, dict(model(**call)))
     with pytest.raises(ArchiveError, match=r"output\['past_key_values'\] is a DynamicCache"):
         fxopt.export(fast, tmp_path / "m.pt2", {"input_ids": calls[0]["input_ids"], "use_cache": True})
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_a_model_that_draws_random_numbers_is_exported_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"draws random numbers \(rand_like\)") as warned:
+        fxopt.export(Noisy(), tmp_path / "noisy.pt2", (torch.randn(2, 3),))
+    assert "\n" not in str(warned[0].message)
+    assert warned[0].filename == __file__

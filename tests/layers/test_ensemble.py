@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from fxopt.layers import ensemble
 from fxopt.layers.ensemble import (
-    VectorizedMembers,
     align_members,
     batched_linear,
     concatenate_members,
@@ -27,6 +26,7 @@ from fxopt.layers.ensemble import (
     unbind_members,
     wide_linear,
 )
+from fxopt.layers.vectorized import VectorizedMembers
 
 Linear = Callable[..., Tensor]
 SHARED = [wide_linear, shared_batched_linear, shared_grouped_linear]

@@ -94,6 +94,10 @@ def test_what_was_not_captured_is_told_once_and_without_an_empty_location():
     assert text.count("never call it") == 1
 
 
+def test_a_model_in_which_nothing_was_rewritten_is_as_it_was():
+    assert "whole model       as it was\n" in str(report(decision("undone", reason="no faster: 0.9x")))
+
+
 def test_what_was_not_measured_or_checked_says_so():
     text = str(report(decision(figures={"checked": "unverified: no example inputs"}), checked="not at all"))
     assert "unverified: no example inputs" in text

@@ -20,7 +20,7 @@ from .captured import (
 from .contexts import Context, Opening
 from .inactive import FOUND
 from .misses import HANDLER, Miss
-from .portable import copy_graph
+from .portable import PortableGraph, copy_graph
 from .regions import ContextRegion, Region, Runner, WrappedRegion, context_regions
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
@@ -37,6 +37,7 @@ __all__ = [
     "ContextRegion",
     "Miss",
     "Opening",
+    "PortableGraph",
     "Region",
     "RegionPlan",
     "Runner",

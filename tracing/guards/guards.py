@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from .sources import (
     reader,
     type_of,
 )
+from .spelling import told_name
 
 __all__ = [
     "NOT_HELD",
@@ -42,6 +44,7 @@ __all__ = [
     "Tally",
     "Truth",
     "equal",
+    "exactly",
     "in_evaluation",
     "is_tensor",
     "of_class",
@@ -214,6 +217,36 @@ def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
         return None
     check = (Is if value is None or isinstance(value, bool) else Equals)(expected)
     return Guard(source, check, reason or f"{source} is {expected}")
+
+
+def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
+    """Return guards on a plain value, a short container of such, or an enumeration's member; none for any other.
+
+    What `==` takes for the same is told apart, in containers too: 1, 1.0 and True, 0.0 and -0.0.
+    """
+    if isinstance(value, enum.Enum):
+        return [Guard(source, Is(Known(value)), reason or f"{source} is {told_name(value)}")]
+    same = equal(source, value, reason)
+    if same is None and type(value) is not float:
+        return []
+    because = reason or f"{source} is {value}"
+    by_text = Guard(Call(str, (source,)), Equals(key_of(str(value))), because)
+    if same is None:
+        return [by_text]  # not a number, which equals nothing
+    if isinstance(same.check, Is):
+        return [same]
+    if type(value) in (int, float):
+        typed = same_type(source, value, same.reason)
+        return [same, typed, by_text] if type(value) is float and value == 0 else [same, typed]
+    return [same, by_text] if _has_numbers(value) else [same]
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_numbers, (part for pair in cast("dict[Any, Any]", value).items() for part in pair)))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_numbers, cast("Iterable[Any]", value)))
+    return isinstance(value, (bool, int, float))
 
 
 def same_type(source: Source, value: Any, reason: str) -> Guard:

@@ -5,6 +5,7 @@ A new kind of source is a class here: its fields, how generated code spells it, 
 
 from __future__ import annotations
 
+import enum
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -297,8 +298,8 @@ def type_of(source: Source) -> Source:
 
 
 def item_of(source: Source, key: Any) -> Source:
-    """Return an item of something, by a plain key."""
-    return Item(source, key_of(key))
+    """Return an item of something, by a plain key or a member of an enumeration."""
+    return Item(source, Known(key) if isinstance(key, enum.Enum) else key_of(key))
 
 
 def is_training(source: Source) -> bool:

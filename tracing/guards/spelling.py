@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import keyword
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -55,5 +56,7 @@ def told_name(value: object) -> str:
     """Return what people call an object."""
     if isinstance(value, _OF_TORCH):
         return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
     name = getattr(value, "__name__", type(value).__name__)
     return f"torch.{name}" if getattr(torch, name, None) is value else name

@@ -176,7 +176,8 @@ class _Capturer:
             return Opaque(name, error.location or _defined_at(module), error.reason)
         except Exception as error:
             self.uncertain = True
-            reason = f"tracing it raised {type(error).__name__}: {error}"
+            first_line = str(error).strip().partition("\n")[0]
+            reason = f"tracing it raised {type(error).__name__}: {first_line}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
         for call in calls[1:]:
             if len(specializations) < _MAX_VARIANTS and not _covered(module, signature, specializations, call):

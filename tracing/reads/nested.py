@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from ..guards import (
     Equals,
     Guard,
     Is,
+    Known,
     Lacks,
     Source,
-    equal,
+    exactly,
     is_tensor,
     item_of,
     key_of,
@@ -154,17 +156,13 @@ class NestedReads:
 
     def _note(self, value: Any, root: str, source: Source, depth: int = _DEEPEST) -> None:
         """Note a value that is read: itself, or, where it has no spelling, what is in it."""
-        guard = equal(source, value)
-        if guard is not None:
+        guards = exactly(source, value)
+        for guard in guards:
             self._keep(guard, root)
-            if type(value) in (int, float):  # 1 == 1.0 == True, which give tensors of other types
-                self._keep(same_type(source, value, guard.reason), root)
+        if guards:
             return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
             self.arrays.append((root, source, value))
-            return
-        if type(value) is float:  # no number
-            self._keep_equal(Call(str, (source,)), str(value), root, f"{source} is {value}")
             return
         self._lend(value, root, source)
         items = items_of(value) if depth else []
@@ -172,7 +170,8 @@ class NestedReads:
             keys = [key for key, _ in items]
             named = type(value) is dict and len(keys) == len(cast("dict[Any, Any]", value))
             counted, expected = (Call(tuple, (source,)), tuple(keys)) if named else (length_of(source), len(items))
-            self._keep_equal(counted, expected, root, f"{source} has {len(items)} items")
+            compared = Known(expected) if any(isinstance(key, enum.Enum) for key in keys) else key_of(expected)
+            self._keep(Guard(counted, Equals(compared), f"{source} has {len(items)} items"), root)
         for key, held in items:
             if isinstance(held, torch.Tensor):
                 self._note_tensor(held, root, item_of(source, key))
@@ -188,9 +187,6 @@ class NestedReads:
         *owners, last = name.split(".")
         registered = Call(getattr, (module_at(owners), key_of(last), key_of(None)))
         self._keep(Guard(source, Is(registered), f"{source} is {name}"), root)
-
-    def _keep_equal(self, source: Source, value: Any, root: str, reason: str) -> None:
-        self._keep(Guard(source, Equals(key_of(value)), reason), root)
 
     def _keep(self, guard: Guard, root: str) -> None:
         self._read.setdefault(guard, root)
@@ -221,7 +217,9 @@ def _is_array(value: Any) -> bool:
 def _can_be_lent(value: Any) -> bool:
     """Say whether an object is a plain one: of a class written in Python, neither module nor function nor container."""
     cls = cast("type[Any]", type(value))
-    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, int, str, list, tuple, dict, set)):
+    if isinstance(
+        value, (nn.Module, torch.Tensor, type, types.ModuleType, enum.Enum, int, str, list, tuple, dict, set)
+    ):
         return False
     package = cls.__module__.partition(".")[0]
     return package not in ("torch", "builtins") and not callable(value) and hasattr(value, "__dict__")
@@ -235,7 +233,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     kind = cast("type[Any]", type(value))
     if kind not in (list, tuple, dict) or len(value) > _LONGEST:
         return []
-    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str)]
+    return [(key, item) for key, item in parts_of(value) if type(key) in (int, str) or isinstance(key, enum.Enum)]
 
 
 def _holds_tensors_only(value: Any) -> bool:

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -15,18 +15,14 @@ from ..guards import (
     SELF,
     Attribute,
     Call,
-    Equals,
     Globals,
     Guard,
-    Is,
     Source,
     cells_of,
     constant,
-    equal,
+    exactly,
     item_of,
-    key_of,
     own_cells,
-    same_type,
     type_of,
 )
 from ..values import Untraceable
@@ -120,21 +116,5 @@ def _owner_of(space: dict[str, Any]) -> str | None:
 def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
     """Return guards on a plain value, or a short container of such, called `told`; none for any other."""
     if constant(value) is None and type(value) is not float:
-        return []
-    reason = f"{told} is {value!r}"
-    same, by_text = equal(source, value, reason), Guard(Call(str, (source,)), Equals(key_of(str(value))), reason)
-    if same is None:  # no number
-        return [by_text]
-    if isinstance(same.check, Is):
-        return [same]
-    if type(value) in (int, float):
-        return [same, same_type(source, value, reason)]
-    return [same, by_text] if _has_numbers(value) else [same]  # [2] == [2.0] == [True]
-
-
-def _has_numbers(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_numbers, (part for pair in cast("dict[Any, Any]", value).items() for part in pair)))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_numbers, cast("Iterable[Any]", value)))
-    return isinstance(value, (bool, int, float))
+        return []  # no code of the user's is asked for the text of any other
+    return exactly(source, value, f"{told} is {value!r}")

@@ -19,6 +19,7 @@ from .random_effects import (
 )
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
+from .scripted import plain_registries
 
 __all__ = [
     "Alike",
@@ -50,6 +51,7 @@ __all__ = [
     "misses_in",
     "module_has_random_effects",
     "patching",
+    "plain_registries",
     "plain_tensors",
     "preserved",
     "record",

@@ -19,11 +19,19 @@ __all__ = ["Expectation", "disagreeing", "expectations"]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the model's original forward gives on one of its inputs, in one mode."""
+    """What the model's original forward gives on one of its inputs, in one mode.
+
+    Attributes:
+        inputs: of the call.
+        training: the mode.
+        output: what it gives.
+        twice: whether calls keep something on the model, and a backward pass after each of two calls in a row works.
+    """
 
     inputs: Inputs
     training: bool
     output: Any
+    twice: bool = False
 
 
 def expectations(
@@ -43,7 +51,11 @@ def expectations(
         state: put back after each run.
     """
     pairs = zip(inputs, recording.outputs, strict=True)
-    expected = [Expectation(given, model.training, output) for given, output in pairs]
+    keeps = bool(recording.assigning)
+    expected = [
+        Expectation(given, model.training, output, twice=keeps and _trains_twice(model, given, state))
+        for given, output in pairs
+    ]
     distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
     if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in distinct.values()):
         with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
@@ -123,7 +135,9 @@ def _is_item(node: torch.fx.Node) -> bool:
 
 def _agrees(model: nn.Module, expected: Sequence[Expectation], state: ModelState, grad: bool) -> bool:
     modes = {expectation.training for expectation in expected}
-    return all(_agrees_in(model, [e for e in expected if e.training is mode], mode, state, grad) for mode in modes)
+    if not all(_agrees_in(model, [e for e in expected if e.training is mode], mode, state, grad) for mode in modes):
+        return False
+    return all(_trains_twice(model, expectation.inputs, state) for expectation in expected if expectation.twice)
 
 
 def _agrees_in(
@@ -136,6 +150,19 @@ def _agrees_in(
             except Exception:
                 return False
             if not same_outputs(given, expectation.output):
+                return False
+    return True
+
+
+def _trains_twice(model: nn.Module, inputs: Inputs, state: ModelState) -> bool:
+    """Say whether a backward pass works after each of two calls in a row: what the first keeps may lead back."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with restoring(state), torch.enable_grad():
+        for _ in range(2):
+            try:
+                outputs = [tensor for tensor in _tensors(_run(model, inputs, True)) if tensor.requires_grad]
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs], allow_unused=True)
+            except Exception:  # the model's own code may raise anything
                 return False
     return True
 

@@ -16,7 +16,6 @@ from ..guards import (
     Argument,
     Attribute,
     Call,
-    Equals,
     Guard,
     Has,
     Is,
@@ -24,6 +23,7 @@ from ..guards import (
     Known,
     Source,
     equal,
+    exactly,
     item_of,
     key_of,
     length_of,
@@ -180,11 +180,11 @@ class Arguments:
             return True
         if value is not None and type(value) not in _LITERALS and not isinstance(value, _BOUND):
             return False
-        guard = equal(source, value, reason)
-        if guard is not None and isinstance(guard.check, Equals) and type(value) in _LITERALS:
-            self._guard(same_type(source, value, reason))  # 1 == 1.0
-        self._guard(guard)
-        return guard is not None
+        guards = exactly(source, value, reason)
+        if type(value) in (str, bytes):
+            self._guard(same_type(source, value, reason))
+        self.guards.extend(guards)
+        return bool(guards)
 
     def _guard_absent(self, name: str) -> None:
         self._guard(Guard(Argument(name), Is(Known(Absent)), f"{name} is not given"))

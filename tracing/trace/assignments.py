@@ -17,11 +17,10 @@ from ..guards import (
     Lacks,
     Source,
     Truth,
-    equal,
+    exactly,
     is_tensor,
     key_of,
     module_at,
-    same_type,
 )
 from ..proxies import ValueProxy
 from ..recording import Change
@@ -54,6 +53,7 @@ class Assignments:
         by_calls: module -> its own attributes that calls set.
         state: attributes that modules are to have, where they are not those that they have now.
         keep: makes a node of a tensor that a module holds now.
+        recorded: whether it is known which attributes calls set.
 
     Attributes:
         nodes: those that set an attribute.
@@ -68,7 +68,10 @@ class Assignments:
         by_calls: Mapping[nn.Module, frozenset[str]],
         state: State,
         keep: Callable[[Tensor], object],
+        *,
+        recorded: bool,
     ) -> None:
+        self._recorded = recorded
         self.by_calls = by_calls
         self.state = state
         self.left: State | None = None
@@ -105,7 +108,7 @@ class Assignments:
         """
         target = qualified(path, name)
         with self._tracer.session.aside():
-            if _held(module, name) is value:
+            if _held(module, name) is value and not self._may_be_another(module, name):
                 return
             is_buffer = name in module.__dict__["_buffers"] and isinstance(_example(value), Tensor)
             if not _is_plain(module, name) or not (is_buffer or _can_be_set(value)):
@@ -113,6 +116,12 @@ class Assignments:
             if module is self._tracer.module and name in self._tracer.seen_names():
                 self.note_read(module, name)
             self._write(module, path, name, value)
+
+    def _may_be_another(self, module: nn.Module, name: str) -> bool:
+        """Tell whether an attribute that has a value now may have another one at a later call: some call sets it."""
+        if (module, name) in self._written:
+            return False
+        return not self._recorded or name in self.by_calls.get(module, ())
 
     def change(self, places: Iterable[_Place], other: Change | None) -> Change:
         """Return the change that a call which sets attributes makes, and `other` with it."""
@@ -219,10 +228,8 @@ def _guards_on(owner: Source, name: str, value: Any) -> list[Guard]:
         return [Guard(Dictionary(owner), Lacks(key_of(name)), reason)]
     if isinstance(value, Tensor):
         return [is_tensor(source, True, reason)]
-    guard = equal(source, value, reason) if _can_be_set(value) else None
-    if guard is None:
-        return [Guard(key_of(False), Truth(True), reason)]
-    return [guard] if value is None else [same_type(source, value, reason), guard]
+    guards = exactly(source, value, reason) if _can_be_set(value) else []
+    return guards or [Guard(key_of(False), Truth(True), reason)]
 
 
 def _described(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, cast
@@ -205,6 +206,8 @@ class Attributes:
 def _path_to(tensor: Tensor, value: Any, depth: int = 2) -> tuple[int | str, ...] | None:
     """Return the keys and places that lead from a container to a tensor in it, or None."""
     for key, item in items_of(value):
+        if isinstance(key, enum.Enum):
+            continue
         if item is tensor:
             return (key,)
         inner = _path_to(tensor, item, depth - 1) if depth else None

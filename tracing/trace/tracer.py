@@ -79,7 +79,7 @@ class ModuleTracer:
         self.changes = Changes()
         self.contexts = OpenContexts(self)
         self.nested = NestedReads(self.module, self._tensor_names)
-        self.assignments = Assignments(self, assigned, state or {}, self._tensor)
+        self.assignments = Assignments(self, assigned, state or {}, self._tensor, recorded=call is not None)
         questions = ChildReads(self, self.nested)
         self.children = Children(self, call, questions, self.changes)
         self.attributes = Attributes(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ...compat import is_torch_wrapper
 
 __all__ = [
     "CONTAINERS",
+    "is_compiled",
     "is_container",
     "is_leaf",
     "is_library",
@@ -23,6 +25,11 @@ _LEAF_BASES = (
 )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether TorchScript compiled a module: its class has no forward."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def is_library(cls: type) -> bool:
     """Tell whether a class is torch.nn's own."""
     return cls.__module__.startswith("torch.nn.")
@@ -30,20 +37,27 @@ def is_library(cls: type) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """Tell whether a module only holds others."""
-    return type(module).forward is nn.Module.forward and not is_torch_wrapper(type(module))
+    return not is_compiled(module) and type(module).forward is nn.Module.forward and not is_torch_wrapper(type(module))
 
 
 def runs_as_sequential(module: nn.Module) -> bool:
     """Tell whether a module's forward is that of `nn.Sequential`, over its children in order."""
     cls = type(module)
-    return cls.forward is nn.Sequential.forward and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
+    return (
+        not is_compiled(module)
+        and cls.forward is nn.Sequential.forward
+        and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
+    )
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is an operation of its own, never looked into.
 
-    These are torch.nn's modules, subclasses that keep their forward, and PyTorch Geometric's message passing.
+    These are torch.nn's modules, subclasses that keep their forward, PyTorch Geometric's message passing, and what
+    TorchScript compiled.
     """
+    if is_compiled(module):
+        return True
     cls = type(module)
     if runs_as_sequential(module) or is_torch_wrapper(cls):
         return False

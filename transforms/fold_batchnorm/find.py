@@ -117,7 +117,7 @@ def _obstacle(pair: Pair, program: Program) -> str | None:
         or _obstacle_in_modules(pair, program)
         or _obstacle_in_calls(pair, program)
         or _obstacle_in_tensors(pair, program)
-        or _obstacle_in_shapes(pair)
+        or _obstacle_in_shapes(pair, replaying=program.replaying)
     )
 
 
@@ -183,6 +183,8 @@ def _called_from_outside(pairs: Sequence[Pair], program: Program) -> dict[Pair, 
     inside = {pair: around for pair in pairs if (around := _opaque_around(pair, program)) is not None}
     if not inside:
         return {}
+    if program.replaying:
+        return {}  # the recording that was asked is not here
     if not program.inputs:
         return {pair: f"'{around}' could not be captured and may call it, too" for pair, around in inside.items()}
     modules = {module for pair in inside for module in (program.module(pair.owner), pair.layer, pair.norm)}
@@ -211,6 +213,8 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
         reader = reads.reader(tensor)
         if reader is not None:
             return f"'{name}' is read in the graph of '{reader}'"
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return f"'{name}' is of type {type(tensor).__name__}, which is not folded"
     for what in ("dtype", "device"):
         found = list(dict.fromkeys(str(getattr(tensor, what)).removeprefix("torch.") for tensor in tensors.values()))
         if len(found) > 1:
@@ -218,7 +222,7 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
     return None
 
 
-def _obstacle_in_shapes(pair: Pair) -> str | None:
+def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     layer = pair.layer
     channels = layer.out_features if isinstance(layer, nn.Linear) else cast("nn.Conv2d", layer).out_channels
     if channels != pair.norm.num_features:
@@ -227,6 +231,8 @@ def _obstacle_in_shapes(pair: Pair) -> str | None:
     for call in pair.calls if wanted is not None else ():
         known = call.layer.meta.get("val")
         if not isinstance(known, TensorMeta):
+            if replaying:
+                continue
             return "the number of dimensions is not known; give example_inputs"
         if len(known.shape) != wanted:
             return f"the {pair.layer_kind} gives {len(known.shape)} dimensions, so the batch norm acts on another one"

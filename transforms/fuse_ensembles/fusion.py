@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import MatchFailure
 from ...passes.contract import Pass
@@ -21,9 +21,11 @@ from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
     Ensemble,
+    Flags,
     GradientReach,
     Parameters,
     Place,
+    attribute,
     find_ensembles,
     may_share_memory,
     places_of,
@@ -52,8 +54,8 @@ class FuseEnsembles(Pass):
 
     Before: torch.cat([head(x) for head in self.heads], -1)
     After:  concatenate_members(batched_linear(tanh(wide_linear(x, weight_0, bias_0)), weight_2, bias_2), -1)
-    Refuses: members with hooks or parametrizations, tied or shared parameters; in training, members that differ in
-        requires_grad or that do not always receive gradients together.
+    Refuses: members with hooks or parametrizations, tied or shared parameters, members that differ in requires_grad or
+        mode; in training, members that do not always receive gradients together.
 
     Options:
         lowering: `auto` takes the fastest measured (without example inputs: `wide` where the members share their input,
@@ -101,7 +103,7 @@ class FuseEnsembles(Pass):
         phase, training_reason = _phase(places, program, owner)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
-        unmeasured = self.lowering is Lowering.AUTO and not program.inputs
+        unmeasured = self.lowering is Lowering.AUTO and not program.inputs and not program.replaying
         doubt = _doubt(ensemble, program, owner) if unmeasured else None
         if doubt is not None:
             return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
@@ -150,7 +152,7 @@ def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str
     borrowed = _obstacle_in_region(place, program, owner, holder)
     if borrowed is not None:
         return borrowed
-    owners = program.analyses[TensorOwners]
+    owners, module, seen = program.analyses[TensorOwners], program.module(owner), set[str]()
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
@@ -159,7 +161,32 @@ def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str
             names = owners.names(holder.qualified(name))
             if len(names) > 1:
                 return f"the parameter '{names[0]}' is tied to '{names[1]}'"
-    return _order_obstacle(place)
+            kind = type(tensor_of(module, name))
+            if kind not in (Tensor, nn.Parameter):
+                return f"'{name}' is of type {kind.__name__}, which is not stacked"
+            if name in seen:
+                return f"the parameter '{name}' is read in two places of the ensemble"
+        seen.update(operand.names)
+    return _difference(place.ensemble, module) or _order_obstacle(place)
+
+
+def _difference(ensemble: Ensemble, owner: nn.Module) -> str | None:
+    """Return what members are set up differently in, though they compute alike."""
+    for operand in ensemble.parameters:
+        odd = _odd_one(operand.names, [tensor_of(owner, name).requires_grad for name in operand.names])
+        if odd is not None:  # in evaluation, too: gradients may be asked for there
+            return f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
+    for operand in (operand for pack in ensemble.packs for operand in pack.operands):
+        if isinstance(operand, Flags):
+            odd = _odd_one(operand.names, [attribute(owner, name) for name in operand.names])
+            if odd is not None:
+                return f"members are in different modes: '{operand.names[0]}' and '{odd}' differ"
+    return None
+
+
+def _odd_one(names: Sequence[str], values: Sequence[object]) -> str | None:
+    """Return the first name whose value is not that of the first one."""
+    return next((name for name, value in zip(names, values, strict=True) if value != values[0]), None)
 
 
 def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
@@ -172,7 +199,8 @@ def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Hold
         return f"they are called under {holder.regions[0].context}, and {other} uses members too"
     if _casts(holder, around=1):
         return f"they are called under {holder.regions[0].context} within autocast, where they cannot be checked alone"
-    if _casts(holder) and (not program.inputs or is_on_meta(program.module(owner))):
+    incomparable = not program.inputs or is_on_meta(program.module(owner))
+    if _casts(holder) and incomparable and not program.replaying:
         return "they are called under autocast; give example_inputs to compare the types that it casts to"
     return None
 
@@ -198,14 +226,7 @@ def _order_obstacle(place: Place) -> str | None:
 def _phase(places: Sequence[Place], program: Program, owner: str) -> tuple[Phase | None, str | None]:
     """Return the phase that the rewrite is limited to, and why training is not covered."""
     module, parameters = program.module(owner), list(places[0].ensemble.parameters)
-    trains = False
-    for operand in parameters:
-        trainable = [tensor_of(module, name).requires_grad for name in operand.names]
-        if len(set(trainable)) > 1:
-            odd = operand.names[trainable.index(not trainable[0])]
-            return Phase.EVAL, f"members differ in requires_grad: '{operand.names[0]}' and '{odd}'"
-        trains = trains or trainable[0]
-    if not trains:
+    if not any(tensor_of(module, operand.names[0]).requires_grad for operand in parameters):
         return None, None
     members = list(zip(*(operand.names for operand in parameters), strict=True))
     other = used_by(program, owner, [name for names in members for name in names])

@@ -42,11 +42,20 @@ def fuse(sites: Sequence[Site], edit: Edit) -> None:
     """
     left = list(sites)
     while left:
-        located = [_located(site, edit) for site in left]
-        cases = [each.cases for each in located]
-        count = next((n for n, other in enumerate(cases) if other != cases[0]), len(left))
-        _rewrite(located[:count], edit)
-        left = left[count:]
+        together = _written_at_once([_located(site, edit) for site in left])
+        _rewrite(together, edit)
+        left = left[len(together) :]
+
+
+def _written_at_once(located: Sequence[_Located]) -> Sequence[_Located]:
+    """Return the first ensembles that are computed in the same graphs and share no operation, as one sum of both."""
+    covered: set[Operation] = set()
+    for number, each in enumerate(located):
+        operations = {operation for place in each.places for operation in place.covered}
+        if each.cases != located[0].cases or covered & operations:
+            return located[:number]
+        covered |= operations
+    return located
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,24 @@ class WriteOut(OfLinears):
     """Read the parameters in the graph: right."""
 
 
+class Calls(nn.Module):
+    """Call a module that is not its child, so that no checkpoint holds it twice."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = (other,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x)
+
+
 @dataclasses.dataclass(frozen=True)
 class BorrowWeights(OfLinears):
     """Use the parameters of the first block in all of them."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
         first = site.program.module("0.linear")
-        child = edit.add_module(first, name="borrowed")
+        child = edit.add_module(Calls(first), name="borrowed")
         return edit.call(child, node.args[0], before=node)
 
 

@@ -476,6 +476,19 @@ def test_a_slower_rewrite_is_undone_with_its_figures(program: Program, timed: Ca
     assert trace_of(program) == before
 
 
+def test_a_rewrite_that_may_be_slower_is_not_clearly_faster(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(candidates: Mapping[str, object], **options: object) -> Timings:
+        rounds = [(1.0, 0.5), (3.0, 2.0), (2.0, 3.0)] * 4
+        return Timings([{name: old if name == "before" else new for name in candidates} for old, new in rounds])
+
+    monkeypatch.setattr(timing, "time_candidates", uneven)
+    manager = managed(program, Lowerings(offered=("first",)), time=True)
+    assert {d.reason for d in manager.decisions} == {"not clearly faster: 1.5x (0.667 to 2) as first"}
+    for figures in (decision.figures for decision in manager.decisions):
+        assert figures["before_us"] / figures["after_us"] == pytest.approx(figures["speedup"])
+        assert figures["lowerings"]["first"] == figures["after_us"]
+
+
 def test_what_was_asked_for_by_name_stays_though_slower(program: Program, timed: Callable[..., None]) -> None:
     timed(takes(before=1.0, first=2.0, after=3.0))
     manager = managed(program, Lowerings(offered=("first",), required=True), time=True)

@@ -427,3 +427,55 @@ def test_gradients_through_what_was_set():
         each(X)
         each.last.sum().backward()
     assert torch.equal(captured.linear.weight.grad, model.linear.weight.grad)
+
+
+class Kept(nn.Module):
+    """Keeps what it computed, with its history."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        y = self.linear(x) if self.last is None else self.linear(x) + 0 * self.last
+        self.last = y
+        return y
+
+
+class Clears(nn.Module):
+    """Clears what its child keeps, before each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Kept()
+
+    def forward(self, x):
+        self.child.last = None
+        return self.child(x) * 2
+
+
+def trained(model, steps=3):
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("examples", [(X,), None])
+def test_what_a_child_keeps_is_cleared_at_every_call(examples):
+    model = Clears()
+    program = capture_program(copy.deepcopy(model), examples)
+    assert "" in program.graphs
+    assert trained(program.model) == pytest.approx(trained(model))
+
+
+def test_two_steps_of_training_are_checked(monkeypatch):
+    """A graph that forgets to clear what the first step kept gives the same output, and leads the second back there."""
+    monkeypatch.setattr("fxopt.tracing.trace.assignments.Assignments._may_be_another", lambda *_: False)
+    model = Clears()
+    program = capture_program(copy.deepcopy(model), (X,))
+    assert trained(program.model) == pytest.approx(trained(model))

@@ -214,7 +214,7 @@ def test_a_call_that_no_graph_fits_runs_the_forward() -> None:
 
 def test_timed_it_lands_or_says_why_not() -> None:
     (status, reason), *_ = outcomes(optimized(made("autocast"), "auto", measure=True))
-    assert status == "applied" or "no faster" in reason
+    assert status == "applied" or reason.startswith(("no faster", "not clearly faster"))
 
 
 def test_the_report_names_the_context() -> None:

@@ -107,4 +107,5 @@ def test_measured_they_stay_where_they_pay_together() -> None:
     fast = fxopt.optimize(model, "fuse_ensembles", example_inputs=(X,))
     assert_equivalent(model, fast, [(X,)])
     for decision in fxopt.plan(fast).decisions:
-        assert decision.status == "applied" or decision.reason.startswith(("no faster", "the whole model"))
+        slow = decision.reason.startswith(("no faster", "not clearly faster", "the whole model"))
+        assert decision.status == "applied" or slow

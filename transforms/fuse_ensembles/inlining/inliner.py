@@ -287,7 +287,8 @@ class _Builder:
     def child(self, name: str) -> nn.Module:
         module = self.root
         for part in name.split("."):
-            module = own_children(module)[part] or module
+            child = own_children(module)[part]
+            module = module if child is None else child  # not `or`: an empty container is false
         return module
 
     def append(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> Operation:

@@ -13,6 +13,7 @@ from ....errors import MatchFailure
 from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
+from ....layers.vectorized import vectorize_members
 from ....operators import Derived, operator_info, resolve
 from ....tracing.values import map_leaves
 from ..search import Operand, Pack, is_stacked
@@ -58,11 +59,14 @@ def filled(pack: Pack, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]
 def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     if not pack.function and not operator_info(pack.operator).elementwise:
         raise MatchFailure(f"'{pack.operator}' cannot be computed for several members at once")
-    leaves = pytree.tree_leaves(pack.arguments)
-    stacked = tuple(isinstance(leaf, Slot) and is_stacked(pack.operands[leaf.index]) for leaf in leaves)
-    if not any(stacked):
+    if not any(map(is_stacked, pack.operands)):
         return call(pack.function, *filled(pack, values), graph)
-    return graph.call_function(batched.vectorize_members, (pack.function, stacked, *filled(pack, values)))
+
+    def is_own(leaf: object) -> bool:
+        return _is_own(pack, leaf)
+
+    stacked = pytree.tree_map(is_own, pack.arguments)
+    return graph.call_function(vectorize_members, (pack.function, stacked, *filled(pack, values)))
 
 
 # -- arguments by name ---------------------------------------------------------------------------------------------
@@ -240,8 +244,6 @@ def _reshape(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     sizes = all(isinstance(size, (int, Slot)) and not _is_own(pack, size) for size in shape)
     if kwargs or not shape or not sizes or not _is_own(pack, args[0]):
         return None
-    if len(shape) == 1 and isinstance(shape[0], Slot):
-        return None  # a whole shape, or one size
     return graph.call_function(batched.reshape_members, (values[0], *_written(shape, values)))
 
 

@@ -22,6 +22,7 @@ def leaving_units(task: Task) -> Iterator[Unit]:
     """Yield the units of graph that join the members of packs, and that part them where they are read singly."""
     packs = task.ensemble.packs
     read = {key for pack in packs for o in pack.operands if not isinstance(o, Pack) for key in keys_of(o)}
+    read.update(o for joins in task.joins.values() for join in joins for o in join.addends if isinstance(o, Operation))
     for pack in packs:
         single = any(member in read or any(u not in task.covered for u in member.users) for member in pack.members)
         copy = pack.operator not in _KEEP_NO_RESULT or _readers(pack, task) > 1
@@ -42,14 +43,15 @@ def _may_be_written(pack: Pack) -> bool:
 
 def _readers(pack: Pack, task: Task) -> int:
     """Return how many joins and packs read the members of a pack together."""
-    return len(task.joins[pack]) + sum(other.operands.count(pack) for other in task.ensemble.packs)
+    added = sum(join.addends.count(pack) for joins in task.joins.values() for join in joins)
+    return len(task.joins[pack]) + added + sum(other.operands.count(pack) for other in task.ensemble.packs)
 
 
 def _join_unit(pack: Pack, join: Join, copy: bool) -> Unit:
     def emit(writer: Writer) -> None:
         writer.values[join.root] = _write_join(join, writer.values[pack], writer, copy)
 
-    extra = [addend for addend in join.addends if isinstance(addend, Operation)]
+    extra = [addend for addend in join.addends if isinstance(addend, (Operation, Pack))]
     return Unit(join.root.index, [pack, *extra], [join.root], emit)
 
 
@@ -61,7 +63,11 @@ def _write_join(join: Join, value: fx.Node, writer: Writer, copy: bool) -> fx.No
     else:
         node = graph.call_function(batched.sum_members, (value,))
         for addend in join.addends:
-            if isinstance(addend, Operation) or addend != 0:
+            if isinstance(addend, Pack):
+                node = graph.call_function(
+                    function_of("add"), (node, graph.call_function(batched.sum_members, (writer.values[addend],)))
+                )
+            elif isinstance(addend, Operation) or addend != 0:
                 node = graph.call_function(function_of("add"), (node, writer.substitute(addend)))
     node.meta.setdefault("val", join.root.node.meta.get("val"))
     return node

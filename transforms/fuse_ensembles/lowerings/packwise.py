@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ....layers import ensemble as batched
+from ....layers.vectorized import VectorizedMembers
 from ....operators import function_of, operator_info
 from ..search import Operand, Pack, Parameters, Shared, is_stacked
 from .batching_rules import filled, write_layer
@@ -70,7 +71,7 @@ class Packwise:
 def _write_layer(pack: Pack, values: Sequence[fx.Node], task: Task, writer: Writer) -> fx.Node:
     if pack.operator != "module":
         return write_layer(pack, values, writer.graph)
-    vectorized = batched.VectorizedMembers(template_of(pack), members_dims(pack.operands), structured=True)
+    vectorized = VectorizedMembers(template_of(pack), members_dims(pack.operands), structured=True)
     return writer.graph.call_module(task.add_module(vectorized), tuple(values))
 
 

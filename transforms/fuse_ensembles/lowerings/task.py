@@ -33,7 +33,7 @@ class Task:
     @cached_property
     def joins(self) -> Mapping[Pack, list[Join]]:
         """Return where the members of each pack come together again."""
-        return {pack: list(find_joins(pack)) for pack in self.ensemble.packs}
+        return find_joins(self.ensemble)
 
     @cached_property
     def covered(self) -> set[Operation]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from ....errors import MatchFailure
 from ....layers import batched_layers
-from ....layers import ensemble as batched
+from ....layers.vectorized import VectorizedMembers, graph_of_member
 from ....operators import function_of, operator_info
 from ..search import Ensemble, Operand, Pack
 from .batching_rules import call, filled
@@ -49,12 +50,12 @@ def _exits(ensemble: Ensemble) -> list[Pack]:
 
 
 def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence[Pack]) -> nn.Module:
-    graph, root = fx.Graph(), nn.Module()
+    graph, templates = fx.Graph(), dict[str, nn.Module]()
     values: dict[Operand, fx.Node] = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(outer)}
     for number, pack in enumerate(packs):
         slots = [values[operand] for operand in pack.operands]
         if pack.operator == "module":
-            root.add_module(f"template_{number}", template_of(pack))
+            templates[f"template_{number}"] = template_of(pack)
             values[pack] = graph.call_module(f"template_{number}", tuple(slots))
             continue
         args, kwargs = filled(pack, slots)
@@ -64,7 +65,7 @@ def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence
     results = tuple(values[pack] for pack in exits)
     graph.output(results[0] if len(results) == 1 else results)
     structured = any(pack.operator == "module" for pack in exits)
-    return batched.VectorizedMembers(fx.GraphModule(root, graph, "Member"), members_dims(outer), structured)
+    return VectorizedMembers(graph_of_member(templates, graph), members_dims(outer), structured)
 
 
 def _write_member(
@@ -84,6 +85,8 @@ def _write_member(
         return graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
     if pack.operator == "derived":
         return graph.call_function(cast("Callable[..., Any]", pack.members[0].node.target), args, kwargs)
+    if pack.operator == "view" and not any(isinstance(argument, torch.dtype) for argument in args):
+        return graph.call_method("reshape", args, kwargs)  # members may lie among one another in memory
     if pack.function:
         return call(pack.function, args, kwargs, graph)
     raise MatchFailure(f"'{pack.operator}' has no batching rule")

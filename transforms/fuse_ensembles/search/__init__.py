@@ -6,7 +6,7 @@ from .canonicalization import gives_new_value, may_share_memory, same_shape, wri
 from .gradient_reach import GradientReach, used_by
 from .isomorphism import find_ensembles
 from .joins import Join, find_joins
-from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
+from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
 from .places import Place, places_of, present_cases, rewritten_specializations
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Place",
     "Selected",
     "Shared",
+    "attribute",
     "find_ensembles",
     "find_joins",
     "gives_new_value",

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from ..inlining import Operation
 from .canonicalization import same_type, writes_to_fresh_value
-from .packs import Pack
+from .packs import Ensemble, Pack
 
 __all__ = ["Join", "find_joins"]
 
@@ -22,7 +22,7 @@ class Join:
         root: the operation whose value the join gives.
         removed: the operations that the join replaces, the root among them.
         dim: of a stack or cat, as the user wrote it.
-        addends: of a sum, what else is added (tensors as operations, numbers as they are).
+        addends: of a sum, what else is added: tensors as operations, all members of another pack as that pack, numbers.
     """
 
     kind: Literal["stack", "cat", "sum"]
@@ -32,17 +32,22 @@ class Join:
     addends: tuple[Any, ...] = ()
 
 
-def find_joins(pack: Pack) -> Iterator[Join]:
-    """Yield the joins of a pack's members."""
-    if pack.result != "stacked":
-        return
-    for user in pack.members[0].users:
-        join = _list_join(user, pack) if user.operator in ("stack", "cat") else None
-        if join is not None:
-            yield join
-    chain = _sum_chain(pack)
-    if chain is not None:
-        yield chain
+def find_joins(ensemble: Ensemble) -> dict[Pack, list[Join]]:
+    """Return where the members of each pack come together again; no operation is a part of two sums, or of a member."""
+    kept = {member for pack in ensemble.packs for member in pack.members}
+    joins: dict[Pack, list[Join]] = {pack: [] for pack in ensemble.packs}
+    for pack in ensemble.packs:
+        if pack.result != "stacked":
+            continue
+        for user in dict.fromkeys(pack.members[0].users):
+            join = _list_join(user, pack) if user.operator in ("stack", "cat") and user not in kept else None
+            if join is not None:
+                joins[pack].append(join)
+        chain = _sum_chain(pack, kept, ensemble.packs)
+        if chain is not None:
+            joins[pack].append(chain)
+            kept.update(chain.removed)
+    return joins
 
 
 def _list_join(user: Operation, pack: Pack) -> Join | None:
@@ -56,31 +61,46 @@ def _list_join(user: Operation, pack: Pack) -> Join | None:
     return Join("stack" if user.operator == "stack" else "cat", user, (user,), dim)
 
 
-def _sum_chain(pack: Pack) -> Join | None:
+def _sum_chain(pack: Pack, kept: Collection[Operation], packs: Sequence[Pack]) -> Join | None:
     """Return the sum whose addends include each member once, found by climbing the additions from the members.
 
     Only additions on the way from a member to the sum are taken apart: others may mean something else, as those of
-    booleans do.
+    booleans do, and those in `kept` are not to be.
     """
     inner: dict[Operation, None] = {}
     for member in pack.members:
-        added = [user for user in member.users if _is_addition(user)]
+        added = [user for user in member.users if _is_addition(user) and user not in kept]
         if len(added) != 1:
             return None
-        inner.update(dict.fromkeys(_climbed(added[0], inner)))
-    members = set(pack.members)
+        inner.update(dict.fromkeys(_climbed(added[0], inner, kept)))
     roots = [addition for addition in inner if not any(user in inner for user in addition.users)]
     addends = [arg for addition in inner for arg in addition.args if not (isinstance(arg, Operation) and arg in inner)]
-    rest = tuple(addend for addend in addends if not (isinstance(addend, Operation) and addend in members))
-    if len(roots) != 1 or len(addends) - len(rest) != pack.size:
+    rest = _without_members(addends, pack)
+    if len(roots) != 1 or rest is None:
         return None
-    return Join("sum", roots[0], tuple(inner), addends=rest)
+    return Join("sum", roots[0], tuple(inner), addends=tuple(_by_pack(rest, packs)))
 
 
-def _climbed(addition: Operation, known: Collection[Operation]) -> Iterator[Operation]:
-    """Yield `addition` and the longer ones that it is only a step of, up to what is known."""
+def _without_members(addends: Sequence[Any], pack: Pack) -> list[Any] | None:
+    """Return what is added beside the members of a pack; None where these are not added once each."""
+    members = set(pack.members)
+    rest = [addend for addend in addends if not (isinstance(addend, Operation) and addend in members)]
+    return rest if len(addends) - len(rest) == pack.size else None
+
+
+def _by_pack(addends: list[Any], packs: Sequence[Pack]) -> list[Any]:
+    """Return what is added with whole packs in the place of their members, which are then added together, too."""
+    for pack in packs:
+        rest = _without_members(addends, pack) if pack.result == "stacked" else None
+        if rest is not None and set(pack.members) <= {addend for addend in addends if isinstance(addend, Operation)}:
+            addends = [*rest, pack]
+    return addends
+
+
+def _climbed(addition: Operation, known: Collection[Operation], kept: Collection[Operation]) -> Iterator[Operation]:
+    """Yield `addition` and the longer ones that it is only a step of, up to what is known or kept."""
     # Not a recursion: chains are long.
-    while addition not in known:
+    while addition not in known and addition not in kept:
         yield addition
         if len(addition.users) != 1 or not _is_addition(addition.users[0]):
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx, nn
 
@@ -42,13 +43,12 @@ class Place:
         guards = (guard for call in calls for guard in self.inlined.assumed.get(call, ()))
         return tuple(dict.fromkeys(guards))
 
-    @property
+    @cached_property
     def covered(self) -> set[Operation]:
         """Return the operations of the members, and those that join their results."""
         members = {member for pack in self.ensemble.packs for member in pack.members}
-        return members | {
-            removed for pack in self.ensemble.packs for join in find_joins(pack) for removed in join.removed
-        }
+        joins = find_joins(self.ensemble).values()
+        return members | {removed for found in joins for join in found for removed in join.removed}
 
     def inlined_modules(self, owner: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""

@@ -1,0 +1,117 @@
+"""Any computation for N members at once, by `torch.func.vmap`; one by one under autocast, which it would switch off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..operators import resolve
+from ..tracing.graphs import PortableGraph
+
+__all__ = ["VectorizedMembers", "graph_of_member", "vectorize_members"]
+
+
+class VectorizedMembers(nn.Module):
+    """Compute all members at once over a graph of a single one.
+
+    Attributes:
+        member: a pure function of its operands; it holds no parameters of its own.
+        in_dims: for each placeholder 0 where the members have one each, None where they share it.
+        structured: whether a member may return more than tensors: attention may return None for its weights.
+    """
+
+    def __init__(self, member: nn.Module, in_dims: tuple[int | None, ...], structured: bool = False) -> None:
+        super().__init__()
+        self.member = member
+        self.in_dims = in_dims
+        self.structured = structured
+
+    def forward(self, *operands: Tensor) -> Any:
+        """Return the members' results, each [N, ...]; members draw their own random numbers."""
+        if not self.structured:
+            return _for_members(self.member, self.in_dims, operands)
+        others: dict[int, Any] = {}
+        structures: list[pytree.TreeSpec] = []
+
+        def tensors_of_member(*values: Any) -> list[Tensor]:
+            leaves, structure = pytree.tree_flatten(self.member(*values))
+            structures.append(structure)
+            others.update({number: leaf for number, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)})
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        tensors = iter(_for_members(tensors_of_member, self.in_dims, operands))
+        structure = structures[0]
+        numbers = range(structure.num_leaves)
+        return pytree.tree_unflatten([others[n] if n in others else next(tensors) for n in numbers], structure)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the member's graph node by node: pickle would trace its code again, through decisions inside of it."""
+        state = dict(self.__dict__)
+        if isinstance(self.member, fx.GraphModule):
+            state["_modules"] = {name: child for name, child in self._modules.items() if name != "member"}
+            state["_member"] = dict(self.member.named_children()), PortableGraph(self.member.graph)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        children, graph = state.pop("_member", (None, None))
+        super().__setstate__(state)
+        if graph is not None:
+            self.member = graph_of_member(cast("dict[str, nn.Module]", children), graph.graph()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"in_dims={self.in_dims}"
+
+
+def graph_of_member(children: dict[str, nn.Module], graph: fx.Graph) -> fx.GraphModule:
+    """Return a graph of one member as a module that `VectorizedMembers` takes; the graph calls `children`."""
+    root = nn.Module()
+    for name, child in children.items():
+        root.add_module(name, child)
+    return fx.GraphModule(root, graph, "Member")
+
+
+def vectorize_members(path: str, stacked: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute any operator for all members.
+
+    Args:
+        path: the operator, as `operators.resolve` finds it.
+        stacked: the structure of (args, kwargs) down to each operand and other value, with whether it holds the
+            members' values along dimension 0.
+        args, kwargs: of the operator.
+
+    Returns:
+        [N, ...], or a tuple of such.
+    """
+    own, structure = pytree.tree_flatten(stacked)
+    leaves = structure.flatten_up_to((args, kwargs))
+
+    def compute(*values: Tensor) -> Any:
+        rest = iter(values)
+        filled = [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, own, strict=True)]
+        positional, named = pytree.tree_unflatten(filled, structure)
+        return resolve(path)(*positional, **named)
+
+    operands = [leaf for leaf, is_own in zip(leaves, own, strict=True) if is_own]
+    return _for_members(compute, (0,) * len(operands), operands)
+
+
+def _for_members(compute: Callable[..., Any], in_dims: tuple[int | None, ...], operands: Sequence[Any]) -> Any:
+    """Return what a function of one member's operands gives, stacked; where `in_dims` is None all share an operand."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tuple(operands)) if isinstance(leaf, Tensor)]
+    if not tensors or not torch.is_autocast_enabled(tensors[0].device.type):
+        return torch.func.vmap(compute, in_dims=in_dims, randomness="different")(*operands)
+    given = zip(operands, in_dims, strict=True)
+    count = next(pytree.tree_leaves(operand)[0].shape[0] for operand, dim in given if dim is not None)
+    results = [compute(*_of_member(operands, in_dims, index)) for index in range(count)]
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
+
+
+def _of_member(operands: Sequence[Any], in_dims: Sequence[int | None], index: int) -> list[Any]:
+    return [
+        operand if dim is None else pytree.tree_map_only(Tensor, lambda stacked: stacked[index], operand)
+        for operand, dim in zip(operands, in_dims, strict=True)
+    ]

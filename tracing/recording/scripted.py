@@ -1,0 +1,34 @@
+"""Children that TorchScript compiled: while a model is worked on, their registries are plain dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ...compat import all_modules
+from ..values import is_compiled
+
+__all__ = ["plain_registries"]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def plain_registries(model: nn.Module) -> Generator[None]:
+    """Let compiled modules inside `model` show their tensors and children as plain dictionaries for a while."""
+    compiled = [module for module in all_modules(model) if is_compiled(module)]
+    kept = [(vars(module), {name: vars(module)[name] for name in _REGISTRIES}) for module in compiled]
+    try:
+        for attributes, registries in kept:
+            attributes.update({name: _plain(registry) for name, registry in registries.items()})
+        yield
+    finally:
+        for attributes, registries in kept:
+            attributes.update(registries)
+
+
+def _plain(registry: Any) -> dict[str, Any]:
+    return dict(registry.items())
