@@ -32,7 +32,7 @@ from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
-from .passes.timing import collection_paused
+from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.report import Report
 from .settings import current
@@ -72,6 +72,7 @@ def optimize(
     optimizer: Optimizer | None = None,
     verify: bool | None = None,
     measure: bool | None = None,
+    time_budget: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     inplace: bool = False,
     seed: int = 0,
@@ -87,13 +88,13 @@ def optimize(
             default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
-            without what the forward does not take (labels). Without any, nothing can be verified or timed, and
-            documented rules decide.
+            without what the forward does not take (labels). Without any, nothing is verified or timed: rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
             with its groups, state and schedulers. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
+        time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
         seed: of the random inputs and gradients that verification draws.
@@ -130,6 +131,7 @@ def optimize(
         plan=decided,
         seed=seed,
         settings=settings,
+        time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )
     fast = run_session(model, request)
@@ -213,7 +215,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         StateError: the model was not optimized.
     """
-    return _state_map(model).backward(gathered(model.state_dict()))
+    return gathered(model.state_dict(), _state_map(model))
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

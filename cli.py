@@ -124,24 +124,26 @@ def optimize(
     from . import api
     from .arguments import factory_for
 
+    factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
     training = original.training if wanted is None else wanted == "train"
-    warnings.simplefilter("ignore", UnverifiedWarning)  # the report says so
-    fast = api.optimize(
-        original,
-        passes if passes is not None else "training" if training else "inference",
-        example_inputs=example_inputs,
-        phase=wanted,
-        verify=verify,
-        measure=measure,
-        plan=plan,
-        seed=seed,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnverifiedWarning)  # the report says so
+        fast = api.optimize(
+            original,
+            passes if passes is not None else "training" if training else "inference",
+            example_inputs=example_inputs,
+            phase=wanted,
+            verify=verify,
+            measure=measure,
+            plan=plan,
+            seed=seed,
+        )
     if save_plan is not None:
         api.plan(fast).save(save_plan)
     if output is not None:
-        api.save(fast, output, factory=factory_for(model))
+        api.save(fast, output, factory=factory)
     report = api.report(fast)
     _show(report.to_json() if as_json else report.table(), as_json)
 

@@ -26,12 +26,14 @@ class Settings:
         measure: time every rewrite made for speed unless the call says otherwise.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
         reproducer_dir: the folder that reproducers of failed passes are written to.
+        time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
     """
 
     verify: bool = True
     measure: bool = True
     pass_timeout: float = 300.0
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
+    time_budget: str | None = None
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
@@ -81,6 +83,7 @@ def _seconds(key: str, text: str) -> float:
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "verify": _flag,
     "measure": _flag,
+    "time_budget": lambda _, text: text,
     "pass_timeout": _seconds,
     "reproducer_dir": lambda _, text: Path(text).expanduser(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from .diff import diff_graphs
@@ -11,7 +12,7 @@ from .table import ReportTable
 from .wording import headline, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ..passes.driver import Record
     from ..tracing.graphs import Miss
@@ -60,6 +61,7 @@ class Report:
             "coverage": record.coverage,
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
+            "spent": _spent(record.spent),
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": [*record.messages, *self.notes],
@@ -75,3 +77,7 @@ class Report:
     def _repr_html_(self) -> str:
         """Show the report in a notebook."""
         return report_html(self.table())
+
+
+def _spent(spent: Mapping[str, float] | None) -> dict[str, float | None] | None:
+    return None if spent is None else {name: each if math.isfinite(each) else None for name, each in spent.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def summary(record: Record) -> dict[str, str]:
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage.partition("\n")[0]),
     }
+    if record.spent:
+        lines["checks and timing"] = _spent(record.spent)
     if record.traces:
         lines["passes took"] = ", ".join(f"{trace.name} {duration(trace.seconds)}" for trace in record.traces)
     return lines
@@ -106,6 +109,12 @@ def _whole_model(record: Record) -> str:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
     return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}"
+
+
+def _spent(spent: Mapping[str, float]) -> str:
+    seconds, forward = spent["seconds"], spent["forward_ms"] / 1e3
+    limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
+    return f"{duration(seconds)}{limit}, as long as {seconds / forward:.3g} forwards of the model"
 
 
 def applied_rows(record: Record) -> list[Row]:
@@ -161,7 +170,7 @@ def _speeds(figures: Sequence[Mapping[str, Any]]) -> str:
 
 def _speed(figures: Mapping[str, Any]) -> str:
     if figures.get("speedup") is None:
-        return "not timed"
+        return "not timed" + (f": {printable(str(figures['untimed']))}" if "untimed" in figures else "")
     low, high = figures.get("speedup_low"), figures.get("speedup_high")
     return f"{figures['speedup']:.3g}x" + ("" if low is None or high is None else f" ({low:.3g} to {high:.3g})")
 

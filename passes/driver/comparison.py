@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,61 +32,95 @@ class Comparison:
         group: its sites.
         calls: how the module around it is called.
         check: whether candidates are verified; else `unchecked` says why not.
-        timed: whether they are timed.
+        timed: in how many seconds they are timed; they are not where that is too little to tell anything.
         seed: of verification's random inputs.
+        budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
         simulated: what the rewritten module must be equal to; see `Pass.reference`.
+
+    Attributes:
+        choices: the lowerings to try.
     """
 
     def __init__(
         self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
-        *, check: bool, timed: bool, seed: int, brief: bool = False, simulated: nn.Module | None = None,
+        *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
+        simulated: nn.Module | None = None,
     ) -> None:  # fmt: skip
-        self._program, self._calls, self._check = program, calls, check
-        self.pass_, self.group, self.timed = pass_, group, timed
+        self._program, self._calls, self._check, self._budget = program, calls, check, budget
+        self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self.references = self._references(seed, brief)
-        self.simulated = self._simulated(seed, simulated)
+        self._seed, self._brief, self._simulated = seed, brief, simulated
+        self._references: list[verification.Reference] | None = None
+        self._simulations: list[verification.Reference] = []
         self.before = self.runner()
+        self.choices = self._affordable()
+        if not self.choices:
+            self.timed, self.before, self.choices = False, None, group.choices
 
     @property
     def _owner(self) -> nn.Module:
         """Return the module around the group as it is now: a rewrite may put another in its place."""
         return self._program.module(self.group.owner)
 
-    def _references(self, seed: int, brief: bool) -> list[verification.Reference]:
-        brief = brief or self.pass_.numerics is Numerics.SEMANTIC
-        return self._references_of(self._owner, seed, brief=brief)
+    def _affordable(self) -> tuple[str | None, ...]:
+        """Return as many lowerings as there is time to time, in their order; none where there is none for one."""
+        choices, seconds = self.group.choices, 0.0 if self.before is None else self.before.seconds
+        if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
+            return choices
+        count = (self._limit / seconds - timing.CALLS_OF_TWO) / timing.CALLS_OF_EACH
+        return choices[: max(0, int(count) - 1)]
 
-    def _simulated(self, seed: int, model: nn.Module | None) -> list[verification.Reference]:
-        """Return the runs of what the rewritten module must be equal to; noise would fill what is zero there."""
-        return [] if model is None else self._references_of(model, seed, brief=True)
+    @property
+    def checks(self) -> bool:
+        """Return whether there is anything to verify candidates on."""
+        return self._check and bool(self._calls) and not is_on_meta(self._owner)
 
-    def _references_of(self, module: nn.Module, seed: int, *, brief: bool) -> list[verification.Reference]:
-        if not self._check or not self._calls or is_on_meta(self._owner):
+    def take_references(self) -> None:
+        """Run the module as it was, unless that was done; the group is not rewritten yet."""
+        if self._references is not None:
+            return
+        with self._budget.spending():
+            brief = self._brief or self.pass_.numerics is Numerics.SEMANTIC
+            self._references = self._taken(self._owner, brief=brief)
+            if self._simulated is not None:  # noise would fill what is zero there
+                self._simulations = self._taken(self._simulated, brief=True)
+
+    def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
+        if not self.checks:
             return []
-        gradients = self._phase.covers_training
+        gradients, training = self._phase.covers_training, self._program.training
+        modes = modes_to_check(self._owner, self._phase, training)
+        if self._brief:
+            modes, gradients = modes[:1], gradients and training
         return [
-            verification.reference(module, self._calls, training=mode, gradients=gradients, seed=seed, brief=brief)
-            for mode in modes_to_check(self._owner, self._phase, self._program.training)
+            verification.reference(
+                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief
+            )
+            for mode in modes
         ]
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
+        with self._budget.spending():
+            verdicts = self._verdicts(edit)
+        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
+
+    def _verdicts(self, edit: Edit) -> list[verification.Verdict]:
         state_map, pass_ = edit.state_map(), self.pass_
         verdicts = [
             verification.verify(
                 reference, self._owner, map_state=state_map.forward, numerics=pass_.numerics,
                 budget=pass_.error_budget, keeps_form=pass_.keeps_form,
             )
-            for reference in self.references
+            for reference in self._references or ()
         ]  # fmt: skip
         # What a lossy pass takes away does not come back: of these only the way there counts.
         verdicts += [
             verification.verify(reference, self._owner, map_state=partial(StateMap.forward, state_map))
-            for reference in self.simulated
+            for reference in self._simulations
         ]
-        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
+        return verdicts
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""
@@ -96,18 +131,21 @@ class Comparison:
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
-        return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
+        with self._budget.spending(timing=True):
+            return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""
         every = {"before": self.before, **runners}
-        return timing.time_candidates({name: runner for name, runner in every.items() if runner is not None})
+        known = {name: runner for name, runner in every.items() if runner is not None}
+        with self._budget.spending(timing=True):
+            return timing.time_candidates(known, limit=self._limit)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""
         if verdict is None:
             return {"checked": self._unchecked()}
-        if self.pass_.numerics is Numerics.SEMANTIC and not self.simulated:
+        if self.pass_.numerics is Numerics.SEMANTIC and not self._simulations:
             return {"checked": "that it runs: it changes the function by design"}
         return {
             "checked": verdict.checked_in,

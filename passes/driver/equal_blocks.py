@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from ...tracing.program import Program
 from ...tracing.recording import Alike, Described, Likeness
 from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Site
+from ..sites import Refusal, Site
 from ..state import StateMap
 from .groups import Group, identity, keeps_function
 
-__all__ = ["Block", "EqualBlocks", "Precedent"]
+__all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Block:
         described: the module as it was.
         numbers: by which it and others are compared.
         key: equal for groups that are to be decided alike.
+        timed_key: equal for groups that take as long.
     """
 
     module: nn.Module
     described: Described
     numbers: dict[Hashable, int]
     key: Hashable
+    timed_key: Hashable
 
     def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
         """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
@@ -63,24 +67,32 @@ class EqualBlocks:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Precedent | None] = {}
+        self._timed: dict[Hashable, Precedent] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def block(self, pass_: Pass, step: int, group: Group, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
         """Describe the block around a group, or return None where it can have no equal."""
         if not keeps_function(pass_) or not group.owner:
             return None
-        likeness = Likeness(Alike.REWRITTEN, self._numbers)
-        wanted = tuple(map(_wanted, group.sites))
-        return Block(module, likeness.whole(module), self._numbers, (step, wanted, likeness.whole(module, calls).key))
+        likeness, timed = Likeness(Alike.REWRITTEN, self._numbers), Likeness(Alike.TIMED, self._numbers)
+        wanted = step, tuple(map(_wanted, group.sites))
+        key, timed_key = ((wanted, each.whole(module, calls).key) for each in (likeness, timed))
+        return Block(module, likeness.whole(module), self._numbers, key, timed_key)
 
     def precedent(self, block: Block | None) -> Precedent | None:
         """Return what was decided at an equal group, if there was one."""
         return None if block is None else self._known.get(block.key)
 
+    def timed(self, block: Block | None) -> Precedent | None:
+        """Return what was timed at a group that takes as long, if there was one; it need not be equal."""
+        return None if block is None else self._timed.get(block.timed_key)
+
     def remember(self, block: Block | None, decision: Decision, chosen: Group, edit: Edit | None) -> None:
         """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
-        if block is None or decision.status == "refused":
+        if block is None or decision.status in ("refused", "skipped"):
             return
+        if "speedup" in decision.figures:
+            self._timed.setdefault(block.timed_key, Precedent(decision, None if edit is None else chosen))
         if edit is None:
             self._known.setdefault(block.key, Precedent(decision))
             return
@@ -91,3 +103,14 @@ class EqualBlocks:
 
 def _wanted(site: Site) -> Hashable:
     return identity(site), site.specialization, site.choices, site.choice, site.phase, site.required
+
+
+def kinds_to_time(program: Program, found: Sequence[Group | Refusal]) -> list[int]:
+    """Return, for each that a pass found, in how many kinds of blocks it and those after it are; at least one."""
+    likeness = Likeness(Alike.TIMED)
+    kinds = [likeness.of(program.module(each.owner)) if isinstance(each, Group) else None for each in found]
+    begun, left = set[int](), list[int]()
+    for kind in kinds:
+        left.append(0 if kind is None or kind in begun else 1)
+        begun.update(() if kind is None else (kind,))
+    return [max(1, count) for count in reversed(list(itertools.accumulate(reversed(left))))]

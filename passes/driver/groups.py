@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from ..contract import Pass
 from ..sites import Numerics, Phase, Refusal, Site
 
-__all__ = ["Group", "grouped", "grouped_in_order", "identity", "keeps_function", "with_lowering"]
+__all__ = [
+    "Group",
+    "changes",
+    "grouped",
+    "grouped_in_order",
+    "identity",
+    "is_like",
+    "keeps_function",
+    "with_lowering",
+]
 
 _MOST_CLASSES = 8
 """So many classes of alike sites are judged apart; more are taken several at a time."""
@@ -140,3 +149,20 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
 
 def _place(site: Site) -> Hashable:
     return site.owner, site.specialization, site.phase, site.required, site.key if site.parts else ""
+
+
+def is_like(site: Site, other: object) -> bool:
+    """Say whether what holds of another site holds of this one, too; of every one, where it is not known of which."""
+    if not isinstance(other, Site):
+        return True
+    return site == other or (site.kind is not None and site.kind == other.kind and site.choice == other.choice)
+
+
+def changes(classes: Sequence[Sequence[Site]], choices: Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
+    """Yield the number of a class and what may become of it: nothing of it is rewritten, or by another lowering."""
+    yield from ((number, list[Site]()) for number in range(len(classes)))
+    for choice in choices:
+        for number, sites in enumerate(classes):
+            changed = [with_lowering(site, choice) for site in sites]
+            if changed != list(sites) and all(site.choice == choice for site in changed):
+                yield number, changed

@@ -17,9 +17,10 @@ from ..pipeline import Decision, Plan
 from ..rewriting import UnnotedChange, only_reading
 from ..sites import Goal, Refusal, Site, StaleSite
 from ..state import twin
+from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted
-from .equal_blocks import Block, EqualBlocks, Precedent
+from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
 from .record import PassTrace
@@ -45,6 +46,7 @@ class Manager:
         settings: limits from the environment.
         on_failure: called with the error when a pass fails; returns the reproducer's path.
         trained: the modules that the user gave in training mode; by default those that are in it now.
+        budget: how long checks and timing may take.
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
@@ -57,6 +59,7 @@ class Manager:
     settings: Settings = field(default_factory=Settings)
     on_failure: Callable[[PassError], str | None] | None = None
     trained: Collection[nn.Module] | None = None
+    budget: TimeBudget = field(default_factory=TimeBudget)
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
@@ -65,7 +68,9 @@ class Manager:
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tuner = Tuner(self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings)
+        self._tuner = Tuner(
+            self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings, budget=self.budget
+        )
 
     @property
     def decisions(self) -> list[Decision]:
@@ -116,8 +121,9 @@ class Manager:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
         if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
             return
-        if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
-            self.timings = None  # of another model
+        with self.budget.spending():
+            if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+                self.timings = None  # of another model
 
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
@@ -157,7 +163,8 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         found = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
-        for item in found:
+        to_time = kinds_to_time(self.program, found)
+        for item, self._tuner.sharing in zip(found, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:
@@ -266,9 +273,12 @@ class Manager:
         group = self._without_stale(pass_, group)
         if not group.sites:
             return
+        unchecked = self._tuner.unchecked(pass_, group)
+        if unchecked is not None:
+            self.history.leave(pass_, unchecked)
+            return
         block = self._block(pass_, group)
-        precedent = self._equal.precedent(block)
-        if block is not None and precedent is not None and self._follow(pass_, group, block, precedent):
+        if block is not None and self._follow(pass_, group, block):
             return
         candidate, apart = self._tuner.tune(pass_, group)
         if candidate is not None and candidate.edit is not None:
@@ -306,16 +316,18 @@ class Manager:
         module, calls = self.program.module(group.owner), self._tuner.calls.of(group.owner)
         return self._equal.block(pass_, self.history.step, group, module, calls)
 
-    def _follow(self, pass_: Pass, group: Group, block: Block, precedent: Precedent) -> bool:
-        """Do at a group what was done at an equal one; say whether that has settled it."""
+    def _follow(self, pass_: Pass, group: Group, block: Block) -> bool:
+        """Do what was done at an equal group, or at one that takes as long; say whether that has settled it."""
+        equal = self._equal.precedent(block)
+        precedent = equal or self._equal.timed(block)
+        if precedent is None:
+            return False
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, "as": first.label}
         if chosen is None:
             self.history.leave(pass_, Candidate(group, first.reason, figures=like))
             return True
-        candidate = self._tuner.repeat(
-            pass_, group.chosen_as(chosen), brief=True, is_right=lambda edit: block.result_of(edit) == precedent.result
-        )
+        candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
             return False
         figures = like if candidate.verdict is None else {**like, **candidate.figures}
@@ -324,6 +336,12 @@ class Manager:
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)
         return True
+
+    def _repeated(self, pass_: Pass, group: Group, block: Block, equal: Precedent | None) -> Candidate:
+        """Write a group as was decided elsewhere; what is not equal to that is verified in full."""
+        if equal is None:
+            return self._tuner.repeat(pass_, group)
+        return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
 
     def _note_change(self, pass_: Pass) -> None:
         if not keeps_function(pass_):

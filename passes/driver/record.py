@@ -43,6 +43,8 @@ class Record:
         coverage: in words, how much of the model was captured.
         parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
         timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
+        spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
+            one forward of the model (with its backward in training).
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
         messages: warnings and notes, a line each.
         eval_only: the passes whose rewrites hold in evaluation mode only.
@@ -60,6 +62,7 @@ class Record:
     parameters_before: int
     parameters_after: int
     timings: Mapping[str, float] | None = None
+    spent: Mapping[str, float] | None = None
     checked: str = "not at all"
     messages: tuple[str, ...] = ()
     eval_only: tuple[str, ...] = ()

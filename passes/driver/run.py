@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,8 @@ from ..contract import Pass
 from ..pipeline import Plan, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
-from ..timing import collection_paused
+from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
+from ..verification import is_on_meta
 from .exact_type_checks import forbid_type_checking_forwards
 from .history import Rewrite
 from .manager import Manager
@@ -44,6 +46,7 @@ class Request:
         checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
         seed: of verification's random inputs.
         settings: limits from the environment.
+        time_budget: how long checks and timing may take.
         on_failure: writes a reproducer of a failed pass and returns its path.
     """
 
@@ -56,6 +59,7 @@ class Request:
     checks_plan: bool = False
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
+    time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None
 
 
@@ -240,8 +244,19 @@ def _in_mode(program: Program) -> Generator[None]:
 def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure, trained=trained,
+        settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
     )  # fmt: skip
+
+
+def _budget(program: Program, request: Request) -> TimeBudget:
+    """Return the time for checks and timing; where nothing is run there is no limit."""
+    runs = (request.verify or request.measure) and request.plan is None
+    if not runs or not program.inputs or is_on_meta(program.model):
+        return TimeBudget()
+    on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
+    clock = time.perf_counter if on_gpu else time.thread_time
+    forward = forward_seconds(program.model, program.inputs, program.training, clock)
+    return TimeBudget.granted(request.time_budget, forward, clock)
 
 
 def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:
@@ -262,6 +277,13 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
     )
 
 
+def _spent(budget: TimeBudget) -> dict[str, float] | None:
+    """Return what checks and timing took, and what they might have taken."""
+    if not budget.forward:
+        return None
+    return {"seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3}
+
+
 def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
     before, after = manager.history.changed_graphs(program.graphs)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
@@ -275,6 +297,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
+        spent=_spent(manager.budget),
         checked=manager.history.checked(),
         messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),

@@ -9,6 +9,7 @@ from torch import nn
 from ...errors import CaptureError
 from ...tracing.program import Program
 from ...tracing.values import Inputs
+from ..timing import TimeBudget
 
 __all__ = ["SiteCalls"]
 
@@ -21,10 +22,11 @@ class SiteCalls:
 
     Args:
         program: which the sites are in.
+        budget: what recording takes is counted on it.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, budget: TimeBudget) -> None:
+        self._program, self._budget = program, budget
         self._owners: tuple[str, ...] = ()
         self._calls: Mapping[nn.Module, Sequence[Inputs]] | None = None
 
@@ -48,7 +50,8 @@ class SiteCalls:
 
     def _recorded(self, owners: Iterable[str]) -> Mapping[nn.Module, Sequence[Inputs]]:
         modules = dict.fromkeys(module for owner in owners if (module := self._find(owner)) is not None)
-        found = self._program.recording(modules).calls
+        with self._budget.spending():
+            found = self._program.recording(modules).calls
         # What each call gave, and called in turn, would keep every tensor of the whole run alive.
         return {module: [Inputs(*call.args, **call.kwargs) for call in found.get(module, ())] for module in modules}
 

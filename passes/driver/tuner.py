@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from ..sites import Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import Comparison, microseconds, timing_figures
-from .groups import Group, identity, with_lowering
+from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
 from .surroundings import Surroundings, switches_kept
 
@@ -37,7 +37,7 @@ class Candidate:
     Attributes:
         group: the sites that it rewrites, each with its lowering; all of them where it fails.
         failure: why it is not to be had, or "".
-        was_written: whether it could be written: then it was wrong, or did not pay.
+        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
         verdict: what verification said; None where nothing could be checked, or nothing has been yet.
         edit: the rewrite, where it is in the program.
         runner: makes the recorded calls of it, where it is to be timed.
@@ -47,6 +47,7 @@ class Candidate:
     group: Group
     failure: str = ""
     was_written: bool = True
+    was_skipped: bool = False
     verdict: verification.Verdict | None = None
     edit: Edit | None = None
     runner: timing.Runner | None = None
@@ -55,7 +56,9 @@ class Candidate:
     @property
     def status(self) -> str:
         """Return what the decision on it is called."""
-        return "applied" if not self.failure else "undone" if self.was_written else "refused"
+        if not self.failure:
+            return "applied"
+        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +69,33 @@ class _Race:
     timings: timing.Timings
     best: str
 
+    def without_best(self) -> _Race | None:
+        """Return what the race says of the others, if there are any."""
+        others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
+        return _Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
+
 
 class Tuner:
     """Rewrite groups of sites in the way that is right and pays.
 
-    A lone site's lowerings are verified before they are timed. Those of several sites are timed first, since only one
-    combination has to be verified: the one to be kept.
+    Candidates are timed before any is verified, since verifying costs more: only the one to be kept has to be right.
 
     Args:
         program: is rewritten in place.
         check, time: whether candidates are verified, and timed where their pass is for speed.
         seed: of verification's random inputs.
         settings: limits from the environment.
+        budget: how long checking and timing may take.
+
+    Attributes:
+        sharing: among how many groups the time left for timing is to be divided.
     """
 
-    def __init__(self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings) -> None:
-        self.program, self.calls = program, SiteCalls(program)
+    def __init__(
+        self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings, budget: timing.TimeBudget
+    ) -> None:
+        self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
+        self.sharing = 1
         self._check, self._time, self._seed, self._settings = check, time, seed, settings
 
     def asks(self, pass_: Pass, group: Group) -> bool:
@@ -95,11 +109,19 @@ class Tuner:
 
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
+        wanted = asked and time and self._is_timed(pass_)
+        timed = self.budget.for_a_race(whole=not group.owner) / self.sharing if wanted else 0.0
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
-            check=self._check, timed=asked and time and self._is_timed(pass_), seed=self._seed, brief=brief,
+            check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
             simulated=self._simulated(pass_, group) if asked and self._check else None,
         )  # fmt: skip
+
+    def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
+        """Return a group left as it is, where no time is left to check what a pass makes of it."""
+        if not self._check or self.budget.allows_check(clean_up=pass_.clean_up):
+            return None
+        return Candidate(group, f"not checked: {self.budget} was spent", was_skipped=True)
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass says so."""
@@ -156,7 +178,7 @@ class Tuner:
                 return Candidate(left, edit=self.apply(comparison.pass_, left))
             except MatchFailure as failure:
                 reasons[str(failure)] = None
-                remaining = Group(tuple(site for site in left.sites if not _is_like(site, failure.site)))
+                remaining = Group(tuple(site for site in left.sites if not is_like(site, failure.site)))
                 left = remaining if len(remaining.sites) < len(left.sites) else Group(())  # it may be known of none
         return Candidate(group, "; ".join(reasons) or "no site is left to rewrite", was_written=False)
 
@@ -187,6 +209,7 @@ class Tuner:
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
         """Write and verify all sites of a group."""
+        comparison.take_references()
         try:
             edit = self.apply(comparison.pass_, group)
         except MatchFailure as failure:
@@ -206,29 +229,51 @@ class Tuner:
             that are to be decided by themselves, after this.
         """
         comparison = self._comparison(pass_, group)
+        was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
+        if was_untimed and len(group.choices) > 1 and not group.required:
+            return Candidate(group, f"not timed: {self.budget} is too short", was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
             return self._failed(comparison, list(candidates.values()))
         if not comparison.timed:
             kept = next(iter(able.values()))
+            if was_untimed:
+                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": f"{self.budget} is too short"})
             return kept, group.rest(kept.group)
-        race = self._race(comparison, able)
+        return self._settled(comparison, self._race(comparison, able), ())
+
+    def _settled(
+        self, comparison: Comparison, race: _Race, wrong: Sequence[str]
+    ) -> tuple[Candidate | None, Sequence[Group]]:
+        """Keep what won a race, where it pays and is right; of a lone site, the next best where it is not.
+
+        Args:
+            wrong: what verification said of those that were better.
+        """
+        group = comparison.group
         figures, reason = _judged(race, comparison)
-        best = race.candidates[race.best]
         if reason:
-            return Candidate(group, reason, figures=figures), ()
-        return self._kept(comparison, best, figures)
+            return Candidate(group, "; ".join((*wrong, reason)), figures=figures), ()
+        kept = self._whole(comparison, race.candidates[race.best].group)
+        if not kept.failure:
+            return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
+        if not group.is_single:
+            return self._apart(comparison, self._guilty(comparison, race.candidates[race.best].group.sites))
+        reasons, others = tuple(dict.fromkeys((*wrong, kept.failure))), race.without_best()
+        if others is None:
+            return Candidate(group, "; ".join(reasons)), ()
+        return self._settled(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
         candidates: dict[str, Candidate] = {}
-        for choice in comparison.group.choices:
+        for choice in comparison.choices:
+            if not comparison.timed:
+                comparison.take_references()
             candidate = self._written(comparison, comparison.group.lowered(choice))
-            if comparison.group.is_single or not comparison.timed:
-                candidate = self._verified(comparison, candidate)
-            if comparison.timed:
-                candidate = self._runnable(comparison, candidate)
+            decide = self._runnable if comparison.timed else self._verified
+            candidate = decide(comparison, candidate)
             candidates[choice or "after"] = candidate
             is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
             if is_settled and not comparison.timed:
@@ -247,18 +292,6 @@ class Tuner:
         finally:
             candidate.edit.undo()
         return dataclasses.replace(candidate, edit=None, runner=runner)
-
-    def _kept(
-        self, comparison: Comparison, best: Candidate, figures: Mapping[str, Any]
-    ) -> tuple[Candidate | None, Sequence[Group]]:
-        """Write the best candidate again, to stay; one of several sites is verified only now."""
-        group = comparison.group
-        if group.is_single:
-            return dataclasses.replace(best, edit=self.apply(comparison.pass_, best.group), figures=figures), ()
-        kept = self._whole(comparison, best.group)
-        if kept.failure:
-            return self._apart(comparison, self._guilty(comparison, best.group.sites))
-        return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
 
     # -- what is fastest -------------------------------------------------------------------------------------------
 
@@ -288,7 +321,7 @@ class Tuner:
     ) -> dict[str, tuple[int, Candidate]]:
         """Return candidates in which one class of sites is left out or has another lowering, with its number."""
         varied: dict[str, tuple[int, Candidate]] = {}
-        for number, changed in itertools.islice(_changes(classes, choices), _MOST_VARIATIONS):
+        for number, changed in itertools.islice(changes(classes, choices), _MOST_VARIATIONS):
             candidate = self._combined(comparison, best.group.replaced(classes[number], changed))
             if not candidate.failure:
                 varied[f"change {len(varied)}"] = number, candidate
@@ -319,7 +352,7 @@ class Tuner:
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Say why no candidate is left; of several sites tell those apart that make every one fail."""
         group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
-        if group.is_single or (wrong and not comparison.references):
+        if group.is_single or (wrong and not comparison.checks):
             reasons = dict.fromkeys(each.failure for each in (*wrong, *candidates))
             return Candidate(group, "; ".join(reasons), was_written=bool(wrong)), ()
         if not wrong:
@@ -357,7 +390,6 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
     """Return the figures of the best candidate, and why it does not pay, or ""."""
     speed = race.timings.ratio("before", race.best)
     figures = {
-        **comparison.figures(race.candidates[race.best].verdict),
         **timing_figures(race.timings, race.best),
         "lowerings": {name: microseconds(race.timings, name) for name in race.candidates},
     }
@@ -365,20 +397,3 @@ def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
         return figures, ""
     verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
     return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {race.best}"
-
-
-def _is_like(site: Site, other: object) -> bool:
-    """Say whether what holds of another site holds of this one, too; of every one, where it is not known of which."""
-    if not isinstance(other, Site):
-        return True
-    return site == other or (site.kind is not None and site.kind == other.kind and site.choice == other.choice)
-
-
-def _changes(classes: Sequence[Sequence[Site]], choices: Sequence[str]) -> Iterator[tuple[int, list[Site]]]:
-    """Yield the number of a class and what may become of it: nothing of it is rewritten, or by another lowering."""
-    yield from ((number, list[Site]()) for number in range(len(classes)))
-    for choice in choices:
-        for number, sites in enumerate(classes):
-            changed = [with_lowering(site, choice) for site in sites]
-            if changed != list(sites) and all(site.choice == choice for site in changed):
-                yield number, changed

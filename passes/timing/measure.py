@@ -17,7 +17,7 @@ from .runner import Runner, runner
 if sys.platform == "linux":
     import resource
 
-__all__ = ["Interval", "Runner", "Timings", "runner", "time_candidates"]
+__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
 
 Candidate = Callable[[], object]
 
@@ -29,6 +29,19 @@ _WARM_UP_SECONDS = 2e-3
 
 _LEAST_ROUNDS = 9
 """Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
+
+_FEWEST_ROUNDS = 6
+"""Fewer pairs cannot give a 95% interval for a median: 2 * 0.5**6 = 0.03. Where time is short, these must do."""
+
+_HOPELESS_ROUNDS = 3
+_HOPELESS = 1.5
+"""What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
+
+CALLS_OF_EACH, CALLS_OF_TWO = 2 + _HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - _HOPELESS_ROUNDS)
+"""So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
+
+_LONG_SECONDS = 20e-3
+"""One sample of such a call says what it takes."""
 
 _MOST_ROUNDS = 400
 _TRIES = 3
@@ -79,7 +92,10 @@ class Timings:
     def contenders(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that are not shown to be 2% slower than the fastest, in their order."""
         best = self.quickest(names)
-        return [name for name in names if name == best or self.ratio(name, best).low <= _NOISE]
+        return [name for name in names if name == best or self._may_be_as_fast(name, best)]
+
+    def _may_be_as_fast(self, name: str, best: str) -> bool:
+        return self.ratio(name, best).low <= _NOISE and not self.is_hopeless(name, best)
 
     def quickest(self, names: Sequence[str]) -> str:
         """Return the one of `names` that took the least time, however close the others are."""
@@ -100,6 +116,11 @@ class Timings:
         interval = self._interval(one, other, 0.99)
         return interval.low > 1 / _NOISE and interval.high < _NOISE
 
+    def is_hopeless(self, name: str, best: str) -> bool:
+        """Say whether a candidate was far slower than the fastest in each of several rounds."""
+        ratios = [sample[name] / sample[best] for sample in self.rounds if name in sample and best in sample]
+        return len(ratios) >= _HOPELESS_ROUNDS and min(ratios) > _HOPELESS
+
     def survivors(self, names: Sequence[str]) -> list[str]:
         """Return the candidates that are not clearly (99% confidence) slower than the fastest by 5% or more."""
         best = self.quickest(names)
@@ -117,7 +138,11 @@ def _sign_test_rank(count: int, confidence: float) -> int:
 
 
 def time_candidates(
-    candidates: Mapping[str, Candidate], *, seconds: float = 0.25, least_rounds: int = _LEAST_ROUNDS
+    candidates: Mapping[str, Candidate],
+    *,
+    seconds: float = 0.25,
+    least_rounds: int = _LEAST_ROUNDS,
+    limit: float = math.inf,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
 
@@ -129,31 +154,47 @@ def time_candidates(
         seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case, and four times as long
             where it is still open whether something beats the first candidate.
         least_rounds: the number of rounds before anything is decided.
+        limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
     """
-    timings = Timings()
+    timings, start = Timings(), time.thread_time()
     with ExitStack() as stack:
         for candidate in candidates.values():
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         samplings = {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
         stack.enter_context(collection_paused())
-        _sample_rounds(timings, samplings, seconds, least_rounds)
+        _sample_rounds(timings, samplings, seconds, least_rounds, start + limit)
     return timings
 
 
-def _sample_rounds(timings: Timings, samplings: Mapping[str, _Sampling], seconds: float, least_rounds: int) -> None:
+def _sample_rounds(
+    timings: Timings, samplings: Mapping[str, _Sampling], seconds: float, least_rounds: int, end: float
+) -> None:
     racing = list(samplings)
     shuffling = random.Random(0)  # noqa: S311 - it hides no secret
     first, start = racing[0], time.perf_counter()
     while len(timings.rounds) < _MOST_ROUNDS:
         order = shuffling.sample(racing, len(racing))
         timings.rounds.append({name: samplings[name].sample() for name in order})
+        racing = _hopeful(timings, racing, samplings)
+        if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
+            return
         if len(timings.rounds) < least_rounds:
             continue
         racing = timings.survivors(racing)
         patience = _PATIENCE if _is_in_doubt(timings, first, racing) else 1.0
         if time.perf_counter() - start > patience * seconds or _is_clear(timings, racing):
             return
+
+
+def _hopeful(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> list[str]:
+    """Return the candidates without long ones that cannot win; the first stays, and one other to compare it with."""
+    first, *others = racing
+    if len(others) < 2:
+        return list(racing)
+    best, leader = timings.quickest(racing), timings.quickest(others)
+    kept = {name for name in others if samplings[name].warm_up or not timings.is_hopeless(name, best)}
+    return [first, *(name for name in others if name == leader or name in kept)]
 
 
 def _interruptions() -> int:
@@ -187,7 +228,8 @@ class _Sampling:
     @classmethod
     def of(cls, candidate: Candidate) -> _Sampling:
         once = cls(candidate, 1, warm_up=False)
-        once.sample()
+        if once.sample() > _LONG_SECONDS:
+            return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
         return cls(candidate, max(1, math.ceil(_SAMPLE_SECONDS / seconds)), seconds < _WARM_UP_SECONDS)
 

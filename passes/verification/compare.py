@@ -16,6 +16,7 @@ __all__ = [
     "bitwise_problem",
     "deviation",
     "distance",
+    "drift",
     "form_problem",
     "rounding",
     "scale_of",
@@ -86,7 +87,11 @@ def bitwise_problem(expected: Any, actual: Any) -> str:
 
 def scale_of(tensor: Tensor) -> float:
     """Return the largest magnitude in `tensor`, leaving out what is not finite or stands for infinity."""
-    size = _comparable(tensor).abs()
+    plain = tensor if _is_plain(tensor) else _comparable(tensor).abs()
+    largest = _largest_magnitude(plain)
+    if largest < _STANDS_FOR_INFINITY:
+        return largest
+    size = plain.double().abs()
     return _largest(torch.where(size < _STANDS_FOR_INFINITY, size, 0.0))
 
 
@@ -102,7 +107,23 @@ def deviation(expected: Tensor, actual: Tensor) -> float:
     if expected.shape != actual.shape or _identical(expected, actual):
         return 0.0
     gap = (_comparable(actual) - _comparable(expected)).abs()
-    return _largest(torch.nan_to_num(gap, nan=0.0, posinf=0.0, neginf=0.0))
+    largest = _largest(gap)
+    return largest if math.isfinite(largest) else _largest(torch.nan_to_num(gap, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides.
+
+    Both are relative to the root of the mean square of `expected`; what is not finite is left out.
+    """
+    old, new = _comparable(expected).flatten(), _comparable(actual).flatten()
+    known = old.isfinite() & new.isfinite() & (old.abs() < _STANDS_FOR_INFINITY)
+    old, new = old[known], new[known]
+    power = float(old.square().sum())
+    if not power:
+        return 0.0, 0.0
+    share = float((new - old) @ old) / power
+    return share, math.sqrt(float((new - old * (1 + share)).square().sum()) / power)
 
 
 def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infinities: bool = False) -> Distance:
@@ -141,6 +162,9 @@ def _distance_of_integers(expected: Tensor, actual: Tensor, tolerance: Tolerance
 
 
 def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, fewer_infinities: bool) -> Distance:
+    largest = _largest((actual - expected).abs_()) if expected.is_floating_point() else math.inf
+    if largest <= tolerance.absolute and math.isfinite(largest):  # then all is finite: the usual case, in two passes
+        return Distance(largest / max(scale_of(expected), tolerance.smallest_scale, torch.finfo(torch.float64).tiny))
     equal = (expected == actual) | ((expected != expected) & (actual != actual))
     old_is_finite = torch.isfinite(expected)
     odd = ~equal & (~torch.isfinite(actual) | (~old_is_finite if not fewer_infinities else False))
@@ -168,6 +192,18 @@ def _comparable(tensor: Tensor) -> Tensor:
     if dense.is_complex():
         return dense.to(torch.complex128)
     return dense.double() if dense.is_floating_point() else dense
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.dtype in (torch.float64, torch.float32, torch.bfloat16)
+
+
+def _largest_magnitude(tensor: Tensor) -> float:
+    """Return the largest magnitude in one pass over a tensor of floats; NaN where one is in it."""
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-float(low), float(high))
 
 
 def _largest(tensor: Tensor) -> float:

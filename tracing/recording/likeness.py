@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_children, own_parameters
-from ..graphs import FOUND
-from ..values import PLAIN_TYPES, Inputs, qualified
+from ..graphs import FOUND, capture_of
+from ..values import PLAIN_TYPES, Inputs, qualified, user_class
 
 __all__ = ["Alike", "Described", "Likeness"]
 
@@ -29,6 +29,8 @@ class Alike(enum.Enum):
     """What a trace of one, or an analysis of its graphs, says holds for the other: both hold the very same objects."""
     REWRITTEN = "rewritten"
     """A rewrite does the same to both: other graphs of equal code, and other dataclasses of equal fields, will do."""
+    TIMED = "timed"
+    """Both take as long: other code of one class, other objects of one type, and other settings of it will do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +120,21 @@ class Likeness:
         children = tuple((name, self._child(name, child, parts)) for name, child in own_children(module).items())
         if any(attributes.get(name) for name in _HOOKS):
             return _Same(module)
-        skipped = _SKIPPED if self._alike is Alike.TRACED else _SKIPPED | _GRAPHS
+        skipped = self._skipped(module)
         own = tuple((name, self._value(value, parts)) for name, value in attributes.items() if name not in skipped)
-        return type(module), parameters, buffers, children, own
+        kind = user_class(type(module)) if self._alike is Alike.TIMED else type(module)
+        return kind, parameters, buffers, children, own
+
+    def _skipped(self, module: nn.Module) -> frozenset[str]:
+        """Return the attributes that do not count, such as the number of a layer that no graph reads."""
+        if self._alike is Alike.TRACED:
+            return _SKIPPED
+        capture = capture_of(module)
+        if capture is None:
+            return _SKIPPED | _GRAPHS
+        plain = {name for name, value in vars(module).items() if type(value) in _PLAIN}
+        read = frozenset[str]() if self._alike is Alike.TIMED else capture.reads
+        return _SKIPPED | _GRAPHS | (plain - read - {"training"})
 
     def _registered(self, name: str, tensor: Tensor | None, parts: _Parts) -> Hashable:
         if tensor is None:
@@ -142,7 +156,7 @@ class Likeness:
             parts.append((None, value))
             return _form(value)
         if _holds_more(value):
-            return _Same(value)
+            return kind if self._alike is Alike.TIMED else _Same(value)
         if isinstance(value, (tuple, list)):
             return kind, tuple(self._value(item, parts) for item in cast("Sequence[Any]", value))
         if kind in (set, frozenset):
@@ -155,7 +169,7 @@ class Likeness:
 
     def _object(self, value: Any, parts: _Parts) -> Hashable:
         if self._alike is Alike.TRACED or not dataclasses.is_dataclass(value) or isinstance(value, type):
-            return _Same(value)
+            return cast("type[Any]", type(value)) if self._alike is Alike.TIMED else _Same(value)
         names = (field.name for field in dataclasses.fields(value))
         return type(value), tuple(self._value(getattr(value, name), parts) for name in names)
 

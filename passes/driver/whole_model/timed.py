@@ -10,7 +10,6 @@ from torch import nn
 from ....compat import all_modules
 from ....errors import PassError
 from ....tracing.program import deactivate
-from ....tracing.values import Inputs
 from ... import timing
 from ...sites import Goal
 from ..comparison import timing_figures
@@ -48,13 +47,21 @@ class WholeModel:
             if speed.high >= 1.0 and speed.mid >= _AS_FAST:
                 return _as_timings(timing_figures(timings, "after"))
             self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.3g}x)")
+            if not self._tuner.budget.left:
+                self._take_back_all(speed.mid)
         return None
+
+    def _take_back_all(self, speed: float) -> None:
+        """Take back whatever could make the model slower: there is no time to learn what does."""
+        while doubtful := self._doubtful():
+            reason = f"the whole model was slower ({speed:.3g}x), and {self._tuner.budget} was spent"
+            self._take_back(doubtful, reason)
 
     def _doubtful(self) -> list[Rewrite]:
         """Return the rewrites to take back next, together.
 
         First come clean-ups, which nobody timed, in modules that only they keep from running the original forward; then
-        the least certain of the speed rewrites. Equal blocks have one timing between them.
+        the speed rewrites for which there was no time; then the least certain. Equal blocks share one timing.
         """
         fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]
         owners = {each.owner for each in fast}
@@ -62,18 +69,20 @@ class WholeModel:
         optional = [each for each in fast if not each.group.required]
         if clean_ups or not optional:
             return clean_ups
+        untimed = [each for each in optional if "untimed" in each.decision.figures]
+        if untimed:
+            return untimed
         worst = min(optional, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
         return [each for each in optional if each.evidence is worst.evidence]
 
     def _timings(self) -> timing.Timings:
-        program = self._tuner.program
-        found, training = program.recording([program.model]).calls[program.model], program.training
-        calls = [Inputs(*call.args, **call.kwargs) for call in found]
-        runs = {
-            "before": timing.runner(self._baseline, calls, training=training),
-            "after": timing.runner(program.model, calls, training=training),
-        }
-        return timing.time_candidates(runs)
+        program, budget, training = self._tuner.program, self._tuner.budget, self._tuner.program.training
+        with budget.spending():
+            runs = {
+                "before": timing.runner(self._baseline, program.inputs, training=training),
+                "after": timing.runner(program.model, program.inputs, training=training),
+            }
+            return timing.time_candidates(runs, limit=budget.left)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""

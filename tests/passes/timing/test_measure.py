@@ -39,7 +39,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(measure.time, name, lambda: clock.now)
     return clock
 
 
@@ -132,6 +133,26 @@ def test_what_is_clearly_slower_drops_out(clock: Clock) -> None:
     assert sum("before" in sample for sample in found.rounds) == 9
     assert sum("a" in sample for sample in found.rounds) > 20
     assert found.ratio("before", "a").low > 3
+
+
+def test_a_hopeless_candidate_is_tried_three_times(clock: Clock) -> None:
+    seconds = {"before": 1e-2, "good": 5e-3, "bad": 1e-1}
+    found = time_candidates({name: clock.candidate(each) for name, each in seconds.items()}, seconds=0.25)
+    tried = {name: sum(name in sample for sample in found.rounds) for name in seconds}
+    assert (tried["bad"], tried["before"], tried["good"]) == (3, 9, 9)
+    assert found.fastest(prefer=("bad", "good")) == "good"
+
+
+def test_the_last_rival_of_the_first_is_measured_however_slow(clock: Clock) -> None:
+    found = time_candidates({"before": clock.candidate(1e-3), "bad": clock.candidate(1e-2)}, seconds=0.25)
+    assert found.ratio("before", "bad").high == pytest.approx(0.1)
+
+
+def test_a_limit_leaves_the_fewest_rounds_that_tell_anything(clock: Clock) -> None:
+    candidates = {"before": clock.candidate(1.0, 0.1), "after": clock.candidate(0.5, 0.1)}
+    found = time_candidates(candidates, limit=0.1)
+    assert len(found.rounds) == 6
+    assert found.ratio("before", "after").low > 1.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,135 @@
+"""How long checks and timing may take, in all."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...errors import UsageError
+
+__all__ = ["DEFAULT_BUDGET", "BudgetRequest", "TimeBudget"]
+
+_LEAST_SECONDS = 2.0
+_FORWARDS = "forwards"
+_WHOLE_MODEL_FORWARDS = 20.0
+"""What timing and comparing the whole model takes: six rounds and four calls to get ready, and both in each mode."""
+
+_COMPARING_FORWARDS = 4.0
+"""Of these, what comparing takes."""
+
+_WHOLE_MODEL_SHARE = 0.5
+"""More than this part of the time is not kept back for the whole model."""
+
+_OF_TIMING = 0.75
+"""Sites are timed in this part of the time for sites; the rest is for checking what won."""
+
+_OF_ONE_RACE = 0.7
+"""No race takes more than this part of the time that is left for timing: others may follow."""
+
+_OF_CLEAN_UPS = 0.5
+"""Clean-ups save little, so they leave this part of the time for sites to other passes."""
+
+
+@dataclass(frozen=True)
+class BudgetRequest:
+    """A time that was asked for: seconds, or so many forwards of the model (with their backwards, in training).
+
+    Attributes:
+        seconds: in any case so many.
+        forwards: where that is more, so many forwards.
+    """
+
+    seconds: float
+    forwards: float = 0.0
+
+    @classmethod
+    def of(cls, given: float | str | None) -> BudgetRequest:
+        """Read seconds as a number, `"40 forwards"`, or None for the default.
+
+        Raises:
+            UsageError: if it is none of these.
+        """
+        if given is None:
+            return DEFAULT_BUDGET
+        number, _, unit = str(given).strip().partition(" ")
+        try:
+            count = math.nan if isinstance(given, bool) else float(number)
+        except ValueError:
+            count = math.nan
+        if not count >= 0 or unit not in ("", _FORWARDS):
+            raise UsageError(f"time_budget={given!r}; use seconds (a number, zero or more) or '40 forwards'")
+        return cls(0.0, count) if unit else cls(count)
+
+
+DEFAULT_BUDGET = BudgetRequest(_LEAST_SECONDS, 40.0)
+
+
+@dataclass
+class TimeBudget:
+    """Count the time that checks and timing take, and say when documented rules must do; decision 017.
+
+    Attributes:
+        seconds: that may be spent in all.
+        forward: seconds of one forward of the model, with its backward in training; 0 where none was made.
+        spent: seconds until now.
+        timing: of these, what timing sites took.
+        clock: tells seconds. Processor time of this thread is what a CPU spends on the model; waiting for a busy
+            machine is not. Whoever waits for a GPU needs another clock.
+    """
+
+    seconds: float = math.inf
+    forward: float = 0.0
+    spent: float = 0.0
+    timing: float = 0.0
+    clock: Callable[[], float] = time.thread_time
+    _depth: int = 0
+
+    @classmethod
+    def granted(
+        cls, request: BudgetRequest, forward: float, clock: Callable[[], float] = time.thread_time
+    ) -> TimeBudget:
+        """Return the budget for a model, one forward of which takes so many seconds by a clock."""
+        return cls(max(request.seconds, request.forwards * forward), forward, clock=clock)
+
+    @contextmanager
+    def spending(self, *, timing: bool = False) -> Generator[None]:
+        """Count what runs meanwhile, on sites being timed or on anything else; nested uses count once."""
+        start = self.clock()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                seconds = self.clock() - start
+                self.spent += seconds
+                self.timing += seconds if timing else 0.0
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left in all."""
+        return max(0.0, self.seconds - self.spent)
+
+    @property
+    def for_sites(self) -> float:
+        """Return the seconds that sites may take; what is left over is for the whole model."""
+        if math.isinf(self.seconds):
+            return math.inf
+        return self.seconds - min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+
+    def allows_check(self, *, clean_up: bool) -> bool:
+        """Say whether a site may still be checked."""
+        return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
+
+    def for_a_race(self, *, whole: bool = False) -> float:
+        """Return the seconds that the next race may take; the `whole` model is then not raced again."""
+        kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        for_sites = self.seconds - kept_back if whole and math.isfinite(self.seconds) else self.for_sites
+        left = min(_OF_TIMING * for_sites - self.timing, for_sites - self.spent)
+        return max(0.0, _OF_ONE_RACE * left)
+
+    def __str__(self) -> str:
+        return f"the time budget of {self.seconds:.3g} s"

@@ -1,0 +1,158 @@
+"""Where time is up, documented rules decide: nothing unchecked is applied, and what nobody timed goes first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import UsageError
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Manager
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.timing import TimeBudget, Timings
+from fxopt.tracing.program import Program
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.weight.sum(0)
+
+
+def net(count: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(Block(1 + number) for number in range(count))).eval()
+
+
+@dataclasses.dataclass(frozen=True)
+class Subtract(Pass):
+    """Write `a - b` as a call of torch.sub."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    choices: tuple[str, ...] = ()
+    required: bool = False
+
+    def find(self, program: Program) -> Iterator[Site]:
+        for match in program.matches(operation("sub", name="sub")):
+            yield dataclasses.replace(match.site(), choices=self.choices, required=self.required)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("sub")
+        edit.replace(node, edit.call(torch.sub, *node.args))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tidy(Subtract):
+    """The same as a clean-up."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+    clean_up: ClassVar[bool] = True
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Note what is timed; what is rewritten is always twice as fast."""
+    seen: list[list[str]] = []
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        seen.append(sorted(candidates))
+        return Timings([{name: 2.0 if name == "before" else 1.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    return seen
+
+
+def managed(budget: TimeBudget, *passes: Pass, model: nn.Module | None = None) -> Manager:
+    manager = Manager(fxopt.capture(model or net(), (X,)), budget=budget)
+    manager.run(passes)
+    return manager
+
+
+def outcomes(manager: Manager) -> list[tuple[str, str]]:
+    return [(decision.status, decision.reason) for decision in manager.decisions]
+
+
+def test_what_could_not_be_checked_is_not_applied(races: list[list[str]]) -> None:
+    manager = managed(TimeBudget(5.0, spent=5.0), Subtract(), Tidy())
+    assert outcomes(manager) == [("skipped", "not checked: the time budget of 5 s was spent")] * 6
+    assert not races
+    assert torch.equal(manager.program.model(X), net()(X))
+
+
+def test_clean_ups_leave_time_to_the_others(races: list[list[str]]) -> None:
+    manager = managed(TimeBudget(100.0, spent=60.0), Tidy(), Subtract())
+    assert [status for status, _ in outcomes(manager)] == ["skipped"] * 3 + ["applied"] * 3
+
+
+def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_judges(races: list[list[str]]) -> None:
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
+    assert outcomes(manager) == [("applied", "")] * 3
+    assert {d.figures["untimed"] for d in manager.decisions} == {"the time budget of 100 s is too short"}
+    assert races == [["after", "before"]]
+
+
+def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two")))
+    assert outcomes(manager) == [("skipped", "not timed: the time budget of 100 s is too short")] * 3
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two"), required=True))
+    assert [status for status, _ in outcomes(manager)] == ["applied"] * 3
+
+
+def test_what_nobody_timed_is_taken_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = iter([1.0, 3.0])
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        return Timings([{name: next(slower) if name == "before" else 2.0 for name in sorted(candidates)[::-1]}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
+    assert outcomes(manager) == [("undone", "the whole model was slower with it (0.5x)")] * 3
+
+
+def test_a_slower_model_without_time_to_learn_why_loses_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = TimeBudget(1e9)
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        whole = "after" in candidates and not isinstance(candidates["before"].module, Block)
+        budget.spent = 1e9 if whole else 0.0
+        return Timings([{name: 1.0 if (name == "before") == whole else 2.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    manager = managed(budget, Subtract())
+    assert {status for status, _ in outcomes(manager)} == {"undone"}
+    assert sum("was spent" in reason for _, reason in outcomes(manager)) == 2
+
+
+def test_optimize_takes_a_budget_and_reports_what_it_took() -> None:
+    fast = fxopt.optimize(net(), Subtract(), example_inputs=(X,), time_budget=0)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"skipped"}
+    assert "not checked: the time budget of 0 s was spent" in str(fxopt.report(fast))
+    spent = fxopt.report(fxopt.optimize(net(), Tidy(), example_inputs=(X,), time_budget=math.inf)).to_json()["spent"]
+    assert spent["budget_s"] is None
+    assert min(spent["seconds"], spent["forward_ms"]) > 0
+
+
+def test_without_inputs_there_is_nothing_to_save() -> None:
+    fast = fxopt.optimize(net(), Tidy(), time_budget=0)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
+    assert fxopt.report(fast).to_json()["spent"] is None
+
+
+def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOPT_TIME_BUDGET", "a while")
+    with pytest.raises(UsageError, match="time_budget='a while'"):
+        fxopt.optimize(net(), Tidy())

@@ -1,0 +1,87 @@
+"""The time budget: how it is read, what is counted on it, and what it leaves for what."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fxopt.errors import UsageError
+from fxopt.passes.timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(None, 4.0), (3, 3.0), (0, 0.0), ("1.5", 1.5), ("20 forwards", 2.0), ("0 forwards", 0.0), (math.inf, math.inf)],
+)
+def test_seconds_or_forwards(given: float | str | None, seconds: float) -> None:
+    assert TimeBudget.granted(BudgetRequest.of(given), forward=0.1).seconds == seconds
+
+
+def test_the_default_is_never_less_than_two_seconds() -> None:
+    assert BudgetRequest.of(None) == DEFAULT_BUDGET
+    assert TimeBudget.granted(DEFAULT_BUDGET, forward=1e-3).seconds == 2.0
+
+
+@pytest.mark.parametrize("given", [-1, math.nan, True, "", "soon", "5%", "5 minutes", "-3 forwards"])
+def test_anything_else_is_refused_by_name(given: float | str) -> None:
+    with pytest.raises(UsageError, match="use seconds"):
+        BudgetRequest.of(given)
+
+
+def test_nested_use_counts_once(clock: Clock) -> None:
+    spent = TimeBudget(10.0, clock=clock)
+    with spent.spending(timing=True):
+        clock.now += 1.0
+        with spent.spending():
+            clock.now += 2.0
+    clock.now += 50.0
+    assert (spent.spent, spent.timing, spent.left) == (3.0, 3.0, 7.0)
+
+
+def test_what_raises_is_counted(clock: Clock) -> None:
+    spent = TimeBudget(10.0, clock=clock)
+
+    def fail() -> None:
+        clock.now += 4.0
+        raise KeyError
+
+    with pytest.raises(KeyError), spent.spending():
+        fail()
+    assert spent.spent == 4.0
+
+
+def test_time_for_the_whole_model_is_kept_back() -> None:
+    budget = TimeBudget(40.0, forward=1.0)
+    assert budget.for_sites == 20.0
+    assert budget.for_a_race() == pytest.approx(10.5)
+    assert budget.for_a_race(whole=True) == pytest.approx(18.9)
+    assert budget.allows_check(clean_up=True)
+    budget.spent = 10.0
+    assert not budget.allows_check(clean_up=True)
+    assert budget.allows_check(clean_up=False)
+    budget.spent = 20.0
+    assert not budget.allows_check(clean_up=False)
+    assert (budget.for_a_race(), budget.left) == (0.0, 20.0)
+
+
+def test_a_short_budget_is_not_all_kept_back() -> None:
+    assert TimeBudget(1.0, forward=1.0).for_sites == 0.5
+
+
+def test_without_a_limit_everything_is_allowed() -> None:
+    budget = TimeBudget(spent=1e9)
+    assert budget.allows_check(clean_up=True)
+    assert budget.for_a_race() == math.inf
