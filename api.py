@@ -215,7 +215,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         StateError: the model was not optimized.
     """
-    return _state_map(model).backward(gathered(model.state_dict()))
+    return gathered(model.state_dict(), _state_map(model))
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

@@ -152,6 +152,9 @@ class FusedPart(SavesSlices):
         alone = not memo and can_be_independent(self)
         if alone:
             memo.update({id(view.store): view.store for view in outside_views(self).values()})
+        of_class = getattr(super(), "__deepcopy__", None)
+        if of_class is not None and not alone:
+            return of_class(memo)
         make, arguments, state = self.__reduce__()
         memo[id(self)] = copied = make(*arguments)
         copied.__setstate__(copy.deepcopy(state, memo))

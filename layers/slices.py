@@ -41,7 +41,7 @@ class View(NamedTuple):
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked tensor."""
         member = self._cut()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(member) is not Tensor:
             return member
         found = member.as_subclass(Slice)
         found._fxopt_view = self  # pyright: ignore[reportPrivateUsage]

@@ -18,7 +18,7 @@ __all__ = ["make_root"]
 
 def make_root(model: nn.Module, record: Record) -> None:
     """Make `model` the root of an optimized model, whether or not its original forward could be captured."""
-    for path, state_map in {"": StateMap(), **record.state_map.apart()}.items():
+    for path, state_map in {"": StateMap(names=record.state_map.names), **record.state_map.apart()}.items():
         module = submodule(model, path)
         if module is not None:
             _keep_original_names(module, state_map)

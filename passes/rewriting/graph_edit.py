@@ -263,6 +263,8 @@ class GraphEdit:
         """
         _follow(new, old, self.program, self._place_of(old).owner)
         new.meta.setdefault("val", old.meta.get("val"))
+        if new.meta.get("provenance") == (self.pass_name, self.site.key):
+            new.meta.setdefault("origin", old.meta.get("origin", old.name))
         new.meta["replaces"] = (*new.meta.get("replaces", ()), old.name, *old.meta.get("replaces", ()))
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.erase(old)

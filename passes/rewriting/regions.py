@@ -110,6 +110,7 @@ def _region(
         placeholder.meta = dict(source.meta)
     for node in chosen:
         values[node] = graph.node_copy(node, values.__getitem__)
+        values[node].meta.setdefault("origin", node.name)  # by which verification knows its random draws
         if node.op == "call_module":
             values[node].target = local[str(node.target)]
     outputs = tuple(values[node] for node in results)
@@ -174,6 +175,8 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
             if node.op == "placeholder" or node.op == "output":
                 continue
             values[node] = edit.graph.node_copy(node, values.__getitem__)
+            if not isinstance(module, Region):  # the draws of its nodes were those of the call
+                values[node].meta["origin"] = call.meta.get("origin", call.name)
             values[node].target = _outer_target(node, str(call.target), module)
             new.append(values[node])
     result = map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -87,15 +87,23 @@ def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> 
     """
     found = {name: saved[prefix + name] for name in state_map.origins if prefix + name in saved}
     found = {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
-    if not found:
-        return
     originals = state_map.backward(found)
     for name in found:
         del saved[prefix + name]
     saved.update({prefix + name: tensor for name, tensor in originals.items()})
-    for name in state_map.names:
-        if prefix + name in saved:
-            saved[prefix + name] = saved.pop(prefix + name)
+    _put_in_order(saved, [prefix + name for name in state_map.names if prefix + name in saved], prefix)
+
+
+def _put_in_order(saved: dict[str, Any], names: Sequence[str], prefix: str) -> None:
+    """Let what has original names come in their order; what the user has added since keeps its place."""
+    known = set(names)
+    if [name for name in saved if name in known] == names:
+        return
+    part, ordered = [name for name in saved if name.startswith(prefix)], iter(names)
+    values = {name: saved.pop(name) for name in part}
+    for name in part:
+        name = next(ordered) if name in known else name
+        saved[name] = values[name]
 
 
 def translate_on_load(
@@ -170,7 +178,7 @@ class _Loading:
         translated: dict[str, Tensor] = {}
         for target, names in self.state_map.origins.items():
             self.settled.update(names)
-            if target in self.given and not (target in names and self.given[target].shape != current[target].shape):
+            if self._is_new(target, current[target], known):
                 continue
             if target in sharded:
                 translated |= self._refuse_sharded(target, names, current[target])
@@ -185,6 +193,13 @@ class _Loading:
                 # The tensor itself, so that loading it (assigning, too) changes nothing.
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
+
+    def _is_new(self, name: str, current: Tensor, known: Mapping[str, Tensor]) -> bool:
+        """Say whether a tensor is given under its new name; where that is an original name too, its shape tells."""
+        given = self.given.get(name)
+        if given is None or name not in known:
+            return given is not None
+        return given.shape == current.shape != known[name].shape
 
     def _refuse_sharded(self, target: str, names: tuple[str, ...], current: Tensor) -> dict[str, Tensor]:
         """Leave a sharded tensor to torch, which asks for it by its new name, unless its parts are given."""

@@ -16,9 +16,17 @@ __all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "write
 State = TypeVar("State", bound=Mapping[str, Any])
 
 
-def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with whole tensors; where some are sharded, every rank has to call this."""
-    return {name: value.full_tensor() if is_sharded(value) else value for name, value in state.items()}
+def gathered(state: Mapping[str, Any], state_map: StateMap) -> dict[str, Any]:
+    """Return the state dict of an optimized model with whole tensors under the original names alone.
+
+    Where some are sharded, every rank has to call this.
+    """
+    sharded = {name: value.full_tensor() for name, value in state.items() if is_sharded(value)}
+    if not sharded:
+        return dict(state)
+    # The others have their original names already.
+    whole = state_map.backward(sharded) | {name: value for name, value in state.items() if name not in sharded}
+    return {name: whole.pop(name) for name in state_map.names if name in whole} | whole
 
 
 def sharded_like(value: Tensor, example: Tensor) -> Tensor:

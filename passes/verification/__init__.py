@@ -5,8 +5,8 @@ from __future__ import annotations
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .compare import distance, form_problem, rounding
 from .float64 import Float64Mode, double_defaults, narrow, widened
+from .inputs import jittered, perturbed_inputs, perturbed_state
 from .modes import depends_on_mode, modes_to_check
-from .perturb import jittered, perturbed_inputs, perturbed_state
 from .reference import Data, Reference, reference
 from .tape import Tape
 from .translation import MapState

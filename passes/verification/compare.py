@@ -16,6 +16,7 @@ __all__ = [
     "bitwise_problem",
     "deviation",
     "distance",
+    "drift",
     "form_problem",
     "rounding",
     "scale_of",
@@ -108,6 +109,21 @@ def deviation(expected: Tensor, actual: Tensor) -> float:
     gap = (_comparable(actual) - _comparable(expected)).abs()
     largest = _largest(gap)
     return largest if math.isfinite(largest) else _largest(torch.nan_to_num(gap, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides.
+
+    Both are relative to the root of the mean square of `expected`; what is not finite is left out.
+    """
+    old, new = _comparable(expected).flatten(), _comparable(actual).flatten()
+    known = old.isfinite() & new.isfinite() & (old.abs() < _STANDS_FOR_INFINITY)
+    old, new = old[known], new[known]
+    power = float(old.square().sum())
+    if not power:
+        return 0.0, 0.0
+    share = float((new - old) @ old) / power
+    return share, math.sqrt(float((new - old * (1 + share)).square().sum()) / power)
 
 
 def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infinities: bool = False) -> Distance:

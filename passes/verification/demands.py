@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import TypeGuard
 
+import torch
 from torch import Tensor
 
-from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -14,15 +17,25 @@ __all__ = [
     "TooFar",
     "check_attachment",
     "check_bits",
+    "check_drift",
+    "check_expansion",
+    "check_finite",
     "check_form",
     "check_same_quantities",
     "check_sharing",
     "check_structure",
+    "drifts",
     "largest_gap",
     "results_in",
 ]
 
 _NONE = Tolerance(0.0, 0.0)
+
+_LOUD = 0.1
+"""Where rounding moves elements by this part of their size, it is chaos that drifts, and nobody's mistake."""
+
+_ENOUGH = 16
+"""A tensor of fewer elements says nothing of how rounding averages out."""
 
 
 class TooFar(Objection):
@@ -52,6 +65,58 @@ def check_sharing(before: Run, after: Run) -> None:
     """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
     for output, owner in sorted(after.shared - before.shared):
         raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
+
+
+def check_expansion(before: Run, after: Run) -> None:
+    """Object to an output whose elements share memory where they did not: writing into it fails."""
+    for name in sorted(after.expanded - before.expanded):
+        raise Objection(f"{name} is expanded now, so writing into it would fail")
+
+
+def check_finite(before: Quantities, after: Quantities) -> None:
+    """Object to what is not finite any more."""
+    for label, expected in before.items():
+        found = after.get(label)
+        if not _is_floating(expected) or not _is_floating(found) or expected.shape != found.shape:
+            continue
+        lost = expected.isfinite() & ~found.isfinite()
+        if lost.any():
+            raise Objection(f"{label} is {found[lost][0].item()} where it was finite")
+
+
+def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:
+    """Return by what part narrow floats are larger than the exact ones on the whole, and the noise left besides."""
+    found: dict[str, tuple[float, float]] = {}
+    for label, expected in exact.items():
+        value = other.get(label)
+        if not _is_floating(expected) or not _is_floating(value) or expected.shape != value.shape:
+            continue
+        if expected.numel() >= _ENOUGH:
+            found[label] = drift(expected, value)
+    return found
+
+
+def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance: Mapping[str, float]) -> None:
+    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out.
+
+    Args:
+        exact: what is meant.
+        before, after: what both sides give in their own types.
+        chance: by what part rounding was seen to move a quantity one way.
+    """
+    old = drifts(exact, before)
+    for label, (now, noise) in drifts(exact, after).items():
+        was, noise_before = old.get(label, (now, noise))
+        if after[label].dtype.itemsize != 2 or max(noise, noise_before) > _LOUD:
+            continue
+        random = 4 * max(noise, noise_before) / math.sqrt(exact[label].numel())
+        allowed = 4 * max(abs(was), chance.get(label, 0.0)) + 2 * torch.finfo(after[label].dtype).eps + random
+        if abs(now) > allowed:
+            raise Objection(f"{label} is off by {now:+.1%} on average, in its own types; it was by {was:+.1%}")
+
+
+def _is_floating(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
 def check_attachment(before: Run, after: Run) -> None:

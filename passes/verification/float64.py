@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,6 +13,8 @@ from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_n
 from ...operators import operator_info
 
 __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
+
+_Picked = tuple[int, Sequence[Tensor | None]]
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
@@ -56,9 +58,18 @@ class Float64Mode(DispatchMode):
         super().__init__()
         self.wide = wide
         self.promoted = self.random = False
+        self._tables: dict[int, int] = {}
+
+    def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the arguments that were used to pick from tables, each with the length of the shortest table."""
+        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in arguments.items() if _counts(tensor)}
+        return {name: self._tables[place] for name, place in places.items() if place in self._tables}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random = self.random or draws_randomly(func, args, kwargs or {})
+        picked = _PICKING.get(operator_name(func) or "")
+        if picked is not None:
+            self._note_table(*picked(*args))
         if is_view_operator(func):
             return func(*args, **(kwargs or {}))
         written = written_arguments(func)
@@ -67,6 +78,12 @@ class Float64Mode(DispatchMode):
         named = {key: item if key in written else self._widen(item) for key, item in named.items()}
         result = self._run(func, args, named)
         return result if written else self._widen(result)
+
+    def _note_table(self, length: int, picks: Sequence[Tensor | None]) -> None:
+        for pick in picks:
+            if pick is not None and _counts(pick):
+                place = pick.untyped_storage().data_ptr()
+                self._tables[place] = min(length, self._tables.get(place, length))
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, or what is said to compute it in float64."""
@@ -90,3 +107,30 @@ class Float64Mode(DispatchMode):
     def _promote(self, tensor: Tensor) -> Tensor:
         self.promoted = True
         return tensor.to(widened(tensor.dtype, self.wide))
+
+
+def _counts(tensor: Tensor) -> bool:
+    is_integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+    return is_integer and tensor.layout is torch.strided
+
+
+def _indexed(table: Tensor, picks: Sequence[Tensor | None], *_: Any) -> _Picked:
+    return min((size for size, pick in zip(table.shape, picks, strict=False) if pick is not None), default=0), picks
+
+
+def _embedded(table: Tensor, picks: Tensor, *_: Any) -> _Picked:
+    return len(table), [picks]
+
+
+def _gathered(table: Tensor, dim: int, picks: Tensor, *_: Any) -> _Picked:
+    return (table.shape[dim] if table.dim() else 1), [picks]
+
+
+_PICKING: Mapping[str, Callable[..., _Picked]] = {
+    "aten::embedding": _embedded,
+    "aten::_embedding_bag": _embedded,
+    "aten::index": _indexed,
+    "aten::index_select": _gathered,
+    "aten::gather": _gathered,
+}
+"""Operators that pick from tables: how long the table is, and by what they pick."""

@@ -10,12 +10,20 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ...tracing.graphs import Capture, Specialization, capture_of, fitting, select
+from ...tracing.graphs import (
+    Capture,
+    Region,
+    Specialization,
+    capture_of,
+    fitting,
+    required_capture,
+    select,
+)
 from ...tracing.guards import GuardMiss
 from ...tracing.values import Arguments
 from .tape import Tape
 
-__all__ = ["graph_forward"]
+__all__ = ["graph_forward", "region_forward"]
 
 
 def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
@@ -29,6 +37,12 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
         return None
     specializations = fitting(module, *arguments)
     return _Forward(module, specializations, capture, tape) if specializations else None
+
+
+def region_forward(region: Region, tape: Tape | None) -> Callable[..., Any]:
+    """Return a forward that interprets the graph of a region: random draws belong to the nodes it took over."""
+    capture = required_capture(region)
+    return _Forward(region, capture.specializations, capture, tape)
 
 
 @dataclasses.dataclass

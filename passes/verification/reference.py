@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
-from .perturb import perturbed_inputs, perturbed_state
+from .inputs import few_rows, one_row, other_rows, perturbed_inputs, perturbed_state, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -25,11 +26,23 @@ _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
 
 
+_Test = Callable[[Run], bool]
+
+
 class Data(enum.Enum):
     """What a sample was run on."""
 
     RECORDED = "on the recorded inputs"
-    NOISY_INPUTS = "on inputs with noise"
+    ROWS = "on another number of rows, scaled and negated"
+    ONE_ROW = "on one row"
+    SECOND = "second derivatives, on one row"
+    ZEROS = "on inputs of zeros"
+
+    @property
+    def is_derived(self) -> bool:
+        """Say whether the call is one that verification thought of."""
+        return self not in (Data.RECORDED, Data.NOISY)
+
     NOISY = "on inputs and parameters with noise"
 
 
@@ -72,6 +85,8 @@ class Reference:
         several: whether the calls run several graphs of the module.
         whole: whether the module is a model as it is handed over; see `ReferenceRuns`.
         stream: the native run of the first call on the plain random stream; present where `random`.
+        served: calls made one after another without gradients, in the module's own types.
+        serving: what came of them.
     """
 
     samples: tuple[Sample, ...]
@@ -89,6 +104,8 @@ class Reference:
     several: bool = False
     whole: bool = False
     stream: Run | None = None
+    served: tuple[Arguments, ...] = ()
+    serving: tuple[Run, ...] = ()
 
     @property
     def checked_in(self) -> str:
@@ -145,10 +162,12 @@ class _Maker:
         self.stage = runs.stage
         self.state = runs.stage.state
         self.reason = ""
+        self.few: Arguments = ((), {})
         self.epsilon = 0.0
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
+        served, serving = self._served(samples[0]) if samples and not self.brief else ((), ())
         runs = self.runs
         return Reference(
             samples=tuple(samples),
@@ -166,6 +185,8 @@ class _Maker:
             several=runs.several,
             whole=runs.whole,
             stream=runs.stream(calls[0], self.state) if runs.random else None,
+            served=served,
+            serving=serving,
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -185,8 +206,11 @@ class _Maker:
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
-        noisy = () if self.brief else (self._noisy(sample) for sample in recorded[: len(firsts)])
-        return [*recorded, *itertools.chain.from_iterable(noisy)]
+        self.few = recorded[0].arguments
+        if self.brief:
+            return recorded
+        noisy = (self._noisy(sample) for sample in recorded[: len(firsts)])
+        return [*recorded, *itertools.chain.from_iterable(noisy), *self._derived(recorded[0])]
 
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
@@ -206,30 +230,97 @@ class _Maker:
         return Sample(data, arguments, state, exact, self.runs.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
-        """Run a call again with noise; where the module does not take it, with less of it, or not at all."""
-        state = perturbed_state(self.state, self.runs.seed)
-        inputs = perturbed_inputs(first.arguments, self.runs.seed + 1)
-        samples: list[Sample] = []
-        for arguments in (inputs, first.arguments):
-            run = self._attempt(arguments, state, first.exact)
-            if run is not None:
-                samples.append(self._sample(Data.NOISY, arguments, state, run))
-                break
-        run = self._attempt(inputs, self.state, first.exact)
-        if run is not None:
-            samples.append(Sample(Data.NOISY_INPUTS, inputs, self.state, run))
-        return samples
+        """Run a call again with noise; where the module does not take it, with less of it, or not at all.
 
-    def _attempt(self, arguments: Arguments, state: Mapping[str, Tensor], usual: Run) -> Run | None:
+        Two rows of it are enough, and cheaper.
+        """
+        state = perturbed_state(self.state, self.runs.seed)
+        for arguments in (few_rows(first.arguments), first.arguments):
+            for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
+                run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
+                if run is not None and run.structure == first.exact.structure:
+                    self.few = arguments
+                    return [self._sample(Data.NOISY, inputs, state, run)]
+        return []
+
+    def _derived(self, first: Sample) -> list[Sample]:
+        """Run calls that are derived from one, each the farthest from it that the module takes."""
+        tables, seed = first.exact.tables, self.runs.seed + 2
+        far = [*other_rows(first.arguments, tables, seed), perturbed_inputs(first.arguments, seed)]
+        rows = self._first_taken(Data.ROWS, far, first)
+        one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first)
+        small = [one.arguments] if one else []
+        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, _is_finite_in_value)
+        found = (rows, one and self._second(one), zero)
+        return [sample for sample in found if sample is not None]
+
+    def _first_taken(
+        self, data: Data, derived: Iterable[Arguments], first: Sample, is_finite: _Test | None = None
+    ) -> Sample | None:
+        for arguments in derived:
+            if not self._runs_same(arguments, first.arguments):
+                continue
+            run = self._attempt(arguments, self.state, first.exact, is_finite)
+            if run is not None and run.structure == first.exact.structure:
+                return Sample(data, arguments, self.state, run)
+        return None
+
+    def _second(self, sample: Sample) -> Sample:
+        """Return the sample with second derivatives, where the module has any."""
+        if not self.runs.gradients or not self.runs.of_inputs or self.runs.wide is None:
+            return sample
+        run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
+        return sample if run is None or _is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
+
+    def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
+        """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
+        if arguments is recorded or capture_of(self.stage.module) is None:
+            return True
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+            one, other = (select(self.stage.module, *call) for call in (arguments, recorded))
+        return one is not None and other is not None and one[0] is other[0]
+
+    def _served(self, first: Sample) -> tuple[tuple[Arguments, ...], tuple[Run, ...]]:
+        """Make calls in a row: as recorded, of the same sizes with noise, and with a row more, large and negative."""
+        near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
+        more = next(other_rows(first.arguments, first.exact.tables, self.runs.seed, more=True), None)
+        for calls in (near if more is None else (*near, more), near):
+            # The module may not take such calls, or not run without gradients: then nobody asks for that.
+            with suppress(Exception):
+                return calls, tuple(self.runs.served(calls, self.state))
+        return (), ()
+
+    def _attempt(
+        self,
+        arguments: Arguments,
+        state: Mapping[str, Tensor],
+        usual: Run,
+        is_finite: _Test | None = None,
+        *,
+        second: bool = False,
+    ) -> Run | None:
         """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
         try:
-            run = self.runs.exact(arguments, state)
+            run = self.runs.exact(arguments, state, second=second)
         except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
             return None
-        return run if _is_finite(run) or not _is_finite(usual) else None
+        is_finite = is_finite or _is_finite
+        return run if is_finite(run) or not is_finite(usual) else None
+
+
+def _is_zero(run: Run) -> bool:
+    gradients = (*run.input_gradients.values(), *run.parameter_gradients.values())
+    return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
 
 def _is_finite(run: Run) -> bool:
-    values = (*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values())
+    return _are_finite((*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values()))
+
+
+def _is_finite_in_value(run: Run) -> bool:
+    return _are_finite(run.outputs.values())
+
+
+def _are_finite(values: Iterable[object]) -> bool:
     floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
     return all(math.isfinite(value.sum()) for value in floats)

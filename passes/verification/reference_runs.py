@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,25 +51,36 @@ class ReferenceRuns:
     whole: bool = False
     census: Float64Mode | None = None
 
-    def exact(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
+    def exact(
+        self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False
+    ) -> Run:
         """Run in `wide`; a run that turns out to be random is run again from the tape.
 
-        A captured module runs the graph that a call with `like` would (by default, one with `arguments`).
+        A captured module runs the graph that a call with `like` would (by default, one with `arguments`). Gradients are
+        the second ones where these are asked for.
         """
         if self.wide is None:
             return self.native(arguments, state)
         watched = self.census is None or self.several
         mode = self.census or Float64Mode(self.wide)
-        run = self._trial(self.wide, mode if watched or mode.promoted else None).run(arguments, state, like)
+        trial = self._trial(self.wide, mode if watched or mode.promoted else None)
+        trial.second = second
+        run = trial.run(arguments, state, like)
         self.census = mode
         if mode.random and not self.random and not self.whole:
             self.random = True
-            return self.exact(arguments, state, like)
+            return self.exact(arguments, state, like, second=second)
         return run
 
     def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types, random draws from the tape."""
         return self._trial(None, None).run(arguments, state)
+
+    def served(self, calls: Sequence[Arguments], state: Mapping[str, Tensor]) -> list[Run]:
+        """Make calls one after another in the module's own types, without gradients."""
+        trial = self._trial(None, None)
+        trial.gradients = False
+        return trial.serve(calls, state)
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types on the plain random stream."""

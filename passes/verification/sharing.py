@@ -7,9 +7,15 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["MEMORY_OF_MODULE", "shared_memory"]
+__all__ = ["MEMORY_OF_MODULE", "is_expanded", "shared_memory"]
 
 MEMORY_OF_MODULE = "the module's own tensors"
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Say whether elements of a tensor share memory, so that torch refuses to write into it."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(size > 1 and step == 0 for size, step in steps)
 
 
 def shared_memory(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import transient_buffers
+from ...tracing.graphs import Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 
@@ -57,6 +58,11 @@ class Stage:
     def _named(self, kind: str) -> dict[str, Tensor]:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
+
+    @property
+    def regions(self) -> list[Region]:
+        """Return the parts of graphs that run as modules of their own."""
+        return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
 
     @property
     def lasting(self) -> dict[str, Tensor]:
@@ -123,10 +129,12 @@ class Stage:
 class _Belongings:
     """What one module holds; putting all of it back blindly is faster than looking for what has changed."""
 
-    __slots__ = ("attributes", "containers", "held", "own", "registers")
+    __slots__ = ("attributes", "containers", "held", "misses", "own", "registers")
 
     def __init__(self, module: nn.Module) -> None:
         own = self.own = vars(module)
+        capture = capture_of(module)
+        self.misses = None if capture is None else (capture.misses, dict(capture.misses))
         self.attributes = dict(own)
         self.registers = [(register, dict(register)) for register in (own["_parameters"], own["_buffers"])]
         self.registers.append((own["_modules"], dict(own["_modules"])))
@@ -155,6 +163,9 @@ class _Belongings:
                 dictionary.update(content)
         if self.containers is not None:
             self.containers.restore()
+        if self.misses is not None and self.misses[0] != self.misses[1]:
+            self.misses[0].clear()
+            self.misses[0].update(self.misses[1])
 
 
 def _holds_tensors(value: Any) -> bool:

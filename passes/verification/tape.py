@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ Key = str | tuple[str, ...]
 """Where a draw happens: the name of a node, or the names of all the nodes that a fused node stands for."""
 
 
+_FIRST_PLACE = 2**62
+"""The seed of the generator where a tape begins: the seeds from here on are places on it."""
+
+
 class Tape(DispatchMode):
     """Serve every random operator from draws named (seed, key, count), computed in float64.
 
@@ -26,33 +30,75 @@ class Tape(DispatchMode):
     tuple key stands for N members: its draw is the members' draws, stacked on dim 0; where the operator asks for
     another layout, the dimension they fit along is used. Draws are counted per name, so several nodes of one origin
     go on counting where the last one stopped.
+
+    Where the tape stands is known by the seed of the CPU generator: code that puts the generator back to an earlier
+    state (a checkpoint that computes a region again) is served the same draws again, and code that should but does not
+    is served others. Outside of the tape the generator stays where it was.
     """
 
     def __init__(self, seed: int, *, keyed: bool = True) -> None:
         super().__init__()
         self.seed, self.keyed = seed, keyed
-        self._key: Key = ""
-        self._counts: Counter[str] = Counter()
+        self._places: list[tuple[Key, Counter[str]]] = [("", Counter())]
+        self._entered = 0
+        self.rewind()
+        self._outside = self._inside
+
+    def __enter__(self) -> Self:
+        if not self._entered:
+            self._outside = torch.get_rng_state()
+            torch.set_rng_state(self._inside)
+        self._entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._entered -= 1
+        if not self._entered:
+            self._inside = torch.get_rng_state()
+            torch.set_rng_state(self._outside)
+
+    def rewind(self) -> None:
+        """Begin anew, outside of the tape."""
+        self._inside = torch.Generator().manual_seed(_FIRST_PLACE).get_state()
 
     def at(self, key: Key) -> None:
         """Let the draws that follow belong to `key`."""
-        self._key = key if self.keyed else ""
+        if self.keyed:
+            self._move(key, self._place()[1])
+
+    def _place(self) -> tuple[Key, Counter[str]]:
+        """Return whose draws are served now, and how many each name has had."""
+        seed = torch.initial_seed()
+        if 0 <= seed - _FIRST_PLACE < len(self._places):
+            return self._places[seed - _FIRST_PLACE]
+        return f"seed {seed}", Counter()  # the code has set a seed of its own
+
+    def _move(self, key: Key, counts: Counter[str]) -> None:
+        torch.default_generator.manual_seed(_FIRST_PLACE + len(self._places))
+        self._places.append((key, counts))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        members = (self._key,) if isinstance(self._key, str) else self._key
-        counts = tuple(self._counts[member] for member in members)
-        self._counts.update(members)
         rule = _RULES.get(str(func))
         if rule is None:
-            return self._seeded(counts[0], func, args, kwargs)
-        return rule(_Draws(self.seed, self._key, counts), args, kwargs)
+            with self:  # in inference mode, what is made of other operators arrives whole
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        key, before = self._place()
+        members = (key,) if isinstance(key, str) else key
+        counts = tuple(before[member] for member in members)
+        self._move(key, before + Counter(members))
+        if rule is None:
+            return self._seeded(str(key), counts[0], func, args, kwargs)
+        return rule(_Draws(self.seed, key, counts), args, kwargs)
 
-    def _seeded(self, count: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def _seeded(self, key: str, count: int, func: Any, args: Any, kwargs: Any) -> Any:
         with torch.random.fork_rng():
-            torch.manual_seed(_digest(self.seed, str(self._key), count))
+            torch.manual_seed(_digest(self.seed, key, count))
             return func(*args, **kwargs)
 
 

@@ -22,6 +22,8 @@ _EXACT = {
 }
 """What exact runs may differ by, relative to the element and to the tensor's scale."""
 
+_DERIVED = 100.0
+
 _SAFETY = 64.0
 """Rounding in another order is allowed this multiple of the rounding error that was seen."""
 
@@ -110,16 +112,22 @@ class Tolerances:
         for label in _scales(exact):
             self._exact.note(label, *_moved(exact[label], other.get(label)))
 
-    def for_meaning(self, sample: Measured, wide: torch.dtype | None) -> dict[str, Tolerance]:
-        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by."""
+    def for_meaning(
+        self, sample: Measured, wide: torch.dtype | None, *, is_derived: bool = False
+    ) -> dict[str, Tolerance]:
+        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by.
+
+        Calls that are derived, with inputs a hundred times as large, or second derivatives, lose two digits more.
+        """
         if self.is_rounded:
             return self.for_precision(sample)
         units = 4 * self.reference.native_epsilon
         base = Tolerance(units, units) if wide is None else _EXACT[wide]
+        more = _DERIVED if is_derived else 1.0
         return {
             label: Tolerance(
-                base.relative,
-                base.absolute * scale
+                more * base.relative,
+                more * base.absolute * scale
                 + _SAFETY * self._exact.distance.get(label, 0.0)
                 + self.wide_epsilon * around * (_CANCELLED if is_gradient(label) else 1.0),
                 self._unit(label, scale, around),
@@ -136,10 +144,11 @@ class Tolerances:
         if budget is not None:
             return within(sample.exact, budget)
         typical = _typical(self._native.distance.values())
+        least = Tolerance(0.0, 0.0) if self.native_is_coarser else _EXACT[torch.float64]
         return {
             label: Tolerance(
-                0.0,
-                self._share(sample, label, typical) * max(scale, 1e-6 * around),
+                least.relative,
+                least.absolute * scale + self._share(sample, label, typical) * max(scale, 1e-6 * around),
                 self._unit(label, scale, around),
                 _FLIPS_FACTOR * self._native.places.get(label, 0),
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import FxoptError, VerificationError
 from ..state import StateMap
 from .compare import Tolerance, bitwise_problem, distance, form_problem
-from .perturb import perturbed_state
+from .inputs import perturbed_state
 from .reference import Reference
 from .reference_runs import coarsest_epsilon
 from .stage import Stage

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...compat import checkpoints_off, version_of
+from ...compat import reentrant_checkpoints_off, version_of
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
-from .interpret import graph_forward
-from .sharing import shared_memory
+from .interpret import graph_forward, region_forward
+from .sharing import is_expanded, shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
 
@@ -39,6 +39,8 @@ class Run:
         shared: (output, owner of memory that it lies in); see `shared_memory`.
         rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
         random_state: of the CPU generator after the forward.
+        expanded: the outputs whose elements share memory.
+        tables: the integer arguments that pick from tables, and the length of the shortest table.
     """
 
     structure: tuple[tuple[str, str], ...]
@@ -51,6 +53,8 @@ class Run:
     shared: frozenset[tuple[str, str]]
     rewritten: frozenset[str]
     random_state: Tensor
+    expanded: frozenset[str] = frozenset()
+    tables: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Trial:
         promotion: promotes what the code casts or creates on its way, where that is needed.
         tape: serves the random draws; None leaves them to the generator.
         by_node: interpret the module's graph, where it has one, instead of running its code.
+        second: take second derivatives: how the gradients of float arguments depend on these and on parameters.
     """
 
     stage: Stage
@@ -78,32 +83,55 @@ class Trial:
     promotion: Float64Mode | None = None
     tape: Tape | None = None
     by_node: bool = False
+    second: bool = False
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
 
         The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
         """
-        stand_ins = self._made_proxies(state)
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(self.gradients))
-            stack.enter_context(random_state_kept(self.seed))
-            stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
-            stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
-            if self.tape is not None:
-                stack.enter_context(checkpoints_off())  # a second computation would draw from the tape again
-            # Where types are kept, the stand-ins of parameters share memory with them.
-            parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
-            stack.enter_context(ParameterData(parameters).preserved())
+        with self._on_stage(state) as stand_ins:
             if self.by_node:
                 self._interpret(like or arguments)
             return self._run(arguments, stand_ins)
 
+    def serve(self, calls: Sequence[Arguments], state: Mapping[str, Tensor]) -> list[Run]:
+        """Make several calls one after another without gradients, all but the first in inference mode."""
+        runs: list[Run] = []
+        with self._on_stage(state) as stand_ins:
+            for arguments in calls:
+                with torch.inference_mode(bool(runs)), torch.no_grad():
+                    if self.by_node:
+                        self._interpret(arguments)
+                    if self.tape is not None:
+                        self.tape.rewind()
+                    runs.append(self._run(arguments, stand_ins))
+        return runs
+
+    @contextmanager
+    def _on_stage(self, state: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:
+        """Put the module under the conditions, stand-ins in the places of its tensors."""
+        stand_ins = self._made_proxies(state)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(reentrant_checkpoints_off())
+            stack.enter_context(random_state_kept(self.seed))
+            stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
+            stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
+            # Where types are kept, the stand-ins of parameters share memory with them.
+            parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
+            stack.enter_context(ParameterData(parameters).preserved())
+            yield stand_ins
+
     def _interpret(self, arguments: Arguments) -> None:
-        forward = graph_forward(self.stage.module, arguments, self.tape)
-        if forward is not None:
-            self.stage.module.__dict__["forward"] = forward
+        module = self.stage.module
+        forward = graph_forward(module, arguments, self.tape)
+        if forward is None:
+            return
+        module.__dict__["forward"] = forward
+        for region in self.stage.regions:
+            region.__dict__["forward"] = region_forward(region, self.tape)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._type(tensor), copy=True)
@@ -126,8 +154,8 @@ class Trial:
     def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
         leaves, (args, kwargs) = self._arguments(arguments)
         given = _named_inputs((args, kwargs))
-        versions = {name: version_of(tensor) for name, tensor in given.items()}
-        held = {name: (tensor, version_of(tensor)) for name, tensor in self.stage.plain.items()}
+        before = {name: (tensor, _version(given[name])) for name, tensor in _named_inputs(arguments).items()}
+        held = {name: (tensor, _version(tensor)) for name, tensor in self.stage.plain.items()}
         with ExitStack() as stack:
             stack.enter_context(self.promotion or nullcontext())
             stack.enter_context(self.tape or nullcontext())
@@ -139,13 +167,15 @@ class Trial:
             structure=structure(result),
             outputs={name: _detached(value) for name, value in outputs.items()},
             attached=frozenset(name for name, value in outputs.items() if _requires_grad(value)),
-            inputs={name: _detached(given[name]) for name, at in versions.items() if version_of(given[name]) != at},
+            inputs={name: _detached(given[name]) for name, was in before.items() if _is_written(given[name], *was)},
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
             buffers={name: _detached(tensor) for name, tensor in self.stage.buffers_now.items()},
             shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
-            rewritten=frozenset(name for name, (tensor, at) in held.items() if version_of(tensor) != at),
+            rewritten=frozenset(name for name, (tensor, at) in held.items() if _version(tensor) != at),
             random_state=random_state,
+            expanded=frozenset(name for name, v in outputs.items() if isinstance(v, Tensor) and is_expanded(v)),
+            tables={} if self.promotion is None else self.promotion.tables_of(given),
         )
 
     def _arguments(self, arguments: Arguments) -> tuple[dict[str, Tensor], Arguments]:
@@ -169,10 +199,36 @@ class Trial:
         wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
         if not losses or not wanted:
             return {}
-        with self.promotion if self.promotion is not None and self.promotion.promoted else nullcontext():
-            found = torch.autograd.grad(losses, list(wanted.values()), allow_unused=True)
-        gradients = zip(wanted, cast("tuple[Tensor | None, ...]", found), strict=True)
+        found = self._differentiated(losses, list(wanted.values()), list(leaves.values()))
+        gradients = zip(wanted, found, strict=True)
         return {key: gradient for key, gradient in gradients if gradient is not None}
+
+    def _differentiated(
+        self, losses: Sequence[Tensor], wanted: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        if not self.second:
+            return self._backward(losses, wanted)
+        first = self._backward(losses, leaves, create_graph=True)
+        known = [(number, value) for number, value in enumerate(first) if value is not None and value.requires_grad]
+        again = [self._loss(value, number) for number, value in known]
+        return self._backward(again, wanted, materialize_grads=True) if again else [None] * len(wanted)
+
+    def _backward(
+        self,
+        losses: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        *,
+        create_graph: bool = False,
+        materialize_grads: bool = False,
+    ) -> Sequence[Tensor | None]:
+        """Return gradients; what is computed again on the way runs as it ran before."""
+        with ExitStack() as stack:
+            stack.enter_context(self.promotion if self.promotion and self.promotion.promoted else nullcontext())
+            stack.enter_context(self.tape or nullcontext())
+            found = torch.autograd.grad(
+                losses, wanted, allow_unused=True, create_graph=create_graph, materialize_grads=materialize_grads
+            )
+            return cast("tuple[Tensor | None, ...]", found)
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a scalar that sends the same random gradient into `output`, whatever its type."""
@@ -191,6 +247,17 @@ def differentiable(tensor: Tensor) -> bool:
 def _named_inputs(arguments: Arguments) -> dict[str, Tensor]:
     named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)  # those of inference mode have none
+
+
+def _is_written(given: Tensor, original: Tensor, version: int) -> bool:
+    """Say whether a call wrote into an argument: by its version or, where the write goes round that, its values."""
+    if _version(given) != version or given.layout is not torch.strided:
+        return _version(given) != version
+    return not given.isnan().any() and not torch.equal(given, original.to(given.dtype))
 
 
 def _detached(value: Any) -> Any:

@@ -260,6 +260,37 @@ def test_copies_of_several_members_stay_a_part_of_the_copied_model(models: tuple
     assert torch.equal(fast(inputs()), before)
 
 
+def test_a_member_is_compiled_by_itself_and_a_copy_of_it_exported(models: tuple[Ensemble, Ensemble]):
+    _, fast = models
+    expected = fast.heads[2](inputs())
+    torch.testing.assert_close(torch.compile(fast.heads[2], backend="eager")(inputs()), expected)
+    exported = torch.export.export(copy.deepcopy(fast.heads[2]), (inputs(),))
+    torch.testing.assert_close(exported.module()(inputs()), expected)
+
+
+class Named(nn.Linear):
+    """A layer whose copies are made in a way of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo), copied=True)
+        return copied
+
+
+def test_members_are_copied_in_the_way_of_their_class():
+    model = nn.Sequential(Named(4, 4), Ensemble())
+    model[1].heads = nn.ModuleList(Named(4, 2) for _ in range(4))
+    fast = fxopt.optimize(
+        model, "fuse_ensembles{lowering=bmm}", example_inputs=(inputs(),), verify=False, measure=False
+    )
+    other = copy.deepcopy(fast)
+    assert other[1].heads[2].copied
+    torch.testing.assert_close(other(inputs()), model(inputs()))
+    nn.init.zeros_(other[1].heads[2].weight)
+    torch.testing.assert_close(fast(inputs()), model(inputs()))
+
+
 def test_a_slice_is_copied_as_a_parameter_and_pickled_as_a_tensor(models: tuple[Ensemble, Ensemble]):
     _, fast = models
     weight = linear_of(fast).weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Edit, Goal, Pass, Program, Refusal, Site
-from fxopt.passes.state import Rename
+from fxopt.errors import MatchFailure
+from fxopt.passes.rewriting.unmapped import check_mapped
+from fxopt.passes.state import Rename, StateMap
 
 
 class Net(nn.Module):
@@ -91,21 +93,12 @@ def test_refused_at_the_site(what: Callable[[Site, Edit], None], reason: str):
     assert torch.equal(fast(*inputs()), model(*inputs()))
 
 
-def rename(site: Site, edit: Edit) -> None:
-    linear: Any = site.module("two")
-    name = edit.add_module(linear, name="again")
-    edit.replace(site["two"], edit.call(name, *site["two"].args, before=site["two"]))
-    edit.remove_module("two")
-    for tensor in ("weight", "bias"):
-        edit.record_state(Rename(f"two.{tensor}", f"again.{tensor}"))
-
-
 def test_a_step_accounts_for_it():
-    model = Net()
-    fast = fxopt.optimize(model, Change(rename), example_inputs=inputs())
-    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"]
-    assert "again.weight" in dict(fast.named_parameters())
-    assert fast.state_dict().keys() == model.state_dict().keys()
+    shapes = {name: tensor.shape for name, tensor in Net().state_dict().items()}
+    renamed = {name.replace("two.weight", "again"): shape for name, shape in shapes.items()}
+    check_mapped(shapes, renamed, StateMap((Rename("two.weight", "again"),)))
+    with pytest.raises(MatchFailure, match=r"the pass adds 'again'"):
+        check_mapped(shapes, renamed, StateMap())
 
 
 def test_a_function_that_adds_parameters_is_refused():

@@ -78,15 +78,20 @@ def test_the_same_module_passes(dtype: torch.dtype) -> None:
     assert verdict == Verdict(True, "", 0.0, verdict.precision_error, "float64")
 
 
+def logsumexp_by_hand(x: Tensor) -> Tensor:
+    largest = x.amax(-1, keepdim=True).detach()
+    return (x - largest).exp().sum(-1).log() + largest.squeeze(-1)
+
+
 HONEST = {
     "sum order": (lambda m, x: x[0] + x[1] + x[2] + x[3], lambda m, x: (x[3] + x[2]) + (x[1] + x[0])),
-    "mean of a stack": (lambda m, x: torch.stack(list(x)).mean(0), lambda m, x: sum(x) / 4),
+    "mean of a stack": (lambda m, x: torch.stack(list(x)).mean(0), lambda m, x: sum(x) / len(x)),
     "linear": (lambda m, x: F.linear(x, m.w, m.b), lambda m, x: x @ m.w.T + m.b),
     "addmm": (lambda m, x: F.linear(x[0], m.w, m.b), lambda m, x: torch.addmm(m.b, x[0], m.w.T)),
     "factored out": (lambda m, x: x * m.b0 + x * m.c0, lambda m, x: x * (m.b0 + m.c0)),
     "cat and stack": (lambda m, x: torch.cat([y[None] for y in x]), lambda m, x: torch.stack(list(x))),
-    "bmm": (lambda m, x: torch.stack([y @ m.w.T for y in x]), lambda m, x: torch.bmm(x, m.w.T.expand(4, -1, -1))),
-    "logsumexp": (lambda m, x: x.logsumexp(-1), lambda m, x: x.exp().sum(-1).log()),
+    "bmm": (lambda m, x: torch.stack([y @ m.w.T for y in x]), lambda m, x: torch.bmm(x, m.w.T.expand(len(x), -1, -1))),
+    "logsumexp": (lambda m, x: x.logsumexp(-1), lambda m, x: logsumexp_by_hand(x)),
     "gelu": (lambda m, x: F.gelu(x), lambda m, x: x * 0.5 * (1 + torch.erf(x * 0.7071067811865476))),
     "sigmoid": (lambda m, x: x.sigmoid(), lambda m, x: 1 / (1 + (-x).exp())),
     "variance": (lambda m, x: x.var(-1, correction=0), lambda m, x: (x - x.mean(-1, keepdim=True)).square().mean(-1)),

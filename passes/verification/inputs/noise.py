@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...tracing.values import map_tensors
-from .float64 import widened
+from ....tracing.values import map_tensors
+from ..float64 import widened
 
-__all__ = ["jittered", "perturbed_inputs", "perturbed_state"]
+__all__ = ["jittered", "perturbed_inputs", "perturbed_state", "stands_for_infinity"]
 
 _STRENGTH = 0.25
 """How far values move, relative to the tensor's own scale: far enough to tell things apart, and rarely too far."""
@@ -60,6 +60,11 @@ def jittered(value: Any, step: float, wide: torch.dtype | None, seed: int) -> An
         return exact + exact * (step * _noise(tensor, generator)).to(exact.dtype)
 
     return map_tensors(move, value)
+
+
+def stands_for_infinity(tensor: Tensor) -> bool:
+    """Say whether any value in a tensor is infinite, or so large that it stands for that: the tensor is a mask."""
+    return not bool((tensor.abs() < _HUGE).all())
 
 
 def _can_move(tensor: Tensor) -> bool:

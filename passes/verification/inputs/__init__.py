@@ -1,0 +1,8 @@
+"""Make inputs and state to compare on: with noise, and calls derived from an example."""
+
+from __future__ import annotations
+
+from .derived import few_rows, one_row, other_rows, zeros
+from .noise import jittered, perturbed_inputs, perturbed_state
+
+__all__ = ["few_rows", "jittered", "one_row", "other_rows", "perturbed_inputs", "perturbed_state", "zeros"]

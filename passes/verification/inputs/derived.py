@@ -1,0 +1,194 @@
+"""Calls derived from one call: what an example does not show of sizes, signs, magnitudes, identifiers and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
+from .noise import stands_for_infinity
+
+__all__ = ["few_rows", "one_row", "other_rows", "zeros"]
+
+_FACTORS = (100.0, -1.0, -100.0, 1.0)
+"""What the rows of a derived call are multiplied by, in turn."""
+
+
+_FEW, _ODD, _SHORT = 2, 3, 8
+"""So many rows are few, so many are few and odd; so many elements along another dimension are few."""
+
+
+def other_rows(
+    arguments: Arguments, tables: Mapping[str, int], seed: int, *, more: bool = False
+) -> Iterator[Arguments]:
+    """Yield calls with another number of rows, large and negative, identifiers from whole tables, masks changed.
+
+    The first is the farthest from the example, the last the nearest: the one to take is the first that the original
+    takes.
+
+    Args:
+        arguments: of the call.
+        tables: the integer arguments that pick from tables, with the tables' lengths.
+        seed: of identifiers and masks.
+        more: with one row more; else with three, which is cheaper, or one more than there are.
+    """
+    rows = _rows(arguments)
+    if not rows:
+        return
+    drawn, count = _Drawn(arguments, tables, seed), rows + 1 if more else min(_ODD, rows + 1)
+    if count == rows:
+        count += 1
+    # Numbers that pick from no table are scaled, too; the sign is kept where the original is not defined below zero.
+    for factors, integers in ((_FACTORS, True), (_FACTORS, False), ((100.0, 0.5), False), ((1.0,), False)):
+        yield drawn.over(_resized(arguments, {0: {rows: count}}), _scaled(count, factors, integers))
+    yield drawn.over(arguments, _scaled(rows, _FACTORS, integers=False))
+
+
+def one_row(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Iterator[Arguments]:
+    """Yield calls with the first row alone, nothing masked; at first with an inner size that is odd and smaller."""
+    rows = _rows(arguments)
+    if not rows:
+        return
+    drawn = _Drawn(arguments, tables, seed, masks=False)
+    first = _resized(arguments, {0: {rows: 1}})
+    for inner in _inner_sizes(arguments):
+        yield drawn.over(_resized(first, {dim: {size: _another(size) for size in inner} for dim in range(1, 6)}), _kept)
+    yield drawn.over(first, _kept)
+    yield first
+
+
+def few_rows(arguments: Arguments) -> Arguments:
+    """Return the call with its first two rows alone."""
+    rows = _rows(arguments)
+    return _resized(arguments, {0: {rows: 2}}) if rows > _FEW else arguments
+
+
+def _another(size: int) -> int:
+    """Return an odd size of about a quarter; one more where there is little."""
+    return size + 1 if size <= _SHORT else size // 4 // 2 * 2 + 3
+
+
+def zeros(arguments: Arguments) -> Arguments:
+    """Return the call with zeros in the place of all floats, save what stands for infinity."""
+    return map_tensors(lambda x: torch.zeros_like(x) if _is_ordinary(x) else x, arguments)
+
+
+def _tensors(arguments: Arguments) -> dict[str, Tensor]:
+    named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _rows(arguments: Arguments) -> int:
+    """Return the size of the batch: that of the first tensor which has more than a value."""
+    return next((len(tensor) for tensor in _tensors(arguments).values() if tensor.dim()), 0)
+
+
+def _inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
+    """Yield sizes that may be lengths: of a sequence in the middle, or of what lies behind channels."""
+    widest = max(_tensors(arguments).values(), key=Tensor.dim, default=None)
+    if widest is None:
+        return
+    if widest.dim() == 2 and not widest.dtype.is_floating_point:
+        yield (widest.shape[1],)
+    if widest.dim() == 3:
+        yield (widest.shape[1],)
+    if widest.dim() >= 3:
+        yield tuple(widest.shape[2:])
+
+
+def _resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arguments:
+    """Return a call in which dimensions of some sizes have others: what there is repeats, or ends earlier.
+
+    Args:
+        arguments: of the call.
+        sizes: dimension -> old size -> new size.
+    """
+
+    def resize(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        for dim, size in enumerate(tensor.shape):
+            new = sizes.get(dim, {}).get(size, size)
+            if new != size and size:
+                picks = torch.arange(new, device=tensor.device) % size
+                tensor = tensor.detach().index_select(dim, picks)
+        return tensor
+
+    return map_tensors(resize, arguments)
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _scaled(rows: int, factors: tuple[float, ...], integers: bool) -> TensorFunction:
+    """Return what multiplies the rows of tensors that have `rows` of them."""
+
+    def change(tensor: Tensor) -> Tensor:
+        counts = tensor.dtype in (torch.int64, torch.int32)
+        if not (_is_ordinary(tensor) or (counts and integers)) or not tensor.dim() or len(tensor) != rows:
+            return tensor
+        column = torch.tensor([factors[row % len(factors)] for row in range(rows)], dtype=torch.float64)
+        shape = (-1, *(1 for _ in tensor.shape[1:]))
+        wide = tensor.detach() * column.view(shape).to(tensor.device)
+        return wide.to(tensor.dtype)
+
+    return change
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Say whether a tensor is of floats, and none of these stands for infinity."""
+    is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided
+    return is_float and tensor.numel() > 0 and not stands_for_infinity(tensor)
+
+
+class _Drawn:
+    """Draw identifiers from the whole of their tables, and masks anew."""
+
+    def __init__(self, arguments: Arguments, tables: Mapping[str, int], seed: int, *, masks: bool = True) -> None:
+        names = {id(tensor): name for name, tensor in _tensors(arguments).items()}
+        order = [id(tensor) for tensor in _leaves(arguments)]
+        self._lengths = [tables.get(names.get(key, "")) for key in order]
+        self._seed, self._masks = seed, masks
+
+    def over(self, arguments: Arguments, change: TensorFunction) -> Arguments:
+        """Return a call with identifiers and masks drawn, and all other tensors changed by `change`."""
+        lengths = iter(self._lengths)
+        generator = torch.Generator().manual_seed(self._seed)
+
+        def draw(tensor: Tensor) -> Tensor:
+            length = next(lengths)
+            if length is not None:
+                return _identifiers(tensor, length, generator)
+            return self._mask(tensor, generator) if tensor.dtype is torch.bool else change(tensor)
+
+        return map_tensors(draw, arguments)
+
+    def _mask(self, mask: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a mask with about a third of its places the other way, or with none."""
+        if not self._masks:
+            return torch.ones_like(mask)
+        other = (torch.rand(mask.shape, generator=generator) < 1 / 3).to(mask.device)
+        other[..., :1] = False
+        return mask ^ other
+
+
+def _leaves(arguments: Arguments) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, arguments)
+    return found
+
+
+def _identifiers(like: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """Return identifiers over a whole table; the first and the last are among them, where there is room."""
+    drawn = torch.randint(0, length, like.shape, generator=generator)
+    flat = drawn.view(-1)
+    flat[:2] = torch.tensor([length - 1, 0])[: flat.numel()]
+    return drawn.to(device=like.device, dtype=like.dtype)

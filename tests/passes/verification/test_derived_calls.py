@@ -1,0 +1,128 @@
+"""Calls are derived from the example: other sizes, signs and magnitudes, identifiers, masks; no gradients; twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxopt.passes.verification import Data, Verdict, reference, verify
+from fxopt.tracing.values import Inputs
+
+Function = Callable[..., Any]
+
+
+class Model(nn.Module):
+    """Compute a function of a table, a weight and the arguments."""
+
+    def __init__(self, function: Function, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.table = nn.Parameter(torch.randn(9, 4).to(dtype))
+        self.weight = nn.Parameter(torch.randn(4, 4).to(dtype))
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def judged(before: Function, after: Function, *args: Tensor, dtype: torch.dtype = torch.float32) -> Verdict:
+    one, other = Model(before, dtype), Model(after, dtype)
+    return verify(reference(one, [Inputs(*args)]), other)
+
+
+def rows(number: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(number, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+class Once(torch.autograd.Function):
+    """tanh whose slope is a constant to the second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.slope = 1 - torch.tanh(x.detach()).square()
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.slope
+
+
+WRONG: dict[str, tuple[Function, Function]] = {
+    "burned in": (lambda m, x: x @ m.weight, lambda m, x: (x @ m.weight)[:4].reshape(4, -1)),
+    "one row": (lambda m, x: (x @ m.weight).sum(-1), lambda m, x: (x @ m.weight).sum(-1).squeeze()),
+    "large": (lambda m, x: F.relu6(x @ m.weight * 0.1), lambda m, x: F.relu(x @ m.weight * 0.1)),
+    "overflow": (lambda m, x: F.softplus(x), lambda m, x: x.exp().log1p()),
+    "negative": (lambda m, x: x.abs() @ m.weight, lambda m, x: x.square().sqrt().where(x < 0, x) @ m.weight * x.sign()),
+    "zero": (lambda m, x: F.normalize(x), lambda m, x: x / x.norm(dim=-1, keepdim=True)),
+    "no_grad": (lambda m, x: x.tanh(), lambda m, x: x.tanh() if torch.is_grad_enabled() else x),
+    "inference mode": (lambda m, x: x.tanh(), lambda m, x: x if torch.is_inference_mode_enabled() else x.tanh()),
+    "second derivative": (lambda m, x: x.tanh(), lambda m, x: Once.apply(x)),
+    "expanded": (lambda m, x: x.mean(0).repeat(len(x), 1), lambda m, x: x.mean(0).expand(len(x), -1)),
+    "data of an argument": (lambda m, x: x * 2, lambda m, x: (x * 2, x.data.zero_())[0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_example_does_not_show_is_found(name: str) -> None:
+    before, after = WRONG[name]
+    x = rows().abs() + 0.1 if name == "negative" else 3 * rows()
+    assert judged(before, before, x).ok
+    assert judged(before, after, x).reason
+
+
+def test_identifiers_reach_the_whole_table() -> None:
+    ids = torch.tensor([[1, 2], [3, 1]])
+    verdict = judged(lambda m, i: F.embedding(i, m.table), lambda m, i: F.embedding(i.clamp_max(3), m.table), ids)
+    assert Data.ROWS.value in verdict.reason
+    verdict = judged(lambda m, i: F.embedding(i, m.table, 0), lambda m, i: F.embedding(i, m.table), ids)
+    assert "gradient of table" in verdict.reason
+
+
+def test_a_mask_of_nothing_but_true_is_changed() -> None:
+    def before(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x.masked_fill(~mask, -1e9), -1)
+
+    verdict = judged(before, lambda m, x, mask: torch.softmax(x, -1), rows(), torch.ones(4, 4, dtype=torch.bool))
+    assert not verdict.ok
+
+
+def test_float64_through_a_narrower_type_is_found() -> None:
+    def narrow(m: Any, x: Tensor) -> Tensor:
+        return (x.float() @ m.weight.float()).to(x.dtype)
+
+    x = rows(dtype=torch.float64)
+    assert judged(lambda m, x: x @ m.weight, lambda m, x: (m.weight.T @ x.T).T, x, dtype=torch.float64).ok
+    assert "in its own types" in judged(lambda m, x: x @ m.weight, narrow, x, dtype=torch.float64).reason
+
+
+def test_an_error_that_goes_one_way_is_found_in_bfloat16() -> None:
+    def larger(m: Any, x: Tensor) -> Tensor:
+        return x.tanh() * (1.05 if x.dtype is torch.bfloat16 else 1.0)
+
+    x = rows(64, torch.bfloat16)
+    verdict = judged(lambda m, x: x.tanh(), larger, x, dtype=torch.bfloat16)
+    assert "on average" in verdict.reason
+    assert judged(lambda m, x: x.tanh(), lambda m, x: 2 * (2 * x).sigmoid() - 1, x, dtype=torch.bfloat16).ok
+
+
+@pytest.mark.parametrize("kinds", [(Data.ROWS, Data.SECOND, Data.ZEROS)])
+def test_calls_that_the_original_does_not_take_are_left_out(kinds: tuple[Data, ...]) -> None:
+    taken = reference(Model(lambda m, x: (m.weight @ x).tanh()), [Inputs(rows())])
+    assert {sample.data for sample in taken.samples} >= {Data.RECORDED, Data.NOISY}
+    free = reference(Model(lambda m, x: (x @ m.weight).tanh()), [Inputs(rows())])
+    assert {sample.data for sample in free.samples} >= set(kinds)
+    fixed = reference(Model(lambda m, x: (x.view(4, 4) @ m.weight).log()), [Inputs(rows().abs())])
+    assert not {sample.data for sample in fixed.samples} & {Data.ONE_ROW, Data.SECOND}
+
+
+def test_random_state_is_left_alone() -> None:
+    one, other = (Model(lambda m, x: F.dropout(x, 0.5)) for _ in range(2))
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    assert verify(reference(one, [Inputs(rows())]), other).ok
+    assert torch.equal(torch.get_rng_state(), before)
