@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from .tuner import Candidate, Tuner
 from .whole_model import HandedOver, WholeModel
 
 __all__ = ["Manager"]
+
+_LOG = logging.getLogger("fxopt")
 
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
@@ -137,6 +140,9 @@ class Manager:
         seconds = time.perf_counter() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
         self.traces.append(PassTrace(str(pass_), seconds, *counts))
+        _LOG.info("%s: %d decided, %d applied, %.2f s", pass_, *counts, seconds)
+        for each in self.decisions[decided:]:
+            _LOG.debug("%s at %s: %s %s", each.pass_name, each.label, each.status, each.choice or each.reason)
 
     def _times_anything(self, passes: Sequence[Pass]) -> bool:
         can_time = self.time and bool(self.program.inputs) and not is_on_meta(self.program.model)

@@ -42,11 +42,15 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
     if not isinstance(cast("object", model), nn.Module) or limit < 1:
         raise UsageError(f"recording takes a torch.nn.Module and a limit of at least 1, not {type(model)}, {limit}")
     notes = _Notes(limit)
-    handle = model.register_forward_pre_hook(notes, prepend=True, with_kwargs=True)
+    handles = (
+        model.register_forward_pre_hook(notes, prepend=True, with_kwargs=True),
+        model.register_forward_hook(notes.returned),
+    )
     try:
         yield notes.calls
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if notes.left_out:
         warnings.warn(
             f"the {type(model).__name__} was called in {limit + notes.left_out} ways; the first {limit} were kept",
@@ -55,13 +59,16 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
 
 
 class _Notes:
-    """Keep one call of each kind; called as a hook before the model's forward."""
+    """Keep one call of each kind that returned; called as a hook before the model's forward."""
 
     def __init__(self, limit: int) -> None:
         self.calls: list[Inputs] = []
         self._limit = limit
         self._kinds: set[Hashable] = set()
         self._adding = threading.Lock()
+        self._running = threading.local()
+        self._begun: dict[Hashable, Inputs | None] = {}
+        """Of the kinds that have not returned yet, a call as it was."""
 
     @property
     def left_out(self) -> int:
@@ -70,11 +77,23 @@ class _Notes:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = _kind((args, kwargs), 0)
+        vars(self._running).setdefault("kinds", []).append(kind)
         with self._adding:
             if kind not in self._kinds:
+                self._begun[kind] = _kept(args, kwargs) if len(self.calls) < self._limit else None
+
+    def returned(self, *_: object) -> None:
+        """Keep the call that returned just now, if it is the first of its kind; one that raised stays out."""
+        running: list[Hashable] = vars(self._running).get("kinds", [])
+        if not running:
+            return  # a call that had begun before
+        kind = running.pop()
+        with self._adding:
+            call = self._begun.pop(kind, None)
+            if kind not in self._kinds:
                 self._kinds.add(kind)
-                if len(self.calls) < self._limit:
-                    self.calls.append(_kept(args, kwargs))
+                if call is not None and len(self.calls) < self._limit:
+                    self.calls.append(call)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies of the model, made meanwhile, note nothing in this list."""

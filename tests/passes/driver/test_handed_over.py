@@ -297,3 +297,17 @@ def test_the_comparison_sees_outputs_gradients_buffers_and_form() -> None:
     assert "dtype" in original.verdict(narrow).reason
     other = shifted(model, lambda m: m[0].weight.data.mul_(2))
     assert "does not have the values" in original.verdict(other).reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.bfloat16, 1.05), (torch.float16, 1.01), (torch.float64, 1 + 1e-9)]
+)
+def test_the_comparison_knows_what_each_type_rounds(dtype: torch.dtype, factor: float) -> None:
+    model = chain().to(dtype)
+    original = Original(model, [Inputs(X.to(dtype))])
+    assert original.verdict(copy.deepcopy(model)).ok
+    assert "output" in original.verdict(shifted(model, lambda m: _scaled(m, factor))).reason
+
+
+def _scaled(model: nn.Module, factor: float) -> Any:
+    return model[1].register_forward_hook(lambda _, args, output: output * factor)

@@ -183,3 +183,19 @@ def test_recorded_calls_are_example_inputs() -> None:
         for args, kwargs in calls:
             assert torch.equal(fast(*args, **kwargs), model(*args, **kwargs))
         assert misses_in(fast.modules()) == []
+
+
+def test_a_call_that_raised_is_not_kept():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if x.dtype is torch.int64:
+                raise ValueError("no whole numbers")
+            return x + 1
+
+    model = Refuses()
+    with fxopt.recording(model) as calls:
+        with pytest.raises(ValueError, match="no whole numbers"):
+            model(torch.arange(3))
+        model(torch.ones(3))
+    assert [call.args[0].dtype for call in calls] == [torch.float32]
+    assert not model._forward_hooks
