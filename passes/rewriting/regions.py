@@ -51,8 +51,13 @@ def outline(
 
     Raises:
         MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
-            cannot run as one.
+            cannot run as one. Or if the owner is an `nn.Sequential`, which runs whatever children it has.
     """
+    if isinstance(edit.owner, nn.Sequential):
+        raise MatchFailure(
+            f"'{edit.site.owner or '(root)'}' is a Sequential, whose original forward would run a region as one more "
+            "child; outline within its children, or wrap one with edit.replace_module"
+        )
     wanted = set(nodes)
     chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
     if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:

@@ -49,6 +49,7 @@ def check_mapped(before: Mapping[str, torch.Size], after: Mapping[str, torch.Siz
         for name in step.sources:
             expected.pop(name, None)
         expected.update(dict.fromkeys(step.targets))
+    expected.update((alias, None) for alias, name in state_map.aliases if expected.get(name, alias) is None)
     aliases = {name for pair in state_map.aliases for name in pair}
     for name, shape in after.items():
         if name not in expected and name not in aliases:

@@ -123,7 +123,7 @@ def state_of(model: nn.Module) -> object:
 def test_a_change_in_rewrite_fails_the_site_and_is_put_back(change: Callable[[Any, Program], object]) -> None:
     model = Net().eval()
     expected, before = model(X), state_of(model)
-    fast = fxopt.optimize(model, DoubleByAdding(change), example_inputs=(X,), measure=False)
+    fast = fxopt.optimize(model, DoubleByAdding(change), example_inputs=(X,), measure=False, time_budget=600.0)
     (decision,) = fxopt.plan(fast).decisions
     what, instead = CHANGES[change]
     assert decision.status != "applied"
@@ -139,14 +139,18 @@ def test_a_change_in_find_is_an_error(change: Callable[[Any, Program], object]) 
     model = Net().eval()
     expected = model(X)
     with pytest.raises(PassError, match="find must change nothing, but it") as raised:
-        fxopt.optimize(model, DoubleByAdding(change, in_find=True), example_inputs=(X,), measure=False)
+        fxopt.optimize(
+            model, DoubleByAdding(change, in_find=True), example_inputs=(X,), measure=False, time_budget=600.0
+        )
     assert CHANGES[change][0] in str(raised.value)
     assert torch.equal(model(X), expected)
 
 
 def test_nothing_is_found_where_nothing_else_was_changed() -> None:
     model = Net().eval()
-    fast = fxopt.optimize(model, DoubleByAdding(lambda model, program: None), example_inputs=(X,), measure=False)
+    fast = fxopt.optimize(
+        model, DoubleByAdding(lambda model, program: None), example_inputs=(X,), measure=False, time_budget=600.0
+    )
     assert [d.status for d in fxopt.plan(fast).decisions] == ["applied"]
 
 

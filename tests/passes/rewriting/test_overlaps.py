@@ -19,7 +19,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
 def optimized(model: nn.Module, passes: Any, **options: Any) -> Any:
-    return fxopt.optimize(model, passes, **{"example_inputs": (X,), "measure": False, **options})
+    return fxopt.optimize(model, passes, **{"example_inputs": (X,), "measure": False, "time_budget": 600.0, **options})
 
 
 def operations(model: nn.Module) -> list[str]:
