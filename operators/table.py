@@ -38,7 +38,7 @@ _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
-_DROPOUT = Chance("p", 1, 0.5)
+_DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)
 
 
 def _rows(names: str, **known: Any) -> list[OpInfo]:
@@ -146,11 +146,11 @@ TABLE: tuple[OpInfo, ...] = (
     *_rows("setitem", pure=False, shape="first"),
     *_rows("nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations", shape="data"),
     # -- random ----------------------------------------------------------------------------------------------------
-    *_batched("dropout", random=True, chance=_DROPOUT, keeps_rank=True),
+    *_batched("dropout", random=True, chances=_DROPOUT, keeps_rank=True),
     *_batched(
         "scaled_dot_product_attention",
         random=True,
-        chance=Chance("dropout_p", 4, 0.0),
+        chances=(Chance("dropout_p", 4, 0.0),),
         fresh=True,
         has_dimensions=True,
     ),
