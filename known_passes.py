@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -62,13 +62,13 @@ def entry_points() -> list[importlib.metadata.EntryPoint]:
     return list(importlib.metadata.entry_points(group=GROUP))
 
 
-def check_names(pipeline: str, known: Callable[[], Collection[str]] = pass_names) -> None:
+def check_names(pipeline: str) -> None:
     """Check the names in a pipeline string, and nothing else of it.
 
     Raises:
         PipelineError: there is no pass or preset of a name; the message shows where, and the nearest one.
     """
-    text, depth, names = re.sub(r"\s", " ", pipeline), 0, {*known(), *PRESETS}
+    text, depth, names = re.sub(r"\s", " ", pipeline), 0, {*pass_names(), *PRESETS}
     for token in _TOKEN.finditer(text):
         word = token.group()
         depth += (word in "{[") - (word in "}]")

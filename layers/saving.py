@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, transient_buffers
 from ..errors import FusedMemberError
-from ..passes.state import SETTLED, VIEWS, KeepsOriginalNames, cut_from_sharded
+from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
 from ..tracing.values import is_sharded, qualified
+from .slices import View
+from .views import views_of
 
-__all__ = ["SAVED_BY_MEMBERS", "SavesSlices", "SavesWhatMembersDoNot", "SliceOf", "count_slices"]
+__all__ = ["SavesSlices", "SavesWhatMembersDoNot", "count_slices"]
 
-SAVED_BY_MEMBERS = "_fxopt_saved_by_members"
+_SAVED_BY_MEMBERS = "_fxopt_saved_by_members"
 """In the `__dict__` of a module with stacked tensors: name of one -> how many of its slices members read."""
 
 
-class SliceOf(Protocol):
-    """What is asked of a view: slice `position` of the tensor `name` of `store`, which is `stacked`."""
-
-    @property
-    def store(self) -> nn.Module: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def stacked(self) -> Tensor: ...
-    def read(self) -> Tensor:
-        """Return the slice, attached to the stacked tensor."""
-        ...
-
-
-def count_slices(views: Iterable[SliceOf], by: int) -> None:
+def count_slices(views: Iterable[View], by: int) -> None:
     """Note that there are `by` more readers of slices, or fewer if negative."""
     for view in views:
-        counts: dict[str, int] = view.store.__dict__.setdefault(SAVED_BY_MEMBERS, {})
+        counts: dict[str, int] = view.store.__dict__.setdefault(_SAVED_BY_MEMBERS, {})
         counts[view.name] = counts.get(view.name, 0) + by
 
 
@@ -46,7 +32,7 @@ def saved_by_members(store: nn.Module, name: str, stacked: Tensor | None) -> boo
     """Say whether the members save a stacked tensor; a sharded one cannot be cut, and is saved whole."""
     if stacked is None or is_sharded(stacked):
         return False
-    return stacked.ndim > 0 and store.__dict__.get(SAVED_BY_MEMBERS, {}).get(name, 0) >= stacked.shape[0]
+    return stacked.ndim > 0 and store.__dict__.get(_SAVED_BY_MEMBERS, {}).get(name, 0) >= stacked.shape[0]
 
 
 class SavesWhatMembersDoNot(nn.Module):
@@ -87,7 +73,7 @@ class SavesSlices(KeepsOriginalNames):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        views = {name: view for name, view in _views(self).items() if _is_saved(self, name, view)}
+        views = {name: view for name, view in views_of(self).items() if _is_saved(self, name, view)}
         if not views:
             return
         for name in (*self._parameters, *self._buffers, "_extra_state"):
@@ -111,7 +97,7 @@ class SavesSlices(KeepsOriginalNames):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        for name, view in _views(self).items():
+        for name, view in views_of(self).items():
             key = prefix + name
             value = state_dict.get(key)
             if value is not None:
@@ -122,11 +108,7 @@ class SavesSlices(KeepsOriginalNames):
                 _load(key, view, value, assign, error_msgs)
 
 
-def _views(module: nn.Module) -> Mapping[str, SliceOf]:
-    return module.__dict__.get(VIEWS, {})
-
-
-def _is_saved(module: nn.Module, name: str, view: SliceOf) -> bool:
+def _is_saved(module: nn.Module, name: str, view: View) -> bool:
     """Say whether a slice belongs into the state dict of the module that reads it."""
     stacked = view.stacked
     return not (name in transient_buffers(module) or is_sharded(stacked) or saved_by_members(module, name, stacked))
@@ -141,7 +123,7 @@ def _refuse_sharded(module: nn.Module) -> None:
     inside = modules_by_name(module)
     stores = set(map(id, inside.values()))
     for path, child in inside.items():
-        for name, view in _views(child).items():
+        for name, view in views_of(child).items():
             if is_sharded(view.stacked) and id(view.store) not in stores:
                 raise FusedMemberError(
                     f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot "
@@ -149,7 +131,7 @@ def _refuse_sharded(module: nn.Module) -> None:
                 )
 
 
-def _saved(view: SliceOf) -> Tensor:
+def _saved(view: View) -> Tensor:
     """Return a slice for a state dict: the memory is the model's where the slice has no gaps, the storage its own.
 
     Checkpoint writers take tensors in one storage for tied ones and leave all but one out, or write the whole storage
@@ -163,7 +145,7 @@ def _saved(view: SliceOf) -> Tensor:
     return slice_
 
 
-def _load(key: str, view: SliceOf, value: Any, assign: bool, error_msgs: list[str]) -> None:
+def _load(key: str, view: View, value: Any, assign: bool, error_msgs: list[str]) -> None:
     """Write a tensor into a slice, or say in torch's words why it cannot be."""
     if is_sharded(view.stacked):
         error_msgs.append(cut_from_sharded(key))

@@ -1,8 +1,7 @@
-"""What a user should know beside the figures: what was not verified, what a mode forbade, what forwards print."""
+"""What a user should know beside the figures: what was not verified, what forwards print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -25,7 +24,7 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    return [*_found(unverified(record)), *_found(_training(record)), *_found(_printing(model))]
+    return [note for note in (unverified(record), _printing(model)) if note]
 
 
 def unverified(record: Record) -> str:
@@ -37,14 +36,6 @@ def unverified(record: Record) -> str:
             said = "a rewrite was" if count == 1 else f"{count} rewrites were"
             return f"{said} not verified ({reason}): {advice}"
     return ""
-
-
-def _training(record: Record) -> str:
-    """Say what to do where passes for inference met a model in training mode."""
-    passes = dict.fromkeys(d.pass_name for d in record.plan.decisions if "training mode" in d.reason)
-    if not passes or record.plan.phase != "train":
-        return ""
-    return f"{', '.join(passes)}: for inference only, and the model is in training mode; call model.eval() first"
 
 
 def _printing(model: nn.Module) -> str:
@@ -69,8 +60,3 @@ def _speaks(module: nn.Module) -> bool:
 def _class_name(module: nn.Module) -> str:
     capture = capture_of(module)
     return (type(module) if capture is None else capture.base).__name__
-
-
-def _found(text: str) -> Iterator[str]:
-    if text:
-        yield text

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..passes.contract import Pass
 from ..passes.rewriting import Edit, handed_out, has_effects, writes
-from ..passes.sites import Goal, Numerics, Phase, Refusal, Site, operation_at
+from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
 from ..tracing.program import Program
 from ..tracing.values import map_leaves
@@ -38,7 +38,7 @@ class EliminateCommonSubexpressions(Pass):
             writer = next((node for node in graph.nodes if writes(node, program, owner)), None)
             if writer is not None:
                 yield Refusal(
-                    f"{operation_at(writer)} may write in place, so equal expressions may differ", at=owner or "(root)"
+                    f"{_as_written(writer)} may write in place, so equal expressions may differ", at=owner or "(root)"
                 )
                 continue
             nodes = {f"repeated_{number}": node.name for number, node in enumerate(repeated)}
@@ -49,6 +49,13 @@ class EliminateCommonSubexpressions(Pass):
         for node, first in repetitions(graph, site.program, site.owner).items():
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _as_written(node: fx.Node) -> str:
+    """Return a node as its user knows it: `'add_' at model.py:12`."""
+    operation = getattr(node.target, "__name__", node.name) if callable(node.target) else node.target
+    place = node.meta.get("source")
+    return f"'{operation}'" + (f" at {place}" if place else "")
 
 
 def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, fx.Node]:

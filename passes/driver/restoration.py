@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...errors import StateError, UsageError
 from ...tracing.graphs import capture_of, deactivate_again
-from ...tracing.values import is_compiled, map_leaves, qualified, same_kind, tensors_in
+from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
 from ..state import StateMap, check_type, translate_optimizer
 from .record import Record, record_of
 
@@ -66,10 +66,10 @@ def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Modul
     alike = {name: t for name, t in targets.items() if name in sources and same_kind(sources[name], t)}
     kept = _attributes_of(alike, changed)
     pairs = [(sources[name], target) for name, target in alike.items()]
-    compiled = [pair for pair in pairs if is_compiled(pair[0])]
-    for source, target in compiled:  # they were copied whole, with the numbers of that time
+    scripted = [pair for pair in pairs if is_scripted(pair[0])]
+    for source, target in scripted:  # they were copied whole, with the numbers of that time
         target.load_state_dict(source.state_dict())
-    pairs = [pair for pair in pairs if pair not in compiled]
+    pairs = [pair for pair in pairs if pair not in scripted]
     memo: dict[int, Any] = {id(source): target for source, target in pairs}
     for source, target in pairs:
         for name in transient_buffers(target):

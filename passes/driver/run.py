@@ -16,7 +16,7 @@ from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import eagerly, hold, plain_registries, release
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_compiled, is_sharded
+from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, optimized_on_all, ranks
 from ..sites import Phase
@@ -185,7 +185,7 @@ def check_kind(model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if is_compiled(model):
+    if is_scripted(model):
         raise InputError(
             f"this model is a {type(model).__name__}: TorchScript compiled it, and left no forward to capture; "
             "give the module that it was made from"

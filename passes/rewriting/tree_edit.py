@@ -13,6 +13,7 @@ from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_
 from ...errors import MatchFailure
 from ...tracing.graphs import Region, capture_of, drop_specializations, install, own, recompile
 from ...tracing.guards import Guard, attribute_at, equal
+from ...tracing.program import Program
 from ...tracing.values import Absent, qualified
 from ..sites import Site
 from ..state import Holder, StateMap, StateStep
@@ -24,7 +25,7 @@ __all__ = ["TreeEdit"]
 class TreeEdit(GraphEdit):
     """Change the modules around one site: their graphs, children, attributes and tensors."""
 
-    def __init__(self, program: Any, site: Site, pass_name: str) -> None:
+    def __init__(self, program: Program, site: Site, pass_name: str) -> None:
         super().__init__(program, site, pass_name)
         self._steps: list[tuple[Site, StateStep]] = []
         self._ties: list[tuple[str, str]] = []
@@ -86,7 +87,7 @@ class TreeEdit(GraphEdit):
         self.program.touch()
 
     @property
-    def _around(self) -> str:
+    def _prefix(self) -> str:
         """Return what the names begin with of all that is within the site; a region's is what is around it."""
         name = self._whole.owner
         while isinstance(self.program.module(name), Region):
@@ -96,11 +97,11 @@ class TreeEdit(GraphEdit):
     def _places_of_module(self, module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
         """Return who has a module as a child, and as what, borrowing regions too; all names are within the site."""
         found: dict[tuple[nn.Module, str], None] = {}
-        around = self._around
+        prefix = self._prefix
         for holder, path in _all_names(self.program.model):
             for last, child in own_children(holder).items():
                 other = qualified(path, last)
-                if child is module and not isinstance(holder, Region) and not f"{other}.".startswith(around):
+                if child is module and not isinstance(holder, Region) and not f"{other}.".startswith(prefix):
                     raise MatchFailure(
                         f"'{name}' is also called '{other}', outside the site; make it a part of the site"
                     )
@@ -161,8 +162,8 @@ class TreeEdit(GraphEdit):
             for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
             if value is tensor
         }
-        around = self._around
-        outside = next((other for other in found if not other.startswith(around)), None)
+        prefix = self._prefix
+        outside = next((other for other in found if not other.startswith(prefix)), None)
         if outside is not None:
             raise MatchFailure(f"'{name}' is tied to '{outside}', outside the site; make it a part of the site")
         return found
@@ -281,7 +282,7 @@ class TreeEdit(GraphEdit):
         """
         super().finish()
         for module, name in self._attributes:
-            for owner, path in _around(self.program.model, module):
+            for owner, path in _modules_around(self.program.model, module):
                 self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
 
     def _follow_attribute(self, owner: nn.Module, path: str, value: Any) -> None:
@@ -327,7 +328,7 @@ def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             pending += reversed(children)
 
 
-def _around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _modules_around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield each module that has `module` inside, or is it, with the name of it there."""
     for found, path in list(_all_names(model)):
         if found is module:

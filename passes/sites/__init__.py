@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .operations import operation_at
 from .plain import as_plain
 from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
@@ -18,5 +17,4 @@ __all__ = [
     "StaleSite",
     "as_plain",
     "is_volatile",
-    "operation_at",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
 from ...tracing.recording import plain_tensors
-from ...tracing.values import all_tensors, is_compiled
+from ...tracing.values import all_tensors, is_scripted
 
 __all__ = ["copied_module", "skeleton_of", "twin"]
 
@@ -30,7 +30,7 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
             memo[id(tensor)] = tensor.detach().clone()
     made = copy.deepcopy(module, memo)
     for inner, before in zip(all_modules(made), all_modules(module), strict=False):
-        if is_compiled(inner):  # torch copies its parameters with a history
+        if is_scripted(inner):  # torch copies its parameters with a history
             for parameter, old in zip(inner.parameters(), before.parameters(), strict=True):
                 parameter.detach_().requires_grad_(old.requires_grad)
     return made

@@ -37,13 +37,12 @@ class Data(enum.Enum):
     ONE_ROW = "on one row"
     SECOND = "second derivatives, on one row"
     ZEROS = "on inputs of zeros"
+    NOISY = "on inputs and parameters with noise"
 
     @property
     def is_derived(self) -> bool:
         """Say whether the call is one that verification thought of."""
         return self not in (Data.RECORDED, Data.NOISY)
-
-    NOISY = "on inputs and parameters with noise"
 
 
 @dataclass(frozen=True)

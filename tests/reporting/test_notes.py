@@ -68,7 +68,7 @@ def test_passes_for_inference_say_what_to_do_with_a_model_in_training():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     report = str(fxopt.report(fxopt.optimize(model, "fold_batchnorm", example_inputs=X)))
     assert "0 rewrites applied for training" in report
-    assert "fold_batchnorm: for inference only, and the model is in training mode; call model.eval() first" in report
+    assert "the model is in training, where weights change at every step; call model.eval() first" in report
     assert "model.eval()" not in str(fxopt.report(fxopt.optimize(model.eval(), "fold_batchnorm", example_inputs=X)))
 
 

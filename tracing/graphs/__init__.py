@@ -21,7 +21,7 @@ from .contexts import Context, Opening
 from .inactive import FOUND
 from .misses import HANDLER, Miss
 from .portable import PortableGraph, copy_graph
-from .regions import ContextRegion, Region, Runner, WrappedRegion, context_regions
+from .regions import ContextRegion, Region, WrappedRegion, context_regions
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
 from .source import generate
@@ -40,7 +40,6 @@ __all__ = [
     "PortableGraph",
     "Region",
     "RegionPlan",
-    "Runner",
     "SharedSlices",
     "Specialization",
     "WrappedRegion",

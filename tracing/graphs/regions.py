@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import CaptureError
 from .contexts import Context
 
-__all__ = ["ContextRegion", "Region", "Runner", "WrappedRegion", "context_regions"]
+__all__ = ["ContextRegion", "Region", "WrappedRegion", "context_regions"]
 
 
 class Region(nn.Module):
@@ -54,7 +54,7 @@ class Region(nn.Module):
             state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
 
 
-class Runner(Protocol):
+class _Surrounding(Protocol):
     """What a region runs under."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -69,7 +69,7 @@ class WrappedRegion(Region):
         context: what it runs under.
     """
 
-    def __init__(self, context: Runner, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+    def __init__(self, context: _Surrounding, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
         super().__init__(children, origins)
         self.context = context
 

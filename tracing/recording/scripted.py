@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...compat import all_modules
-from ..values import is_compiled
+from ..values import is_scripted
 
 __all__ = ["plain_registries"]
 
@@ -18,9 +18,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def plain_registries(model: nn.Module) -> Generator[None]:
-    """Let compiled modules inside `model` show their tensors and children as plain dictionaries for a while."""
-    compiled = [module for module in all_modules(model) if is_compiled(module)]
-    kept = [(vars(module), {name: vars(module)[name] for name in _REGISTRIES}) for module in compiled]
+    """Let scripted modules inside `model` show their tensors and children as plain dictionaries for a while."""
+    scripted = [module for module in all_modules(model) if is_scripted(module)]
+    kept = [(vars(module), {name: vars(module)[name] for name in _REGISTRIES}) for module in scripted]
     try:
         for attributes, registries in kept:
             attributes.update({name: _plain(registry) for name, registry in registries.items()})

@@ -8,7 +8,7 @@ from .dynamic import Quiet, class_recipe, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .inputs import Inputs, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
-from .leaves import CONTAINERS, is_compiled, is_container, is_leaf, is_library, runs_as_sequential
+from .leaves import CONTAINERS, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
@@ -67,7 +67,6 @@ __all__ = [
     "given",
     "graft",
     "has_attributes",
-    "is_compiled",
     "is_container",
     "is_input",
     "is_leaf",
@@ -77,6 +76,7 @@ __all__ = [
     "is_namedtuple",
     "is_object",
     "is_plain_structure",
+    "is_scripted",
     "is_sharded",
     "is_whole",
     "keep",

@@ -9,10 +9,10 @@ from ...compat import is_torch_wrapper
 
 __all__ = [
     "CONTAINERS",
-    "is_compiled",
     "is_container",
     "is_leaf",
     "is_library",
+    "is_scripted",
     "runs_as_sequential",
 ]
 
@@ -25,9 +25,9 @@ _LEAF_BASES = (
 )
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_scripted(module: nn.Module) -> bool:
     """Tell whether TorchScript compiled a module: its class has no forward."""
-    return isinstance(module, torch.jit.ScriptModule)
+    return issubclass(type(module), torch.jit.ScriptModule)  # traced code is noticed when it asks isinstance
 
 
 def is_library(cls: type) -> bool:
@@ -37,14 +37,14 @@ def is_library(cls: type) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """Tell whether a module only holds others."""
-    return not is_compiled(module) and type(module).forward is nn.Module.forward and not is_torch_wrapper(type(module))
+    return not is_scripted(module) and type(module).forward is nn.Module.forward and not is_torch_wrapper(type(module))
 
 
 def runs_as_sequential(module: nn.Module) -> bool:
     """Tell whether a module's forward is that of `nn.Sequential`, over its children in order."""
     cls = type(module)
     return (
-        not is_compiled(module)
+        not is_scripted(module)
         and cls.forward is nn.Sequential.forward
         and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
     )
@@ -56,7 +56,7 @@ def is_leaf(module: nn.Module) -> bool:
     These are torch.nn's modules, subclasses that keep their forward, PyTorch Geometric's message passing, and what
     TorchScript compiled.
     """
-    if is_compiled(module):
+    if is_scripted(module):
         return True
     cls = type(module)
     if runs_as_sequential(module) or is_torch_wrapper(cls):

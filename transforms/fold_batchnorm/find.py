@@ -122,10 +122,10 @@ def _obstacle(pair: Pair, program: Program) -> str | None:
 
 
 def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
-    if pair.norm.training:
-        return "the batch norm is in training mode"
     if program.training:
         return "the model is in training, where weights change at every step; call model.eval() first"
+    if pair.norm.training:
+        return "the batch norm is in training mode"
     buffers = own_buffers(pair.norm)
     if any(buffers.get(name) is None for name in ("running_mean", "running_var", "num_batches_tracked")):
         return "the batch norm has no running statistics"

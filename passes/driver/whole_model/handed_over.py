@@ -11,7 +11,7 @@ from torch import nn
 from ....compat import own_children
 from ....errors import MatchFailure, PassError
 from ....tracing.program import deactivate
-from ....tracing.values import Inputs, tensors_by_name
+from ....tracing.values import tensors_by_name
 from ...contract import Pass
 from ...sites import Numerics, Phase
 from ...state import copied_module, twin
@@ -21,9 +21,6 @@ from ..surroundings import switches_kept
 from ..tuner import Tuner
 
 __all__ = ["HandedOver"]
-
-_MOST_CALLS = 3
-"""So many of the example calls are made: the first, the last and one in the middle."""
 
 
 @dataclass
@@ -99,8 +96,8 @@ class HandedOver:
     def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
         inputs = self.tuner.program.inputs
-        numbers = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))
-        calls: list[Inputs] = [inputs[number] for number in list(numbers)[:_MOST_CALLS]]
+        chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
+        calls = [inputs[number] for number in chosen]
         try:
             return Original(twin(model), calls, training=training, gradients=gradients, seed=self.seed)
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before

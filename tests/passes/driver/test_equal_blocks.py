@@ -120,11 +120,11 @@ class BakeScale(Pass):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchByConstant(OfLinears):
-    """Hide in a flag, which no example input tells, that the fourth block gives what it gave at capture."""
+    """Hide in a flag, which no example input tells, that the fourth block gives one row of what it gave at capture."""
 
     def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
         (call,) = site.program.recording([site.program.module(site.owner)]).calls[site.program.module(site.owner)]
-        seen = edit.add_constant(site.module("linear")(*call.args).detach(), name="seen")
+        seen = edit.add_constant(site.module("linear")(*call.args)[0].detach(), name="seen")
         flag = edit.add_constant(torch.tensor(site.owner == "3"), name="flag")
         real = super().replacement(site, edit, node)
         with edit.graph.inserting_before(node):

@@ -278,7 +278,9 @@ def test_refuses_what_is_used_elsewhere(model: nn.Module, reason: str) -> None:
 
 
 def test_refuses_training_mode() -> None:
-    assert reasons(block().train()) == ["the batch norm is in training mode"]
+    assert reasons(block().train()) == [
+        "the model is in training, where weights change at every step; call model.eval() first"
+    ]
     model = block()
     model.norm.train()
     fast = folded(model)
