@@ -74,7 +74,7 @@ def test_wrong_pipelines_show_the_place_and_the_nearest_name(text: str) -> None:
     assert error.exit_code == 2
 
 
-@pytest.mark.parametrize("passes", [3, None, [None], [("fuse_ensembles",)], {"a": 1}.items(), Ensemble, Ensemble(1)])
+@pytest.mark.parametrize("passes", [3, [None], [("fuse_ensembles",)], {"a": 1}.items(), Ensemble, Ensemble(1)])
 def test_what_is_no_pass_is_refused(passes: object) -> None:
     with pytest.raises(fxopt.UsageError, match="a pass is a name, a pass value or a function, not"):
         optimized(Ensemble(), passes)

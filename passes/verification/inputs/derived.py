@@ -16,10 +16,11 @@ _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
 
 
-_FEW, _ODD, _SHORT = 4, 3, 8
+_FEW, _ODD, _SHORT = 8, 3, 8
 """So many rows are few, so many are few and odd; so many elements along another dimension are few.
 
-Two would be too few: a norm over a batch of two gives plus and minus one, whose gradients are rounding alone.
+Two would be too few: a norm over a batch of two gives plus and minus one, whose gradients are rounding alone. And the
+fewer there are, the less they say of how far rounding leads.
 """
 
 
