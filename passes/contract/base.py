@@ -34,8 +34,7 @@ class Pass:
         phase: when the result is valid.
         keeps_form: whether the results of a pass that changes the function (`Numerics.SEMANTIC`) keep shapes and types.
         own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
-            None: it is right where the pass keeps the function, unless it would leave out a region or does not know
-            tensors that the pass added; else wrong.
+            None: it is right where the pass keeps the function, unless it would leave out a region; else wrong.
         before: names of passes that must not run earlier than this one.
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
