@@ -215,7 +215,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         StateError: the model was not optimized.
     """
-    return gathered(model.state_dict(), _state_map(model))
+    return gathered(state_map=_state_map(model), state=model.state_dict())  # the map first: it says what is no model
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
