@@ -115,18 +115,10 @@ class Manager:
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
             if wanted:
                 missing = next(iter(wanted.values()))
-                raise PlanError(
-                    f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model"
-                    f"{self._uncaptured(missing.key)}"
-                )
-
-    def _uncaptured(self, key: str) -> str:
-        """Say why the module of a planned site has no graph now, where it has none."""
-        opaque = self.program.opaque.get(key.partition(":")[0].replace("(root)", ""))
-        if opaque is None:
-            return ""
-        advice = "" if self.program.inputs else "; where example inputs captured it, give them with the plan, too"
-        return f": its module was not captured: {opaque.reason}{advice}"
+                lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
+                why = f": no graph of its module: {lost.reason}; give example inputs with the plan" if lost else ""
+                place = f"the plan's site {missing.key} of pass '{missing.pass_name}'"
+                raise PlanError(f"{place} is not in this model{why}")
 
     def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
