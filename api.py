@@ -21,8 +21,8 @@ from .passes.driver import (
     check_kind,
     check_optimizer,
     copied,
-    handed_over,
-    moved_back,
+    hand_over,
+    move_optimizer_back,
     record_of,
     restored,
     run_session,
@@ -138,7 +138,7 @@ def optimize(
     doubt = "" if request.plan is not None else unverified(_record(fast))
     if doubt:
         warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
-    return cast(M, handed_over(model, fast, optimizer, inplace=inplace))
+    return cast(M, hand_over(model, fast, _record(fast), optimizer, inplace=inplace))
 
 
 def _phase(phase: str | Phase | None) -> Phase | None:
@@ -250,7 +250,7 @@ def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Modul
     )
     original = restored(model, record)
     if optimizer is not None:
-        moved_back(optimizer, model, original)
+        move_optimizer_back(optimizer, model, record, original)
     return original
 
 

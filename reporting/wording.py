@@ -108,7 +108,7 @@ def _whole_model(record: Record) -> str:
     if not timings:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
-    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}"
+    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_threads(timings)}"
 
 
 def _spent(spent: Mapping[str, float]) -> str:
@@ -143,7 +143,7 @@ def _row(decisions: Sequence[Decision]) -> Row:
         site=printable(site + (f": {decision.detail}" if decision.detail else "")),
         lowering=decision.choice or "",
         error=_error([decision.figures for decision in decisions]),
-        speed=_speeds([decision.figures for decision in decisions]) + _shared(figures),
+        speed=_speeds([decision.figures for decision in decisions]) + _threads(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
     )
@@ -179,6 +179,11 @@ def _shared(figures: Mapping[str, Any]) -> str:
     """Say that the figures are those of a group of several sites of one graph."""
     count = figures.get("group_size", 1)
     return f", group of {count} sites" if isinstance(count, int) and count > 1 else ""
+
+
+def _threads(figures: Mapping[str, Any]) -> str:
+    """Say that calls were timed in one thread, where more had stalled on a busy machine."""
+    return ", timed in one thread" if figures.get("threads") == 1 else ""
 
 
 def _time(figures: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import Edit, outline
+from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Site
 from fxopt.tracing.program import Program
 from fxopt.tracing.values import map_leaves
@@ -100,7 +100,7 @@ def named(function: Function) -> Function:
 
 def call_region(edit: Edit, function: Function) -> None:
     """Make a region of the whole forward, and let a function call it."""
-    call = outline(edit, [n for n in edit.graph.nodes if n.op not in ("placeholder", "output")], name="region")
+    call = edit.outline([n for n in edit.graph.nodes if n.op not in ("placeholder", "output")], name="region")
     with edit.graph.inserting_before(call):
         region = edit.graph.get_attr(str(call.target))
         again = edit.graph.call_function(function, (region, *call.args))

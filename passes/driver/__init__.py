@@ -5,7 +5,7 @@ from __future__ import annotations
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import check_optimizer, handed_over, moved_back, restored
+from .restoration import check_optimizer, hand_over, move_optimizer_back, restored
 from .run import Request, check_kind, copied, run_session
 
 __all__ = [
@@ -18,8 +18,8 @@ __all__ = [
     "check_optimizer",
     "copied",
     "grouped",
-    "handed_over",
-    "moved_back",
+    "hand_over",
+    "move_optimizer_back",
     "record_of",
     "restored",
     "run_session",

@@ -68,8 +68,15 @@ class Comparison:
         choices, seconds = self.group.choices, 0.0 if self.before is None else self.before.seconds
         if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
             return choices
+        if self._count(seconds) < len(choices) and self.before is not None:
+            with self._budget.spending(timing=True):
+                seconds = min(seconds, self.before.seconds_in_one_thread())
+        return choices[: self._count(seconds)]
+
+    def _count(self, seconds: float) -> int:
+        """Return how many lowerings there is time to time where a call of the module takes so long."""
         count = (self._limit / seconds - timing.CALLS_OF_TWO) / timing.CALLS_OF_EACH
-        return choices[: max(0, int(count) - 1)]
+        return max(0, int(count) - 1)
 
     @property
     def checks(self) -> bool:
@@ -161,12 +168,13 @@ class Comparison:
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
 
 
-def timing_figures(timings: timing.Timings, after: str) -> dict[str, float]:
+def timing_figures(timings: timing.Timings, after: str) -> dict[str, Any]:
     """Return the timings of a candidate and of what was before as figures for a plan, their ratio with its interval."""
     speed = timings.ratio("before", after)
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
         "before_us": timings.microseconds("before"), "after_us": microseconds(timings, after),
+        **({"threads": 1} if timings.in_one_thread else {}),
     }  # fmt: skip
 
 

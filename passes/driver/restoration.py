@@ -24,7 +24,7 @@ from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, ten
 from ..state import StateMap, check_type, translate_optimizer
 from .record import Record, record_of
 
-__all__ = ["check_optimizer", "handed_over", "moved_back", "restored"]
+__all__ = ["check_optimizer", "hand_over", "move_optimizer_back", "restored"]
 
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
@@ -185,14 +185,16 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
         )
 
 
-def handed_over(model: nn.Module, fast: nn.Module, optimizer: Optimizer | None, *, inplace: bool) -> nn.Module:
+def hand_over(
+    model: nn.Module, fast: nn.Module, record: Record, optimizer: Optimizer | None, *, inplace: bool
+) -> nn.Module:
     """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizer goes with it.
 
     Raises:
         StateError: the optimizer cannot move; neither it nor `model` is changed then.
     """
     if optimizer is not None:
-        _move(optimizer, model, fast)
+        _move_optimizer(optimizer, model, fast, record)
     if not inplace:
         return fast
     names, before = _names(fast), list(model.parameters())
@@ -204,18 +206,17 @@ def handed_over(model: nn.Module, fast: nn.Module, optimizer: Optimizer | None, 
     return model
 
 
-def _move(optimizer: Optimizer, model: nn.Module, fast: nn.Module) -> None:
-    record, earlier = _required(fast), record_of(model)
-    names = record.original_names()
+def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:
+    earlier, names = record_of(model), record.original_names()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
             original = restored(model, earlier)
-            _move_back(optimizer, model, earlier, original)
+            move_optimizer_back(optimizer, model, earlier, original)
             names = _names(original)
         translate_optimizer(optimizer, names, record.state_map, dict(fast.named_parameters()))
 
 
-def moved_back(optimizer: Optimizer, fast: nn.Module, original: nn.Module) -> None:
+def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
     """Let an optimizer of an optimized model train the one that was restored from it.
 
     Raises:
@@ -223,23 +224,12 @@ def moved_back(optimizer: Optimizer, fast: nn.Module, original: nn.Module) -> No
         StateError: it cannot be moved; nothing is changed then.
     """
     check_optimizer(optimizer, fast)
-    _move_back(optimizer, fast, _required(fast), original)
-
-
-def _move_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
     parameters = dict(original.named_parameters())
     translate_optimizer(optimizer, _names(fast), record.state_map, parameters, direction="backward")
 
 
 def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def _required(model: nn.Module) -> Record:
-    record = record_of(model)
-    if record is None:
-        raise StateError(f"this {type(model).__name__} was not optimized by fxopt")
-    return record
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .inlining import obstacle_to_inlining, unmet_guards
 from .patterns import Match, Pattern, anything, either, module, operation
-from .regions import inline, outline
 
 __all__ = [
     "Edit",
@@ -18,12 +17,10 @@ __all__ = [
     "either",
     "handed_out",
     "has_effects",
-    "inline",
     "module",
     "obstacle_to_inlining",
     "only_reading",
     "operation",
-    "outline",
     "unmet_guards",
     "writes",
     "written_values",

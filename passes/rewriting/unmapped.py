@@ -66,5 +66,6 @@ def check_mapped(before: Mapping[str, torch.Size], after: Mapping[str, torch.Siz
     lost = next((name for name in expected if name not in after), None)
     if lost is not None and lost in before:
         raise MatchFailure(
-            f"the pass takes '{lost}' away, and no step says what became of it: checkpoints would not have it any more"
+            f"the pass takes '{lost}' away, and no step says what became of it: record one (edit.record_state), or "
+            "checkpoints lose it"
         )

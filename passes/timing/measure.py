@@ -11,8 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+import torch
+
 from .collection import collection_paused
 from .runner import Runner, runner
+from .threads import one_thread
 
 if sys.platform == "linux":
     import resource
@@ -37,6 +40,13 @@ _HOPELESS_ROUNDS = 3
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
 
+_SHORT_SECONDS = 5e-3
+"""Calls shorter than this are never given up so early: more rounds cost little, and one stall is as long as a call."""
+
+_STALL_SECONDS = 8e-3
+_STALLED = 4.0
+"""Where threads are put off and woken it takes this long. A call that takes four times what it can do tells of that."""
+
 CALLS_OF_EACH, CALLS_OF_TWO = 2 + _HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - _HOPELESS_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
@@ -46,7 +56,8 @@ _LONG_SECONDS = 20e-3
 _MOST_ROUNDS = 400
 _TRIES = 3
 _PATIENCE = 4.0
-"""Where it is open whether the first candidate is beaten, sampling may take four times as long."""
+"""Where it is open whether the first candidate is beaten, or which one does it best, sampling may take four times as
+long; and where the thread waits for its turn, the clock may show four times the processor time that it has used."""
 
 _CLEARLY_SLOWER = 1.05
 _NOISE = 1.02
@@ -69,9 +80,14 @@ class Timings:
     What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
     the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
     section 3.2), which assumes nothing about the distribution.
+
+    Attributes:
+        rounds: seconds of one call, by the candidate's name.
+        in_one_thread: the samples were taken in one thread, since those in more had stalled.
     """
 
     rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    in_one_thread: bool = False
 
     def ratio(self, before: str, after: str) -> Interval:
         """Return how many times faster `after` is than `before`, from the rounds that timed both."""
@@ -156,35 +172,79 @@ def time_candidates(
         least_rounds: the number of rounds before anything is decided.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
     """
-    timings, start = Timings(), time.thread_time()
+    end = time.thread_time() + limit
     with ExitStack() as stack:
         for candidate in candidates.values():
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
-        samplings = {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
         stack.enter_context(collection_paused())
-        _sample_rounds(timings, samplings, seconds, least_rounds, start + limit)
+        timings = _raced(candidates, seconds, least_rounds, end, may_stall=torch.get_num_threads() > 1)
+        if timings is None:
+            stack.enter_context(one_thread())
+            timings = _raced(candidates, seconds, least_rounds, end) or Timings()
+            timings.in_one_thread = True
     return timings
 
 
-def _sample_rounds(
-    timings: Timings, samplings: Mapping[str, _Sampling], seconds: float, least_rounds: int, end: float
-) -> None:
-    racing = list(samplings)
-    shuffling = random.Random(0)  # noqa: S311 - it hides no secret
-    first, start = racing[0], time.perf_counter()
+def _raced(
+    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, end: float, *, may_stall: bool = False
+) -> Timings | None:
+    """Return the samples; None where calls `may_stall`, and do."""
+    first = next(iter(candidates))
+    if may_stall and _is_slower_in_threads(candidates[first]):
+        return None
+    timings, samplings = Timings(), {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
+    racing, shuffling, time_used = list(samplings), random.Random(0), _Stopwatch()  # noqa: S311 - it hides no secret
     while len(timings.rounds) < _MOST_ROUNDS:
         order = shuffling.sample(racing, len(racing))
         timings.rounds.append({name: samplings[name].sample() for name in order})
         racing = _hopeful(timings, racing, samplings)
+        if may_stall and _has_stalled(timings, samplings):
+            return None
         if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
-            return
+            break
         if len(timings.rounds) < least_rounds:
             continue
         racing = timings.survivors(racing)
         patience = _PATIENCE if _is_in_doubt(timings, first, racing) else 1.0
-        if time.perf_counter() - start > patience * seconds or _is_clear(timings, racing):
-            return
+        if time_used.seconds() > patience * seconds or _is_clear(timings, racing):
+            break
+    return timings
+
+
+class _Stopwatch:
+    """Tell the time that a thread has used: on a busy machine it waits for most of what the clock shows."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.thread_time()
+
+    def seconds(self) -> float:
+        """Return seconds of processor time, or a quarter of the clock's where the thread mostly waits, as for a GPU."""
+        return max(time.thread_time() - self._processor, (time.perf_counter() - self._wall) / _PATIENCE)
+
+
+def _is_slower_in_threads(candidate: Candidate) -> bool:
+    """Say whether a call takes many times as long as in one thread: many operations in it may stall, one by one."""
+    sampling = _Sampling(candidate)
+    seconds = min(sampling.sample(), sampling.sample())
+    if seconds < _STALL_SECONDS:
+        return False
+    with one_thread():
+        return seconds > _STALLED * sampling.sample()
+
+
+def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
+    """Say whether samples of a short call show its threads being put off and woken, which takes 8 ms or more.
+
+    Half of them are then many times what the same call takes when nothing comes in between, or in processor time. No
+    ratio of such samples tells which code is faster.
+    """
+    for name, sampling in samplings.items():
+        samples = [sample[name] for sample in timings.rounds if name in sample]
+        is_short = len(samples) >= _FEWEST_ROUNDS and sampling.least < _WARM_UP_SECONDS
+        if is_short and median(samples) > _STALLED * sampling.least:
+            return True
+    return False
 
 
 def _hopeful(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> list[str]:
@@ -193,7 +253,7 @@ def _hopeful(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _S
     if len(others) < 2:
         return list(racing)
     best, leader = timings.quickest(racing), timings.quickest(others)
-    kept = {name for name in others if samplings[name].warm_up or not timings.is_hopeless(name, best)}
+    kept = {name for name in others if samplings[name].least < _SHORT_SECONDS or not timings.is_hopeless(name, best)}
     return [first, *(name for name in others if name == leader or name in kept)]
 
 
@@ -211,27 +271,43 @@ def _is_clear(timings: Timings, survivors: Sequence[str]) -> bool:
 
 
 def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool:
-    """Say whether something seems to be faster than the first candidate, but noise leaves that open."""
+    """Say whether something seems to be faster than the first candidate, but noise leaves that open.
+
+    So it does where one of the others is clearly the fastest by its median, and yet another one would be taken.
+    """
     best = timings.quickest(survivors)
     interval = timings.ratio(first, best)
-    return interval.low <= 1.0 and interval.mid > _NOISE and interval.high > 1.1 * interval.low
+    if interval.low <= 1.0 and interval.mid > _NOISE and interval.high > 1.1 * interval.low:
+        return True
+    others = [name for name in survivors if name != first]
+    return bool(others) and timings.ratio(timings.fastest(others), best).mid > _CLEARLY_SLOWER
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sampling:
-    """How one candidate is sampled."""
+    """How one candidate is sampled.
+
+    Attributes:
+        candidate: what is called.
+        calls: in one sample.
+        warm_up: call it before each sample.
+        least: the seconds of its fastest call until now, or the processor time of it where that is less.
+    """
 
     candidate: Candidate
-    calls: int
-    warm_up: bool
+    calls: int = 1
+    warm_up: bool = False
+    least: float = math.inf
 
     @classmethod
     def of(cls, candidate: Candidate) -> _Sampling:
-        once = cls(candidate, 1, warm_up=False)
-        if once.sample() > _LONG_SECONDS:
+        once = cls(candidate)
+        once.sample()
+        if once.least > _LONG_SECONDS:
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
-        return cls(candidate, max(1, math.ceil(_SAMPLE_SECONDS / seconds)), seconds < _WARM_UP_SECONDS)
+        calls = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
+        return cls(candidate, calls, once.least < _WARM_UP_SECONDS, once.least)
 
     def sample(self) -> float:
         """Return the seconds that one call takes; a short sample that was interrupted is taken again."""
@@ -246,7 +322,10 @@ class _Sampling:
         return seconds
 
     def _once(self) -> float:
-        start = time.perf_counter()
+        start, start_of_thread = time.perf_counter(), time.thread_time()
         for _ in range(self.calls):
             self.candidate()
-        return (time.perf_counter() - start) / self.calls
+        seconds = (time.perf_counter() - start) / self.calls
+        processor = (time.thread_time() - start_of_thread) / self.calls
+        self.least = min(self.least, seconds, processor or seconds)  # some systems count it in large steps
+        return seconds

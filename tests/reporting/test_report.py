@@ -105,6 +105,13 @@ def test_what_was_not_measured_or_checked_says_so():
     assert "whole model       not timed" in text
 
 
+def test_what_was_timed_in_one_thread_says_so():
+    timings = {"before_ms": 2.0, "after_ms": 1.0, "speedup": 2.0, "threads": 1}
+    text = str(report(decision(figures={**FIGURES, "threads": 1}), timings=timings))
+    assert text.count("timed in one thread") == 2
+    assert "in one thread" not in str(report(APPLIED))
+
+
 @pytest.mark.parametrize("width", [30, 60, 99])
 def test_a_narrow_terminal_gets_lines_that_fit(width: int):
     lines = report(APPLIED).table().plain(width).splitlines()

@@ -123,5 +123,5 @@ class WholeModel:
 
 def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return what the report says of the whole model."""
-    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high")}
+    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high", "threads") if name in figures}
     return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

@@ -16,7 +16,7 @@ import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, module
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
-from fxopt.passes.state import StateStep
+from fxopt.passes.state import Select, StateStep
 from fxopt.tracing.program import Program
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -236,35 +236,6 @@ def test_state_that_does_not_come_back_is_refused() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep(StateStep):
-    """Keep some slices of `old` along a dimension; the others come back as zeros."""
-
-    old: str
-    new: str
-    dim: int
-    kept: tuple[int, ...]
-    size: int
-
-    kind: ClassVar[str] = "test_keep"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.old,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.new,)
-
-    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (tensors[0].index_select(self.dim, torch.tensor(self.kept)),)
-
-    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        shape = list(tensors[0].shape)
-        shape[self.dim] = self.size
-        return (tensors[0].new_zeros(shape).index_copy(self.dim, torch.tensor(self.kept), tensors[0]),)
-
-
-@dataclasses.dataclass(frozen=True)
 class Prune(Pass):
     """Remove the hidden units of a `Two` that are not kept."""
 
@@ -293,7 +264,7 @@ class Prune(Pass):
             edit.remove_module(name)
             edit.add_module(new, name=name)
             for tensor, along in moved if self.tells else ():
-                edit.record_state(Keep(f"{name}.{tensor}", f"{name}.{tensor}", along, tuple(kept), 12))
+                edit.record_state(Select(f"{name}.{tensor}", f"{name}.{tensor}", along, tuple(kept), 12))
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
         return zeroed(original, self.kept)

@@ -17,7 +17,7 @@ from fxopt.errors import MatchFailure, PassError, PlanError
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager, comparison
-from fxopt.passes.rewriting import Edit, module, operation, outline
+from fxopt.passes.rewriting import Edit, module, operation
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
 from fxopt.passes.timing import Timings
 from fxopt.settings import Settings
@@ -210,7 +210,7 @@ class Outline(Pass):
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         inside = [node for node in edit.graph.nodes if node.op in ("call_module", "call_function")]
-        outline(edit, inside, name="region")
+        edit.outline(inside, name="region")
 
 
 @dataclasses.dataclass(frozen=True)

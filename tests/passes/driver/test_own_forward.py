@@ -12,7 +12,6 @@ from torch import nn
 import fxopt
 from fxopt.errors import GuardError
 from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import outline
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Site
 from fxopt.tracing.graphs import capture_of
 from fxopt.tracing.recording import misses_in
@@ -132,7 +131,7 @@ class Outline(Pass):
         yield Site(program, "block", {"relu": "relu"})
 
     def rewrite(self, site, edit):
-        outline(edit, [edit.graph_node("relu")], name="region")
+        edit.outline([edit.graph_node("relu")], name="region")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import pytest
@@ -16,8 +16,10 @@ import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Refusal, Site
-from fxopt.passes.state import StateStep
+from fxopt.passes.state import Select
 from fxopt.tracing.program import Program
+
+pytestmark = pytest.mark.filterwarnings("ignore::fxopt.StateWarning")
 
 KEPT = (0, 2, 5)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -47,34 +49,6 @@ class Net(nn.Module):
         return self.after(self.blocks(x))
 
 
-@dataclasses.dataclass(frozen=True)
-class Keep(StateStep):
-    """Keep some slices of a tensor, which keeps its name; the others come back as zeros."""
-
-    old: str
-    new: str
-    dim: int
-    size: int
-
-    kind: ClassVar[str] = "test_root_keep"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.old,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.new,)
-
-    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (tensors[0].detach().index_select(self.dim, torch.tensor(KEPT)),)
-
-    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        shape = list(tensors[0].shape)
-        shape[self.dim] = self.size
-        return (tensors[0].new_zeros(shape).index_copy(self.dim, torch.tensor(KEPT), tensors[0].detach()),)
-
-
 class OfBlocks(Pass):
     """Rewrite every block by hand."""
 
@@ -95,7 +69,7 @@ class Cut(OfBlocks):
             new = nn.Linear(4, 3) if dim == 0 else nn.Linear(3, 4)
             new.bias = old.bias
             for tensor in ("weight", "bias") if dim == 0 else ("weight",):
-                step = Keep(f"{name}.{tensor}", f"{name}.{tensor}", dim, 6)
+                step = Select(f"{name}.{tensor}", f"{name}.{tensor}", dim, KEPT, 6)
                 setattr(new, tensor, nn.Parameter(step.forward([getattr(old, tensor)])[0]))
                 edit.record_state(step)
             edit.replace_module(name, new)

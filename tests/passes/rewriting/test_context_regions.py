@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import MatchFailure
-from fxopt.passes.rewriting import Edit, inline, outline
+from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
 from fxopt.tracing.graphs import ContextRegion
 
@@ -174,8 +174,8 @@ def test_inlining_stops_at_a_context_and_outlining_may_hold_one() -> None:
     edit = Edit(program, Site(program, "", {}), "test_pass")
     call = next(node for node in edit.graph.nodes if node.target == "no_grad_0")
     with pytest.raises(MatchFailure, match=r"runs under no_grad\(\)"):
-        inline(edit, call)
-    outline(edit, [call, next(iter(call.users))], name="region")
+        edit.inline(call)
+    edit.outline([call, next(iter(call.users))], name="region")
     edit.finish()
     assert_equal(program.model, Twins())
 

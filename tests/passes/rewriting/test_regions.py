@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import MatchFailure
-from fxopt.passes.rewriting import Edit, inline, outline
+from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
 from fxopt.passes.verification import TensorOwners
 from fxopt.tracing.graphs import Region
@@ -55,7 +55,7 @@ def program() -> Program:
 
 def outlined(program: Program, owner: str, *names: str, name: str = "region") -> Edit:
     edit = Edit(program, Site(program, owner, {}), "test_pass")
-    outline(edit, [node for node in edit.graph.nodes if node.name in names], name=name)
+    edit.outline([node for node in edit.graph.nodes if node.name in names], name=name)
     edit.finish()
     return edit
 
@@ -95,7 +95,7 @@ def test_there_and_back(program: Program, case: str) -> None:
     assert_same(run(program.model), expected)
     assert list(program.model.state_dict()) == state
     call = next(node for node in edit.graph.nodes if node.target == "region")
-    inline(edit, call)
+    edit.inline(call)
     edit.finish()
     assert_same(run(program.model), expected)
     assert list(program.model.state_dict()) == state
@@ -136,7 +136,7 @@ def test_what_cannot_run_as_one_is_refused(program: Program, names: list[str]) -
     edit = Edit(program, Site(program, "", {}), "test_pass")
     nodes = [node for node in edit.graph.nodes if node.name in names]
     with pytest.raises(MatchFailure, match="computed outside the region from a value inside it"):
-        outline(edit, nodes, name="region")
+        edit.outline(nodes, name="region")
     edit.undo()
     assert str(program.graph("")) == before
 
@@ -145,7 +145,7 @@ def test_what_cannot_run_as_one_is_refused(program: Program, names: list[str]) -
 def test_regions_are_made_of_operations(program: Program, names: list[str]) -> None:
     edit = Edit(program, Site(program, "", {}), "test_pass")
     with pytest.raises(MatchFailure, match="one or more operations"):
-        outline(edit, [node for node in edit.graph.nodes if node.name in names], name="region")
+        edit.outline([node for node in edit.graph.nodes if node.name in names], name="region")
 
 
 def test_names_that_are_taken_are_numbered(program: Program) -> None:
@@ -168,7 +168,7 @@ def test_children_with_colliding_names_stay_apart() -> None:
     expected = program.model(x)
     edit = outlined(program, "", *(node.name for node in program.graph("").nodes if node.op == "call_module"))
     assert torch.equal(program.model(x), expected)
-    inline(edit, next(node for node in edit.graph.nodes if node.target == "region"))
+    edit.inline(next(node for node in edit.graph.nodes if node.target == "region"))
     edit.finish()
     assert [node.target for node in edit.graph.nodes if node.op == "call_module"] == ["a.0", "a_0"]
     assert torch.equal(program.model(x), expected)
@@ -292,13 +292,13 @@ def test_graphs_that_do_not_always_hold_are_not_inlined(child: nn.Module, reason
     edit = Edit(program, Site(program, "", {}), "test_pass")
     call = next(node for node in edit.graph.nodes if node.target == "child")
     with pytest.raises(MatchFailure, match=reason):
-        inline(edit, call)
+        edit.inline(call)
 
 
 def test_inlining_a_child_keeps_it_in_its_place(program: Program) -> None:
     expected, state = run(program.model), list(program.model.state_dict())
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    new = inline(edit, next(node for node in edit.graph.nodes if node.target == "block"))
+    new = edit.inline(next(node for node in edit.graph.nodes if node.target == "block"))
     edit.finish()
     assert [node.target for node in new if node.op == "call_module"] == ["block.norm", "block.mlp"]
     assert_same(run(program.model), expected)
@@ -310,14 +310,14 @@ def test_inlining_a_child_keeps_it_in_its_place(program: Program) -> None:
 def test_a_leaf_has_nothing_to_inline(program: Program) -> None:
     edit = Edit(program, Site(program, "", {}), "test_pass")
     with pytest.raises(MatchFailure, match="'shared' has no single graph"):
-        inline(edit, next(node for node in edit.graph.nodes if node.target == "shared"))
+        edit.inline(next(node for node in edit.graph.nodes if node.target == "shared"))
 
 
 def test_a_hooked_child_is_not_inlined(program: Program) -> None:
     program.model.block.register_forward_hook(lambda module, args, output: -output)
     edit = Edit(program, Site(program, "", {}), "test_pass")
     with pytest.raises(MatchFailure, match="hooks"):
-        inline(edit, next(node for node in edit.graph.nodes if node.target == "block"))
+        edit.inline(next(node for node in edit.graph.nodes if node.target == "block"))
 
 
 class Pair(nn.Module):
@@ -340,7 +340,7 @@ def test_structures_are_taken_apart_on_inlining() -> None:
     x = torch.randn(3)
     program = fxopt.capture(UsesPair(whole=False), (x,))
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    inline(edit, next(node for node in edit.graph.nodes if node.target == "pair"))
+    edit.inline(next(node for node in edit.graph.nodes if node.target == "pair"))
     edit.finish()
     assert not any(node.op == "call_module" for node in program.graph("").nodes)
     assert torch.equal(program.model(x), x.sin() - x.cos())
@@ -350,6 +350,6 @@ def test_whole_structures_are_inlined_too() -> None:
     x = torch.randn(3)
     program = fxopt.capture(UsesPair(whole=True), (x,))
     edit = Edit(program, Site(program, "", {}), "test_pass")
-    inline(edit, next(node for node in edit.graph.nodes if node.target == "pair"))
+    edit.inline(next(node for node in edit.graph.nodes if node.target == "pair"))
     edit.finish()
     assert torch.equal(program.model(x)["sin"], x.sin())

@@ -41,6 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for name in ("perf_counter", "thread_time"):
         monkeypatch.setattr(measure.time, name, lambda: clock.now)
+    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 1)
     return clock
 
 
@@ -197,6 +198,122 @@ def test_short_calls_are_repeated_until_the_clock_can_tell(clock: Clock) -> None
     assert len(calls) > 9 * 200
 
 
+class Threads:
+    """A machine so busy that calls in two threads stall: three in four take 8 ms or a multiple of it."""
+
+    def __init__(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, *, spin: bool = True, always: bool = False
+    ) -> None:
+        self.clock, self.spin, self.always, self.count, self.idle = clock, spin, always, 2, 0.0
+        monkeypatch.setattr(measure.torch, "get_num_threads", lambda: self.count)
+        monkeypatch.setattr(measure.torch, "set_num_threads", lambda count: setattr(self, "count", count))
+        monkeypatch.setattr(measure.time, "thread_time", lambda: clock.now - self.idle)
+
+    def candidate(self, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            stalled = self.count > 1 and (self.always or self.clock.random.random() < 0.75)
+            waiting = self.clock.random.choice((8e-3, 16e-3, 24e-3)) if stalled else 0.0
+            self.clock.now += seconds + waiting
+            self.idle += 0.0 if self.spin else waiting
+
+        return call
+
+
+@pytest.mark.parametrize(("spin", "always"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_that_stall_are_timed_in_one_thread(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, spin: bool, always: bool, seed: int
+) -> None:
+    """Waiting threads spin, or not; then processor time tells even where no call runs through."""
+    clock.random.seed(seed)
+    threads = Threads(clock, monkeypatch, spin=spin, always=always)
+    times = {"before": 1.9e-3, "bmm": 0.5e-3, "wide": 0.3e-3}
+    found = time_candidates({name: threads.candidate(each) for name, each in times.items()})
+    assert found.in_one_thread
+    assert found.fastest(prefer=("before", "bmm", "wide")) == "wide"
+    assert found.ratio("before", "wide").mid == pytest.approx(1.9 / 0.3)
+    assert threads.count == 2
+
+
+def test_a_loop_of_many_calls_that_stall_is_timed_in_one_thread(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of its calls runs through, and threads that spin use the processor: one thread tells."""
+    threads = Threads(clock, monkeypatch)
+    operation, fused = threads.candidate(20e-6), threads.candidate(3e-3)
+    found = time_candidates({"before": lambda: [operation() for _ in range(256)], "after": fused})
+    assert found.in_one_thread
+    assert found.ratio("before", "after").mid == pytest.approx(256 * 0.02 / 3)
+
+
+def test_in_one_thread_already_nothing_is_timed_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(clock, monkeypatch)
+    threads.count = 1
+    assert not time_candidates({"a": threads.candidate(1e-3), "b": threads.candidate(2e-3)}).in_one_thread
+
+
+def test_noise_and_long_calls_are_no_stalls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(clock, monkeypatch)
+    noisy = {"a": clock.candidate(1e-3, 2.0), "b": clock.candidate(1e-3, 2.0)}
+    assert not time_candidates(noisy, seconds=0.1).in_one_thread
+    assert not time_candidates({"a": threads.candidate(1e-1), "b": threads.candidate(1e-1)}, seconds=0.1).in_one_thread
+
+
+def test_the_threads_are_as_before_even_if_a_candidate_raises(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Threads(clock, monkeypatch)
+    stalling = threads.candidate(1e-3)
+
+    def fail() -> None:
+        stalling()
+        if threads.count == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        time_candidates({"a": fail, "b": stalling})
+    assert threads.count == 2
+
+
+def test_short_calls_are_not_given_up_early(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first calls wait for their turn; what they use of the processor says that they are short."""
+    times, waits, idle = {"before": 2e-3, "good": 0.5e-3, "best": 0.4e-3}, iter([0.03] * 9), [0.0]
+    plain = {name: clock.candidate(each) for name, each in times.items()}
+    monkeypatch.setattr(measure.time, "thread_time", lambda: clock.now - idle[0])
+
+    def waiting() -> None:
+        wait = next(waits, 0.0)
+        idle[0] += wait
+        clock.now += wait
+        plain["best"]()
+
+    found = time_candidates({**plain, "best": waiting})
+    assert found.fastest(prefer=("before", "good", "best")) == "best"
+
+
+def test_waiting_for_a_busy_machine_takes_no_time_from_a_race(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: dict[bool, int] = {}
+    for busy in (False, True):
+        idle = [0.0]
+        monkeypatch.setattr(measure.time, "thread_time", lambda idle=idle: clock.now - idle[0])
+
+        def call(seconds: float, busy: bool = busy, idle: list[float] = idle) -> None:
+            clock.candidate(seconds, 0.5)()
+            clock.now += 2 * seconds if busy else 0.0
+            idle[0] += 2 * seconds if busy else 0.0
+
+        clock.random.seed(0)
+        race = {"a": lambda call=call: call(1e-3), "b": lambda call=call: call(1.03e-3)}
+        rounds[busy] = len(time_candidates(race, seconds=0.1).rounds)
+    assert rounds[True] >= rounds[False] > 9
+
+
+@pytest.mark.parametrize("seed", [5, 7, 13, 16, 22])
+def test_doubt_about_the_best_of_several_buys_time(clock: Clock, seed: int) -> None:
+    """What is shown to be faster than before is not settled with, while something else seems to be faster still."""
+    clock.random.seed(seed)
+    times = {"before": 4e-3, "bmm": 1.15e-3, "wide": 1e-3}
+    found = time_candidates({name: clock.candidate(each, 0.6) for name, each in times.items()}, seconds=0.1)
+    assert len(found.rounds) > 9
+    assert found.fastest(prefer=("bmm", "wide")) == "wide"
+
+
 def test_one_candidate_is_its_own_fastest(clock: Clock) -> None:
     assert time_candidates({"a": clock.candidate(1e-3)}).fastest(prefer=("a",)) == "a"
 
@@ -314,6 +431,19 @@ def test_modules_that_change_their_arguments_get_the_same_ones_each_time() -> No
         run()
     assert set(seen) == {3.0}
     assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_cold_first_call_does_not_tell_what_a_run_takes(clock: Clock) -> None:
+    calls = []
+
+    def cold(*_: Any) -> None:
+        calls.append(0)
+        clock.now += 0.04 if len(calls) == 1 else 1e-3
+
+    module = nn.Identity()
+    module.register_forward_pre_hook(cold)
+    run = runner(module, [Call((torch.zeros(1),))], training=False)
+    assert run.seconds == pytest.approx(1e-3)
 
 
 def test_every_recorded_call_is_made() -> None:

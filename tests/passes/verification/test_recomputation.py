@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import Edit, outline
+from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.verification import Tape
 from fxopt.tracing.graphs import Context
@@ -39,7 +39,7 @@ class Checkpointed(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         context = Context("checkpoint", {} if self.preserve_rng_state else {"preserve_rng_state": False})
         nodes = [node for node in edit.graph.nodes if node.op not in ("placeholder", "output")]
-        outline(edit, nodes if self.whole else nodes[1:], name="again", context=context)
+        edit.outline(nodes if self.whole else nodes[1:], name="again", context=context)
 
 
 class Noisy(nn.Module):
