@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -34,6 +35,7 @@ from .passes.state import StateMap, functional_state, gathered, refuse_sharded, 
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
+from .reporting.progress import progress_line
 from .reporting.report import Report
 from .settings import current
 from .storage import as_path
@@ -123,18 +125,14 @@ def optimize(
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
-        passes=pipeline,
-        inputs=inputs,
-        phase=_phase(phase),
+        passes=pipeline, inputs=inputs, phase=_phase(phase), plan=decided, seed=seed, settings=settings,
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
-        plan=decided,
-        seed=seed,
-        settings=settings,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
-    )
-    fast = run_session(model, request)
+    )  # fmt: skip
+    with progress_line() as show:
+        fast = run_session(model, dataclasses.replace(request, on_progress=show))
     doubt = "" if request.plan is not None else unverified(_record(fast))
     if doubt:
         warnings.warn(doubt, UnverifiedWarning, stacklevel=2)

@@ -110,6 +110,9 @@ def optimize(
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
     measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that are faster.")] = None,
+    time_budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="What checks and timing may take: seconds, or '100 forwards'.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of verification's random inputs.")] = 0,
     trust: Trust = None,
     as_json: Json = False,
@@ -123,7 +126,9 @@ def optimize(
     check_plan_output(save_plan)
     from . import api
     from .arguments import factory_for
+    from .passes.timing import BudgetRequest
 
+    BudgetRequest.of(time_budget)  # a wrong one is found before the model is built
     factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
@@ -137,6 +142,7 @@ def optimize(
             phase=wanted,
             verify=verify,
             measure=measure,
+            time_budget=time_budget,
             plan=plan,
             seed=seed,
         )

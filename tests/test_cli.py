@@ -165,6 +165,21 @@ def test_the_preset_follows_the_mode(fxopt: Fxopt):
     assert "fold_constants" in pipeline
 
 
+@pytest.mark.parametrize(("given", "seconds"), [("0", 0.0), ("2.5", 2.5), ("0 forwards", 0.0)])
+def test_checks_and_timing_have_a_budget(fxopt: Fxopt, given: str, seconds: float):
+    report = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "--time-budget", given, "--json").json
+    assert report["spent"]["budget_s"] == seconds
+    assert seconds or {each["status"] for each in report["decisions"]} == {"skipped"}
+
+
+def test_a_wrong_budget_is_refused_before_the_model_is_built(fxopt: Fxopt):
+    done = fxopt("optimize", "nowhere:heads", "--time-budget", "soon")
+    assert (done.code, done.err) == (
+        2,
+        "fxopt: error: time_budget='soon'; use seconds (a number, zero or more) or '40 forwards'\n",
+    )
+
+
 def test_a_plan_is_repeated(fxopt: Fxopt):
     fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--save-plan", "plan.json", *FAST)
     again = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--plan", "plan.json", "--json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
+from .progress import Progress
 from .record import PassTrace, Record, record_of, state_map_of
 from .restoration import check_optimizer, hand_over, move_optimizer_back, restored
 from .run import Request, check_kind, copied, run_session
@@ -12,6 +13,7 @@ __all__ = [
     "Group",
     "Manager",
     "PassTrace",
+    "Progress",
     "Record",
     "Request",
     "check_kind",

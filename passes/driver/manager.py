@@ -24,6 +24,7 @@ from .admission import IN_TRAINING, admitted
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Group, grouped, grouped_in_order, keeps_function
 from .history import History, Rewrite
+from .progress import Progress, announced, unheard
 from .record import PassTrace
 from .tuner import Candidate, Tuner
 from .whole_model import HandedOver, WholeModel
@@ -50,6 +51,7 @@ class Manager:
         on_failure: called with the error when a pass fails; returns the reproducer's path.
         trained: the modules that the user gave in training mode; by default those that are in it now.
         budget: how long checks and timing may take.
+        on_progress: is told how far the run is.
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
@@ -63,6 +65,7 @@ class Manager:
     on_failure: Callable[[PassError], str | None] | None = None
     trained: Collection[nn.Module] | None = None
     budget: TimeBudget = field(default_factory=TimeBudget)
+    on_progress: Callable[[Progress], None] = unheard
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
@@ -97,6 +100,7 @@ class Manager:
         for pass_ in passes:
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
         if baseline is not None:
+            self.on_progress(Progress("timing the whole model"))
             self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
@@ -124,6 +128,7 @@ class Manager:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
         if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
             return
+        self.on_progress(Progress("checking the whole model"))
         with self.budget.spending():
             if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
                 self.timings = None  # of another model
@@ -169,8 +174,8 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         found = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
-        to_time = kinds_to_time(self.program, found)
-        for item, self._tuner.sharing in zip(found, to_time, strict=True):
+        to_time, told = kinds_to_time(self.program, found), announced(found, pass_.name, self.on_progress)
+        for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:

@@ -27,6 +27,7 @@ from .exact_type_checks import forbid_type_checking_forwards
 from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
+from .progress import Progress, unheard
 from .record import Record, record_of
 from .root import make_root
 
@@ -48,6 +49,7 @@ class Request:
         settings: limits from the environment.
         time_budget: how long checks and timing may take.
         on_failure: writes a reproducer of a failed pass and returns its path.
+        on_progress: is told how far the run is.
     """
 
     passes: Sequence[Pass]
@@ -61,6 +63,7 @@ class Request:
     settings: Settings = field(default_factory=Settings)
     time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None
+    on_progress: Callable[[Progress], None] = unheard
 
 
 def run_session(model: nn.Module, request: Request) -> nn.Module:
@@ -246,6 +249,7 @@ def _manager(program: Program, request: Request, trained: Collection[nn.Module])
     return Manager(
         program, check=request.verify, time=request.measure, seed=request.seed,
         settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
+        on_progress=request.on_progress,
     )  # fmt: skip
 
 
