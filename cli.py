@@ -49,6 +49,13 @@ class PhaseOption(StrEnum):
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:factory, file.py:factory, or a file with a model.")
 ]
+Passes = Annotated[
+    str | None,
+    typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.", autocompletion=complete_pipeline),
+]
+TimeBudget = Annotated[
+    str | None, typer.Option(metavar="TIME", help="What checks and timing may take: seconds, or '100 forwards'.")
+]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors, .pt) first.")]
 BothWeights = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Load these weights into each model that has no file of its own.")
@@ -96,12 +103,7 @@ def common(
 @app.command()
 def optimize(
     model: Model,
-    passes: Annotated[
-        str | None,
-        typer.Option(
-            "--passes", "-p", metavar="PIPELINE", help="Passes or a preset.", autocompletion=complete_pipeline
-        ),
-    ] = None,
+    passes: Passes = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
@@ -110,6 +112,7 @@ def optimize(
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
     measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that are faster.")] = None,
+    time_budget: TimeBudget = None,
     seed: Annotated[int, typer.Option(help="Seed of verification's random inputs.")] = 0,
     trust: Trust = None,
     as_json: Json = False,
@@ -123,7 +126,9 @@ def optimize(
     check_plan_output(save_plan)
     from . import api
     from .arguments import factory_for
+    from .passes.timing import BudgetRequest
 
+    BudgetRequest.of(time_budget)  # a wrong one is found before the model is built
     factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
@@ -137,6 +142,7 @@ def optimize(
             phase=wanted,
             verify=verify,
             measure=measure,
+            time_budget=time_budget,
             plan=plan,
             seed=seed,
         )

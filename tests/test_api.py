@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +245,33 @@ def test_a_rewrite_for_evaluation_does_not_land_on_a_model_in_training_and_keeps
     refused = optimized(model.train())
     assert "different outputs" in fxopt.plan(refused).decisions[0].reason
     assert refused.train().training
+
+
+@dataclass(frozen=True)
+class Counted(Pass):
+    """Count the threads that look at the same time."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+    inside: ClassVar[list[int]] = []
+    most: ClassVar[list[int]] = []
+
+    def find(self, program: Program) -> Iterator[Site]:
+        self.inside.append(1)
+        time.sleep(0.1)
+        self.most.append(len(self.inside))
+        self.inside.pop()
+        return iter(())
+
+
+def test_threads_optimize_one_after_another() -> None:
+    models: list[nn.Module] = []
+    calls = [threading.Thread(target=lambda: models.append(optimized(Plain(), Counted()))) for _ in range(3)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(models) == 3 and set(Counted.most) == {1}
+    assert torch.get_default_dtype() == torch.float32
 
 
 @dataclass(frozen=True)

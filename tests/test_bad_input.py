@@ -485,6 +485,18 @@ def test_a_plan_for_another_model() -> None:
         fxopt.optimize(nn.Sequential(nn.Linear(5, 5)), FUSE, plan=plan)
 
 
+class OfAnySize(Ensemble):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(*x.shape))
+
+
+def test_a_plan_for_a_module_that_only_example_inputs_could_capture() -> None:
+    plan = fxopt.plan(fxopt.optimize(OfAnySize(), FUSE, example_inputs=(X,), measure=False))
+    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example inputs with the plan"):
+        fxopt.optimize(OfAnySize(), plan=plan)
+    assert fxopt.plan(fxopt.optimize(OfAnySize(), plan=plan, example_inputs=(X,))).decisions
+
+
 def test_a_plan_for_other_passes() -> None:
     plan = fxopt.plan(optimized(Ensemble()))
     for passes in ("eliminate_dead_code", [], "eliminate_dead_code," + FUSE):

@@ -106,7 +106,7 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
         ("zoo:torch", 2, "is of type module, not a function or class that builds a model"),
         ("zoo:example_inputs", 3, "returned tuple, expected a torch.nn.Module"),
         ("grumpy:heads", 3, "grumpy:example_inputs raised OSError: no data"),
-        ("zoo.py", 3, "zoo.py is not a readable fxopt archive"),
+        ("zoo.py", 2, "'zoo.py' is source code; name what builds the model in it: zoo.py:factory"),
     ],
 )
 def test_a_model_that_is_none(fxopt: Fxopt, model: str, code: int, message: str):
@@ -163,6 +163,21 @@ def test_the_preset_follows_the_mode(fxopt: Fxopt):
     assert "fold_constants" not in pipeline
     pipeline = fxopt("optimize", "zoo:training_heads", "--phase", "eval", "--json", *FAST).json["pipeline"]
     assert "fold_constants" in pipeline
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("0", 0.0), ("2.5", 2.5), ("0 forwards", 0.0)])
+def test_checks_and_timing_have_a_budget(fxopt: Fxopt, given: str, seconds: float):
+    report = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "--time-budget", given, "--json").json
+    assert report["spent"]["budget_s"] == seconds
+    assert seconds or {each["status"] for each in report["decisions"]} == {"skipped"}
+
+
+def test_a_wrong_budget_is_refused_before_the_model_is_built(fxopt: Fxopt):
+    done = fxopt("optimize", "nowhere:heads", "--time-budget", "soon")
+    assert (done.code, done.err) == (
+        2,
+        "fxopt: error: time_budget='soon'; use seconds (a number, zero or more) or '40 forwards'\n",
+    )
 
 
 def test_a_plan_is_repeated(fxopt: Fxopt):
