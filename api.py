@@ -41,7 +41,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import eagerly, hold, in_phase, misses_in, plain_registries, release
+from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, release
 from .tracing.values import normalize_inputs, tensors_by_name
 
 __all__ = [
@@ -164,7 +164,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     check_kind(model)
-    with outside_inference_mode(), collection_paused(), eagerly(model):
+    with alone(), outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         with plain_registries(fresh):
             hold(fresh)
@@ -213,7 +213,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         StateError: the model was not optimized.
     """
-    return gathered(model.state_dict(), _state_map(model))
+    return gathered(state_map=_state_map(model), state=model.state_dict())  # the map first: it says what is no model
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

@@ -42,6 +42,8 @@ def open_model(
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     given = None if inputs is None else read_inputs(inputs)
+    if Path(model).suffix == ".py" and Path(model).is_file():
+        raise UsageError(f"{model!r} is source code; name what builds the model in it: {model}:factory")
     if Path(model).is_file():
         built, example_inputs = _read(Path(model), trust)
     else:

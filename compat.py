@@ -59,6 +59,7 @@ __all__ = [
     "padding_around",
     "property_access",
     "reentrant_checkpoints_off",
+    "shard_again",
     "shared_store",
     "storage_id",
     "submodule",
@@ -321,6 +322,13 @@ def padding_around(convolution: Any) -> list[int]:
 def property_access() -> type:
     """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
     return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
+
+
+def shard_again(module: nn.Module) -> None:
+    """Let FSDP2 free what it gathered of a module's own tensors for a forward, as it does before it saves them."""
+    for hook in module.__dict__["_state_dict_pre_hooks"].values():
+        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+            hook()
 
 
 def shared_store(prefix: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, transient_buffers
+from ..compat import modules_by_name, shard_again, transient_buffers
 from ..errors import FusedMemberError
 from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
 from ..tracing.values import is_sharded, qualified
@@ -73,7 +73,7 @@ class SavesSlices(KeepsOriginalNames):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        views = {name: view for name, view in views_of(self).items() if _is_saved(self, name, view)}
+        views = {name: view for name, view in _sharded_again(self).items() if _is_saved(self, name, view)}
         if not views:
             return
         for name in (*self._parameters, *self._buffers, "_extra_state"):
@@ -97,7 +97,7 @@ class SavesSlices(KeepsOriginalNames):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        for name, view in views_of(self).items():
+        for name, view in _sharded_again(self).items():
             key = prefix + name
             value = state_dict.get(key)
             if value is not None:
@@ -106,6 +106,14 @@ class SavesSlices(KeepsOriginalNames):
                 missing_keys.append(key)
             if value is not None and value is not SETTLED:
                 _load(key, view, value, assign, error_msgs)
+
+
+def _sharded_again(module: nn.Module) -> Mapping[str, View]:
+    """Return the slices that a member reads, of what is stored: saving frees what FSDP2 gathered for a forward."""
+    views = views_of(module)
+    for store in {view.store for view in views.values()}:
+        shard_again(store)
+    return views
 
 
 def _is_saved(module: nn.Module, name: str, view: View) -> bool:
@@ -123,7 +131,7 @@ def _refuse_sharded(module: nn.Module) -> None:
     inside = modules_by_name(module)
     stores = set(map(id, inside.values()))
     for path, child in inside.items():
-        for name, view in views_of(child).items():
+        for name, view in _sharded_again(child).items():
             if is_sharded(view.stacked) and id(view.store) not in stores:
                 raise FusedMemberError(
                     f"'{qualified(path, name)}' is a part of a sharded tensor, and this {type(module).__name__} cannot "

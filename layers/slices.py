@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import own_tensor
+from ..compat import own_tensor, storage_id
 from ..errors import FusedMemberError
 from ..tracing.values import is_sharded
 
@@ -56,7 +56,7 @@ class View(NamedTuple):
         member = self._cut()
         _check_like(member, value, what, ("shape",))
         with torch.no_grad():
-            member.copy_(value)
+            member.copy_(_apart(value, member, what))
 
     def replace(self, value: Tensor, what: str) -> None:
         """Let the slice have the values of a tensor of its shape, type and device.
@@ -86,7 +86,8 @@ class View(NamedTuple):
             if stacked.grad is None:
                 stacked.grad = torch.zeros_like(stacked)
         if stacked.grad is not None:
-            stacked.grad.detach()[self.position] = 0 if value is None else value.detach()
+            slice_ = stacked.grad.detach()[self.position]
+            slice_.copy_(torch.zeros(()) if value is None else _apart(value.detach(), slice_, "this gradient"))
 
 
 class Slice(Tensor):
@@ -213,6 +214,22 @@ def _check_like(
                 f"{what} is a slice of a stacked parameter and keeps its {kind} {mine}; a tensor of {kind} {given} "
                 f"cannot take its place. {ADVICE}"
             )
+
+
+def _apart(value: Tensor, member: Tensor, what: str) -> Tensor:
+    """Return what to copy into a slice: a copy of what is there already, transposed, say.
+
+    Raises:
+        FusedMemberError: if it is the memory of another member, which would be shared from then on.
+    """
+    if value.layout is not torch.strided or storage_id(value) != storage_id(member):
+        return value
+    if value.storage_offset() != member.storage_offset():
+        raise FusedMemberError(
+            f"{what} is a slice of a stacked parameter and cannot share the memory of another member; give it a copy "
+            f"(tensor.clone()), or tie the members before optimizing. {ADVICE}"
+        )
+    return value.clone()
 
 
 def _refuse_sharded(stacked: Tensor, name: str) -> None:

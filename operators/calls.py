@@ -16,7 +16,7 @@ from torch import fx
 
 from ..compat import is_registered_operator, native_functions, overloads_of, written_arguments
 from .derived import Derived
-from .info import OpInfo, registered_operator
+from .info import Chance, OpInfo, registered_operator
 from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
@@ -182,14 +182,12 @@ def _in_place_signature(name: str) -> inspect.Signature | None:
 
 
 def has_random_effects(node: fx.Node) -> bool:
-    """Say whether a call of a known operator may draw random numbers: dropout with a probability of 0 does not."""
+    """Say whether a call of a known operator may draw random numbers: dropout at 0, or outside training, does not."""
     info = info_of(node)
-    return bool(info.random) and not _has_no_chance(node, info)
+    return bool(info.random) and not any(_is_zero(node, chance) for chance in info.chances)
 
 
-def _has_no_chance(node: fx.Node, info: OpInfo) -> bool:
-    if info.chance is None:
-        return False
-    name, position, default = info.chance
+def _is_zero(node: fx.Node, chance: Chance) -> bool:
+    name, position, default = chance
     given: Any = node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
-    return type(given) in (int, float) and bool(given == 0)
+    return type(given) in (bool, int, float) and bool(given == 0)

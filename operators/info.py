@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Chance(NamedTuple):
-    """How a call is told the probability with which it draws: at 0 it draws nothing."""
+    """How a call is told with which probability it draws, or whether it does: at 0 (False) it draws nothing."""
 
     name: str
     position: int
-    default: float
+    default: float | bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OpInfo:
         modules: classes of modules whose forward computes it, with the module's settings and parameters.
         pure: it only computes its value; its in-place spelling also writes that into the first operand.
         random: it may draw random numbers.
-        chance: the argument that says with which probability it draws.
+        chances: the arguments that say with which probability it draws, and whether it does.
         counts: it writes running statistics in training.
         fresh: its result never lies in the memory of an operand.
         commutative: its first two operands may change places.
@@ -61,7 +61,7 @@ class OpInfo:
     modules: tuple[type[nn.Module], ...] = ()
     pure: bool | None = None
     random: bool | None = None
-    chance: Chance | None = None
+    chances: tuple[Chance, ...] = ()
     counts: bool = False
     fresh: bool | None = None
     commutative: bool = False

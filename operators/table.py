@@ -38,7 +38,9 @@ _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
-_DROPOUT = Chance("p", 1, 0.5)
+_DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)
+_RECURRENT = Chance("dropout", 5, 0.0), Chance("train", 6, True)
+"""Of packed sequences, which have one operand more, these places hold the number of layers and the probability."""
 
 
 def _rows(names: str, **known: Any) -> list[OpInfo]:
@@ -146,11 +148,11 @@ TABLE: tuple[OpInfo, ...] = (
     *_rows("setitem", pure=False, shape="first"),
     *_rows("nonzero argwhere masked_select unique unique_consecutive bincount histogram combinations", shape="data"),
     # -- random ----------------------------------------------------------------------------------------------------
-    *_batched("dropout", random=True, chance=_DROPOUT, keeps_rank=True),
+    *_batched("dropout", random=True, chances=_DROPOUT, keeps_rank=True),
     *_batched(
         "scaled_dot_product_attention",
         random=True,
-        chance=Chance("dropout_p", 4, 0.0),
+        chances=(Chance("dropout_p", 4, 0.0),),
         fresh=True,
         has_dimensions=True,
     ),
@@ -158,10 +160,11 @@ TABLE: tuple[OpInfo, ...] = (
         "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout bernoulli "
         "binomial multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu "
         "rrelu_with_noise uniform exponential geometric cauchy log_normal random gumbel_softmax fractional_max_pool2d "
-        "fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices gru lstm rnn_relu "
-        "rnn_tanh multi_head_attention_forward",
+        "fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices "
+        "multi_head_attention_forward",
         random=True,
     ),
+    *_rows("gru lstm rnn_relu rnn_tanh", random=True, chances=_RECURRENT),
     # -- what does more than compute -------------------------------------------------------------------------------
     *_rows("manual_seed seed save load", pure=False),
 )

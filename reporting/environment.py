@@ -16,7 +16,7 @@ from ..version import VERSION
 __all__ = ["Check", "checks"]
 
 REQUIRED = ("torch-geometric", "networkx", "safetensors", "typer", "rich")
-OPTIONAL = {"torchao": "quantization", "triton": "GPU kernels", "onnx": "ONNX export", "transformers": "its models"}
+OPTIONAL = {"torchao": "quantization", "triton": "GPU kernels", "transformers": "its models"}
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 

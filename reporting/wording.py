@@ -114,7 +114,9 @@ def _whole_model(record: Record) -> str:
 def _spent(spent: Mapping[str, float]) -> str:
     seconds, forward = spent["seconds"], spent["forward_ms"] / 1e3
     limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
-    return f"{duration(seconds)}{limit}, as long as {seconds / forward:.3g} forwards of the model"
+    forwards = seconds / forward
+    counted = f"{forwards:.3g}" if forwards < 1000 else f"{forwards:,.0f}"
+    return f"{duration(seconds)}{limit}, as long as {counted} forwards of the model"
 
 
 def applied_rows(record: Record) -> list[Row]:

@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,17 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x)))
+
+
+class Apart(nn.Module):
+    """An ensemble whose members give different outputs: it is fused in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head() for _ in range(4))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x) for head in self.heads]
 
 
 class Model(nn.Module):
@@ -218,8 +231,7 @@ def test_the_phase_is_the_model_s_own_unless_given() -> None:
 
 
 def test_a_rewrite_for_evaluation_does_not_land_on_a_model_in_training_and_keeps_one_in_evaluation_there() -> None:
-    model = Model().train()
-    model.heads[1].requires_grad_(False)
+    model = Apart().train()
     refused = optimized(model, phase="eval")
     assert refused.training and all(module.training for module in refused.modules())
     assert [d.reason for d in fxopt.plan(refused).decisions if "evaluation" in d.reason] == [
@@ -231,8 +243,35 @@ def test_a_rewrite_for_evaluation_does_not_land_on_a_model_in_training_and_keeps
         fast.train()
     fast.eval()
     refused = optimized(model.train())
-    assert "requires_grad" in fxopt.plan(refused).decisions[0].reason
+    assert "different outputs" in fxopt.plan(refused).decisions[0].reason
     assert refused.train().training
+
+
+@dataclass(frozen=True)
+class Counted(Pass):
+    """Count the threads that look at the same time."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+    inside: ClassVar[list[int]] = []
+    most: ClassVar[list[int]] = []
+
+    def find(self, program: Program) -> Iterator[Site]:
+        self.inside.append(1)
+        time.sleep(0.1)
+        self.most.append(len(self.inside))
+        self.inside.pop()
+        return iter(())
+
+
+def test_threads_optimize_one_after_another() -> None:
+    models: list[nn.Module] = []
+    calls = [threading.Thread(target=lambda: models.append(optimized(Plain(), Counted()))) for _ in range(3)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(models) == 3 and set(Counted.most) == {1}
+    assert torch.get_default_dtype() == torch.float32
 
 
 @dataclass(frozen=True)

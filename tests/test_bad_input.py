@@ -74,7 +74,7 @@ def test_wrong_pipelines_show_the_place_and_the_nearest_name(text: str) -> None:
     assert error.exit_code == 2
 
 
-@pytest.mark.parametrize("passes", [3, None, [None], [("fuse_ensembles",)], {"a": 1}.items(), Ensemble, Ensemble(1)])
+@pytest.mark.parametrize("passes", [3, [None], [("fuse_ensembles",)], {"a": 1}.items(), Ensemble, Ensemble(1)])
 def test_what_is_no_pass_is_refused(passes: object) -> None:
     with pytest.raises(fxopt.UsageError, match="a pass is a name, a pass value or a function, not"):
         optimized(Ensemble(), passes)
@@ -483,6 +483,18 @@ def test_a_plan_for_another_model() -> None:
     assert caught.value.exit_code == 3
     with pytest.raises(fxopt.PlanError):
         fxopt.optimize(nn.Sequential(nn.Linear(5, 5)), FUSE, plan=plan)
+
+
+class OfAnySize(Ensemble):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(*x.shape))
+
+
+def test_a_plan_for_a_module_that_only_example_inputs_could_capture() -> None:
+    plan = fxopt.plan(fxopt.optimize(OfAnySize(), FUSE, example_inputs=(X,), measure=False))
+    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example inputs with the plan"):
+        fxopt.optimize(OfAnySize(), plan=plan)
+    assert fxopt.plan(fxopt.optimize(OfAnySize(), plan=plan, example_inputs=(X,))).decisions
 
 
 def test_a_plan_for_other_passes() -> None:

@@ -158,6 +158,22 @@ def test_the_users_hooks_see_original_names(model: nn.Module) -> None:
     assert fast.load_state_dict(old) == ([], [])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_hooks_of_members_see_what_is_given(model: nn.Module, strict: bool) -> None:
+    for head in model.encoder.heads:
+        head.first.register_load_state_dict_pre_hook(_weight_of_old)
+    fast = optimized(model)
+    old = {name.replace("first.weight", "first.w"): tensor + 1 for name, tensor in model.state_dict().items()}
+    for each in (model, fast):
+        assert each.load_state_dict(old, strict=strict) == ([], [])
+    assert_same(fast.state_dict(), model.state_dict())
+    assert torch.equal(fast.encoder.heads[1].first.weight, old["encoder.heads.1.first.w"] * 2)
+
+
+def _weight_of_old(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    state[f"{prefix}weight"] = state.pop(f"{prefix}w") * 2
+
+
 def _modern(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     for name in [name for name in state if name.startswith(f"{prefix}members")]:
         state[name.replace("members", "heads")] = state.pop(name)

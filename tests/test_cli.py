@@ -106,7 +106,7 @@ def test_wrong_usage_exits_with_2(fxopt: Fxopt):
         ("zoo:torch", 2, "is of type module, not a function or class that builds a model"),
         ("zoo:example_inputs", 3, "returned tuple, expected a torch.nn.Module"),
         ("grumpy:heads", 3, "grumpy:example_inputs raised OSError: no data"),
-        ("zoo.py", 3, "zoo.py is not a readable fxopt archive"),
+        ("zoo.py", 2, "'zoo.py' is source code; name what builds the model in it: zoo.py:factory"),
     ],
 )
 def test_a_model_that_is_none(fxopt: Fxopt, model: str, code: int, message: str):

@@ -203,6 +203,20 @@ def sharded() -> dict[str, Any]:
         said(lambda: fxopt.optimize(fast, "fuse_ensembles", example_inputs=(x,))),
     ]
     fast.load_state_dict(own)  # torch has loaded what is not sharded
+    with torch.no_grad():
+        fast(x)  # the gathered tensors stay until something is saved or loaded
+        found["after a forward"] = [equal(fxopt.state_dict(fast), old)]
+        fast(x)
+        found["after a forward"].append(list(fast.state_dict()) == found["names"])
+        fast(x)
+        found["after a forward"].append(fxopt.load_state_dict(fast, new) == ([], []))
+        found["after a forward"].append(equal(fxopt.state_dict(fast), new))
+        fast(x)
+        fast.load_state_dict(own)
+        found["refused after a forward"] = []
+        for attempt in (lambda: fxopt.restore(fast), lambda: fast.heads[1].state_dict()):
+            fast(x)
+            found["refused after a forward"].append(said(attempt))
     found["kept"] = equal(fxopt.state_dict(fast), old)
     loaded = [fxopt.load_state_dict(fast, new, assign=assign) == ([], []) for assign in (False, True)]
     found["loaded"] = loaded, equal(fxopt.state_dict(fast), new), fast.load_state_dict(fast.state_dict()) == ([], [])
@@ -301,6 +315,10 @@ def test_a_sharded_model(results: list[dict[str, Any]]) -> None:
         assert all(name.startswith("fused_heads.") for name in found["names"][3:])
         assert found["gathered"] and found["kept"] and found["saved"]
         assert found["loaded"] == ([True, True], True, True)
+        assert found["after a forward"] == [True] * 4
+        assert all(
+            "is sharded" in words or "is a part of a sharded" in words for words in found["refused after a forward"]
+        )
         assert found["moments"] == ["DTensor"]
         assert found["trained"] < 1e-6
 

@@ -194,7 +194,8 @@ def _read_dtype(value: Text) -> torch.dtype:
 
 def _word_of(words: dict[str, Any], value: Text, expected: str) -> Any:
     if value.word is None or value.word.lower() not in words:
-        raise ValueMismatch(expected, value, did_you_mean(value.text, words) if len(words) > 4 else "")
+        near = did_you_mean(value.text, words)
+        raise ValueMismatch(expected, value, near if "did you mean" in near else "")
     return words[value.word.lower()]
 
 

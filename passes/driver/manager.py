@@ -115,7 +115,10 @@ class Manager:
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
             if wanted:
                 missing = next(iter(wanted.values()))
-                raise PlanError(f"the plan's site {missing.key} of pass '{missing.pass_name}' is not in this model")
+                lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
+                why = f": no graph of its module: {lost.reason}; give example inputs with the plan" if lost else ""
+                place = f"the plan's site {missing.key} of pass '{missing.pass_name}'"
+                raise PlanError(f"{place} is not in this model{why}")
 
     def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""

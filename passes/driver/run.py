@@ -15,7 +15,7 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import eagerly, hold, plain_registries, release
+from ...tracing.recording import alone, eagerly, hold, plain_registries, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, optimized_on_all, ranks
@@ -76,14 +76,15 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     names = check_model(model)
     for pass_ in request.passes:
         _ = pass_.error_budget  # a wrong one is found before the work
-    generators = RandomState()
-    # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
-    runs_model = request.verify or request.measure
-    try:
-        with outside_inference_mode(), eagerly(model), contextlib.nullcontext() if runs_model else collection_paused():
-            return _on_all_ranks(model, names, request)
-    finally:
-        generators.restore()
+    with contextlib.ExitStack() as around:
+        around.enter_context(alone())
+        around.callback(RandomState().restore)
+        around.enter_context(outside_inference_mode())
+        around.enter_context(eagerly(model))
+        if not (request.verify or request.measure):
+            # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
+            around.enter_context(collection_paused())
+        return _on_all_ranks(model, names, request)
 
 
 def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:

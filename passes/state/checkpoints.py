@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import submodule
+from ...compat import shard_again, submodule
 from ...tracing.values import is_sharded
 from .state_map import StateMap
 
@@ -74,7 +74,8 @@ class KeepsOriginalNames(nn.Module):
     ) -> None:
         state_map: StateMap | None = self.__dict__.get(STATE_MAP)
         if state_map is not None:
-            translate_on_load(self, state_map, state_dict, prefix, missing_keys, error_msgs)
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            translate_on_load(self, state_map, state_dict, prefix, assign, missing_keys, error_msgs)
 
 
 def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
@@ -111,6 +112,7 @@ def translate_on_load(
     state_map: StateMap,
     state_dict: dict[str, Any],
     prefix: str,
+    assign: bool,
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
@@ -124,6 +126,7 @@ def translate_on_load(
         state_map: from the original names to the module's.
         state_dict: what `load_state_dict` works on, changed in place.
         prefix: where the module is in the model that loads, "" or ending in a dot.
+        assign: whether the tensors given take the place of the module's.
         missing_keys: `load_state_dict`'s own list, appended to.
         error_msgs: `load_state_dict`'s own list, appended to.
     """
@@ -133,7 +136,7 @@ def translate_on_load(
         if name.startswith(prefix) and value is not SETTLED
     }
     resolved = state_map.resolve_aliases(given)
-    loading = _Loading(module, state_map, resolved, prefix, missing_keys, error_msgs)
+    loading = _Loading(module, state_map, resolved, prefix, assign, missing_keys, error_msgs)
     translated = loading.translate()
     for name in given.keys() - resolved.keys() | loading.used:
         state_dict.pop(prefix + name, None)
@@ -159,6 +162,7 @@ class _Loading:
     state_map: StateMap
     given: Mapping[str, Tensor]
     prefix: str
+    assign: bool
     missing_keys: list[str]
     error_msgs: list[str]
 
@@ -177,8 +181,11 @@ class _Loading:
         values: dict[str, Tensor] = {}
         translated: dict[str, Tensor] = {}
         for target, names in self.state_map.origins.items():
+            is_new = self._is_new(target, current[target], known)
+            if not is_new and self._is_left_to_members(names, current[target]):
+                continue
             self.settled.update(names)
-            if self._is_new(target, current[target], known):
+            if is_new:
                 continue
             if target in sharded:
                 translated |= self._refuse_sharded(target, names, current[target])
@@ -193,6 +200,16 @@ class _Loading:
                 # The tensor itself, so that loading it (assigning, too) changes nothing.
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
+
+    def _is_left_to_members(self, names: tuple[str, ...], stacked: Tensor) -> bool:
+        """Say whether members load a tensor, each its slice: hooks of theirs may rename or convert what is given."""
+        return not self.assign and not is_sharded(stacked) and all(self._reads_slice(name, stacked) for name in names)
+
+    def _reads_slice(self, name: str, stacked: Tensor) -> bool:
+        path, _, last = name.rpartition(".")
+        holder = submodule(self.module, path)
+        view = None if holder is None else holder.__dict__.get(VIEWS, {}).get(last)
+        return view is not None and view.stacked is stacked
 
     def _is_new(self, name: str, current: Tensor, known: Mapping[str, Tensor]) -> bool:
         """Say whether a tensor is given under its new name; where that is an original name too, its shape tells."""
@@ -247,4 +264,6 @@ def _alike(tensors: Mapping[str, Tensor], example: Tensor) -> dict[str, Tensor]:
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
     path, _, last = name.rpartition(".")
-    return getattr(module.get_submodule(path), last)
+    holder = module.get_submodule(path)
+    shard_again(holder)
+    return getattr(holder, last)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from ...compat import all_modules, shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded, tensors_by_name
 from .state_map import StateMap
@@ -47,7 +48,7 @@ def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State 
     Raises:
         StateError: if only some of the tensors are given that are one sharded tensor now.
     """
-    current = tensors_by_name(model)
+    current = _stored(model)
     if not any(map(is_sharded, current.values())):
         return state
     renamed = state_map.forward(state, strict=False)
@@ -58,7 +59,7 @@ def writes_files(model: nn.Module) -> bool:
     """Say whether this process writes a model's files: of the ranks that share a sharded one, the first does."""
     from torch import distributed
 
-    is_shared = any(map(is_sharded, tensors_by_name(model).values()))
+    is_shared = any(map(is_sharded, _stored(model).values()))
     return not is_shared or distributed.get_rank() == 0
 
 
@@ -68,6 +69,13 @@ def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
     Raises:
         StateError: if the model has sharded tensors.
     """
-    for name, tensor in tensors_by_name(model).items():
+    for name, tensor in _stored(model).items():
         if is_sharded(tensor):
             raise StateError(f"'{name}' is sharded, and {what}; {advice}")
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model keeps; FSDP2 leaves others in their place after a forward, which it will free."""
+    for module in all_modules(model):
+        shard_again(module)
+    return tensors_by_name(model)

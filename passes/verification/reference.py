@@ -231,7 +231,7 @@ class _Maker:
     def _noisy(self, first: Sample) -> list[Sample]:
         """Run a call again with noise; where the module does not take it, with less of it, or not at all.
 
-        Two rows of it are enough, and cheaper.
+        A few rows of it are enough, and cheaper.
         """
         state = perturbed_state(self.state, self.runs.seed)
         for arguments in (few_rows(first.arguments), first.arguments):

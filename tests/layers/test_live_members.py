@@ -301,3 +301,42 @@ def test_a_slice_is_copied_as_a_parameter_and_pickled_as_a_tensor(models: tuple[
     assert torch.equal(pickled, weight)
     nn.init.zeros_(copied)
     assert weight.any()
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda one, other: setattr(one, "data", other.data),
+        lambda one, other: setattr(one, "data", nn.Parameter(other.data)),
+        lambda one, other: setattr(one, "grad", other.grad),
+    ],
+)
+def test_members_do_not_share_memory(models: tuple[Ensemble, Ensemble], share: Callable[[Any, Any], None]) -> None:
+    _, fast = models
+    train_on(fast)
+    one, other = (fast.heads[i].get_submodule("0").weight for i in (0, 1))
+    before = [one.clone(), one.grad.clone()]
+    with pytest.raises(FusedMemberError, match="cannot share the memory of another member"):
+        share(one, other)
+    assert torch.equal(one, before[0]) and torch.equal(one.grad, before[1])
+
+
+def test_a_member_takes_its_own_memory_turned() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Turned())
+    fast = fxopt.optimize(
+        model, "fuse_ensembles{lowering=bmm}", example_inputs=(inputs(),), verify=False, measure=False
+    )
+    for each in (model, fast):
+        weight = each[0].heads[1].weight
+        weight.data = weight.data.t()
+    assert torch.equal(fast[0].heads[1].weight, model[0].heads[1].weight)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads])

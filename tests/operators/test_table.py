@@ -145,6 +145,16 @@ def test_attention_without_dropout_draws_nothing() -> None:
     assert not has_random_effects(called(F.scaled_dot_product_attention, *arguments))
     assert has_random_effects(called(F.scaled_dot_product_attention, *arguments, dropout_p=0.1))
     assert has_random_effects(called(F.dropout, Tensor)) and not has_random_effects(called(F.dropout, Tensor, 0.0))
+    assert not has_random_effects(called(F.dropout, Tensor, 0.5, False))
+    assert not has_random_effects(called(torch.ops.aten.dropout.default, Tensor, 0.5, False))
+
+
+def test_recurrent_layers_draw_where_they_drop_out_in_training() -> None:
+    def lstm(dropout: float, train: bool) -> fx.Node:
+        return called(torch.ops.aten.lstm.input, Tensor, [], [], True, 2, dropout, train, False, True)
+
+    assert has_random_effects(lstm(0.5, True))
+    assert not has_random_effects(lstm(0.5, False)) and not has_random_effects(lstm(0.0, True))
 
 
 # -- registration --------------------------------------------------------------------------------------------------

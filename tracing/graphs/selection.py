@@ -45,7 +45,7 @@ def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         next((g for g in specialization.guards if not g.holds(names)), None)
         for specialization in capture.specializations
     )
-    return "; ".join(_told(guard) for guard in failed if guard is not None)
+    return "; ".join(dict.fromkeys(_told(guard) for guard in failed if guard is not None))
 
 
 def _told(guard: Guard) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +51,13 @@ class Observers:
         cls, previous, found = type(module), self._seen, Seen(set(), set(), set())
         self._seen = found.names
         lent = module.__class__ = self._class(cls)
+        own = _set_on(lent)  # by its metaclass: abc.ABCMeta does
         try:
             yield found
         finally:
             module.__class__ = cls
             found.plain.update(name for name in found.names if _is_plain(module, name))
-            found.set_on_class.update(_taken_off(lent))
+            found.set_on_class.update(_taken_off(lent, own))
             self._seen = previous
 
     def _class(self, cls: type) -> Any:
@@ -76,9 +77,13 @@ class Observers:
         return {"__getattribute__": __getattribute__}
 
 
-def _taken_off(cls: type) -> set[str]:
+def _set_on(cls: type) -> frozenset[str]:
+    return frozenset(vars(cls))
+
+
+def _taken_off(cls: type, own: Set[str]) -> set[str]:
     """Take off a class that was lent what was set on it (`type(self).calls += 1`), and return the names."""
-    names = {name for name in vars(cls) if not name.startswith(("__", "_fxopt"))}
+    names = {name for name in vars(cls).keys() - own if not name.startswith(("__", "_fxopt"))}
     for name in names:
         type.__delattr__(cls, name)
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .alone import alone
 from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
@@ -34,6 +35,7 @@ __all__ = [
     "ParameterData",
     "Recording",
     "Watch",
+    "alone",
     "calls_intercepted",
     "change_count",
     "compiles",

@@ -30,6 +30,7 @@ from ..values import ModelNames, map_leaves
 __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
+_ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
 _DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
 
@@ -81,7 +82,7 @@ class Fallback:
             graphs = required_capture(module).specializations
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
                 return
-            advice = f"{_ADD}: {_described(args, kwargs)}" if graphs else _AGAIN
+            advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if graphs else _AGAIN
             warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 
     def during_call(self) -> AbstractContextManager[None]:

@@ -55,8 +55,9 @@ def _dropout(_: Any, args: Any, __: Any) -> tuple[Tensor, Tensor]:
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any) -> Tensor:
-    chance = args[1] if len(args) > 1 else kwargs.get("p")
-    target = args[0] if func._schema.is_mutable else torch.empty_like(args[0])
+    is_in_place = func._schema.is_mutable  # then the operand is no probability, and torch leaves out the default one
+    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if is_in_place else None)
+    target = args[0] if is_in_place else torch.empty_like(args[0])
     drawn = (args[0] if chance is None else torch.as_tensor(chance)) > _UNIFORM
     return target.copy_(drawn)
 

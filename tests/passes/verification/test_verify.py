@@ -506,7 +506,7 @@ def test_a_folded_constant_is_checked_with_noise_on_the_inputs_only() -> None:
     verdict = judge(before, after, torch.zeros(3, 4))
     assert verdict.ok, verdict.reason
     wrong = Lambda(lambda m, x: x * m.folded, scale=before.scale, folded=(before.scale + 1))
-    assert "on inputs with noise" in judge(before, wrong, torch.zeros(3, 4), gradients=False).reason
+    assert "output differs" in judge(before, wrong, torch.zeros(3, 4), gradients=False).reason
 
 
 def test_a_constant_folded_in_the_modules_own_types() -> None:

@@ -96,6 +96,15 @@ def test_the_first_such_call_warns_and_says_what_to_do():
         fast(torch.randn(12, 6))
 
 
+def test_the_warning_of_an_inner_module_says_each_reason_once_and_asks_for_a_call_of_the_model():
+    fast = fxopt.capture(nn.Sequential(Branches()), [(X,), (torch.randn(12, 6),)]).model
+    with pytest.warns(fxopt.GuardWarning) as warned:
+        fast[0](X, True)
+    (message,) = [str(each.message) for each in warned]
+    assert message.count("flag is False") == 1
+    assert "Add a call of the model that leads to this one to example_inputs, or record it" in message
+
+
 def test_a_call_that_was_given_beforehand_runs_a_graph():
     plain = Branches()
     fast = fxopt.capture(plain, [(X,), (X, True), (torch.randn(12, 6),)]).model

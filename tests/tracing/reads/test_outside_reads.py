@@ -482,3 +482,15 @@ def test_guards_ask_for_little() -> None:
     outside = [guard.reason for guard in capture_of(fast).specializations[0].guards if "SCALE" in str(guard)]
     assert outside == ["SCALE is 2.0"] * 2
     assert "globals_of" not in type(fast).forward.__code__.co_names
+
+
+class OfAnAbstractClass(nn.Module, Callable):
+    """Its metaclass, abc.ABCMeta, sets an attribute on every class that is made of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_what_a_metaclass_sets_on_the_observing_class_was_not_set_by_the_forward() -> None:
+    program = fxopt.capture(nn.Sequential(OfAnAbstractClass(), OfAnAbstractClass()), (X,))
+    assert program.opaque == {}
