@@ -285,10 +285,12 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         model: the optimized model.
 
     Raises:
-        StateError: the model was not optimized; a name that it does not have, or a wrong shape.
+        StateError: the model was not optimized, or is sharded; a name that it does not have, or a wrong shape.
     """
     expect(state, Mapping, "state", "a state dict, or a part of one")
-    return functional_state(state, _record(model).state_map, tensors_by_name(model))
+    state_map = _record(model).state_map
+    refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
+    return functional_state(state, state_map, tensors_by_name(model))
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
