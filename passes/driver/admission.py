@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from ...compat import submodule
+from ...errors import CaptureError, PassError
 from ...tracing.program import Program
 from ..contract import Pass
 from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
@@ -27,9 +28,17 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
         pass_: which found it.
         item: the site or refusal.
         trained: the modules that the user gave in training mode.
+
+    Raises:
+        PassError: the site is in a module that is not there.
     """
     if isinstance(item, Refusal):
         return item
+    for place in item.places:
+        try:
+            program.module(place.owner)
+        except CaptureError as error:
+            raise PassError(f"pass '{pass_.name}': find yielded a site whose owner is not there: {error}") from error
     reasons = (_obstacle(program, pass_, place, item.phase, trained) for place in item.places)
     reason = next(filter(None, reasons), None)
     return item if reason is None else Refusal(reason, at=item.owner or "(root)")

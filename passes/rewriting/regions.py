@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...compat import has_hooks
-from ...errors import MatchFailure
+from ...errors import MatchFailure, expect
 from ...tracing.graphs import Capture, Context, Opening, Region, Specialization, WrappedRegion, capture_of, install
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_leaves
@@ -52,7 +52,10 @@ def outline(
     Raises:
         MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
             cannot run as one. Or if the owner is an `nn.Sequential`, which runs whatever children it has.
+        UsageError: the context cannot be opened, or the wrapper returned no module.
     """
+    if not callable(context):
+        expect(context, (Context, type(None)), "context", "a Context, or a function that returns a context manager")
     if isinstance(edit.owner, nn.Sequential):
         raise MatchFailure(
             f"'{edit.site.owner or '(root)'}' is a Sequential, whose original forward would run a region as one more "
@@ -71,7 +74,9 @@ def outline(
     region, graph = _region(edit, chosen, inputs, results, context)
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     install(region, Capture(type(region), [Specialization((), graph)], Signature.of_names(names)))
-    child = edit.add_module(region if wrapper is None else wrapper(region), name=name)
+    wrapped = region if wrapper is None else wrapper(region)
+    expect(wrapped, nn.Module, "what the wrapper returned", "a torch.nn.Module that calls the region")
+    child = edit.add_module(wrapped, name=name)
     return _call_region(edit, child, chosen, inputs, results)
 
 

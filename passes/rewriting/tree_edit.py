@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
-from ...errors import MatchFailure
+from ...errors import MatchFailure, expect
 from ...tracing.graphs import Region, capture_of, drop_specializations, install, own, recompile
 from ...tracing.guards import Guard, attribute_at, equal
 from ...tracing.program import Program
@@ -35,6 +35,7 @@ class TreeEdit(GraphEdit):
 
     def add_module(self, module: nn.Module, *, name: str) -> str:
         """Register `module` as a child of the owner as `name`, or `name_1`, ... if that is taken; return the name."""
+        expect(module, nn.Module, "module", "the torch.nn.Module to add")
         free = self._free_name(name)
         module.train(self.owner.training)
         self._set_child(free, module)
@@ -71,7 +72,9 @@ class TreeEdit(GraphEdit):
 
         Raises:
             MatchFailure: if the old one has hooks, is the whole model, or has a name outside the site, too.
+            UsageError: `module` is none.
         """
+        expect(module, nn.Module, "module", "the torch.nn.Module to put there")
         name = self._path(at if isinstance(at, str) else str(at.target))
         old = self.program.module(name)
         if not name:

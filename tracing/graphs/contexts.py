@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...compat import checkpoint
+from ...errors import UsageError
 
 __all__ = ["Context", "Opening"]
 
@@ -29,10 +30,18 @@ class Context:
     Attributes:
         kind: the name of torch's function: "autocast", "no_grad", "checkpoint", ...
         settings: what that is called with.
+
+    Raises:
+        UsageError: there is no such kind.
     """
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        known = (*_OPENERS, "checkpoint")
+        if self.kind not in known:
+            raise UsageError(f"there is no context {self.kind!r}; the kinds are {', '.join(known)}")
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function` under the context."""

@@ -149,6 +149,61 @@ def test_what_cannot_be_replaced() -> None:
         edit.replace_module("", nn.Linear(6, 2))
 
 
+NO_ARGUMENTS: dict[str, tuple[Callable[[Site, Edit], Any], str]] = {
+    "no context": (
+        lambda site, edit: edit.outline([site["head"]], name="part", context=Context("zork")),
+        r": there is no context 'zork'; the kinds are autocast, no_grad, .*, checkpoint",
+    ),
+    "a number for a context": (
+        lambda site, edit: edit.outline([site["head"]], name="part", context=3),  # pyright: ignore[reportArgumentType]
+        r": context is of type int; give a Context, or a function",
+    ),
+    "a wrapper that returns nothing": (
+        lambda site, edit: edit.outline([site["head"]], name="part", wrapper=lambda _: None),  # pyright: ignore[reportArgumentType]
+        r": what the wrapper returned is of type NoneType; give a torch\.nn\.Module that calls the region",
+    ),
+    "nothing for a module": (
+        lambda site, edit: edit.replace_module(site["head"], None),  # pyright: ignore[reportArgumentType]
+        r": module is of type NoneType; give the torch\.nn\.Module to put there",
+    ),
+    "nothing to add": (
+        lambda _, edit: edit.add_module(None, name="part"),  # pyright: ignore[reportArgumentType]
+        r": module is of type NoneType; give the torch\.nn\.Module to add",
+    ),
+    "no such owner": (
+        lambda *_: None,
+        r"pass 'no_argument': find yielded a site whose owner is not there: the model has no module 'haed'; did you",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_ARGUMENTS)
+def test_an_argument_that_is_none_is_named_in_one_line(case: str) -> None:
+    change, words = NO_ARGUMENTS[case]
+
+    @dataclass(frozen=True)
+    class NoArgument(Pass):
+        """Give what cannot be taken."""
+
+        goal: ClassVar[Goal] = Goal.SIZE
+
+        def find(self, program: Program) -> Iterator[Site | Refusal]:
+            if case == "no such owner":
+                yield Site(program, "haed", {})
+            call = next(node for node in program.graph("").nodes if node.target == "head")
+            yield Site(program, "", {"head": call.name})
+
+        def rewrite(self, site: Site, edit: Edit) -> None:
+            change(site, edit)
+
+    model = Net()
+    before = trace_of(model)
+    with pytest.raises(PassError, match=words) as caught:
+        optimized(model, NoArgument())
+    assert "\n" not in str(caught.value)
+    assert trace_of(model) == before
+
+
 def test_a_module_without_a_graph_is_replaced_whole() -> None:
     class Expert(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
