@@ -172,28 +172,28 @@ def time_candidates(
         least_rounds: the number of rounds before anything is decided.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
     """
-    end = time.thread_time() + limit
     with ExitStack() as stack:
         for candidate in candidates.values():
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        timings = _raced(candidates, seconds, least_rounds, end, may_stall=torch.get_num_threads() > 1)
+        timings = _raced(candidates, seconds, least_rounds, limit, may_stall=torch.get_num_threads() > 1)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, least_rounds, end) or Timings()
+            timings = _raced(candidates, seconds, least_rounds, limit) or Timings()
             timings.in_one_thread = True
     return timings
 
 
 def _raced(
-    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, end: float, *, may_stall: bool = False
+    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, limit: float, *, may_stall: bool = False
 ) -> Timings | None:
     """Return the samples; None where calls `may_stall`, and do."""
     first = next(iter(candidates))
     if may_stall and _is_slower_in_threads(candidates[first]):
         return None
     timings, samplings = Timings(), {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
+    end = time.thread_time() + limit  # stalled calls until now take nothing from it
     racing, shuffling, time_used = list(samplings), random.Random(0), _Stopwatch()  # noqa: S311 - it hides no secret
     while len(timings.rounds) < _MOST_ROUNDS:
         order = shuffling.sample(racing, len(racing))
