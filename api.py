@@ -93,7 +93,7 @@ def optimize(
             without what the forward does not take (labels). Without any, nothing is verified or timed: rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
-            with its groups, state and schedulers. What else it trains, it keeps.
+            with its groups, state, schedulers and pending gradients. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
@@ -285,10 +285,12 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         model: the optimized model.
 
     Raises:
-        StateError: the model was not optimized; a name that it does not have, or a wrong shape.
+        StateError: the model was not optimized, or is sharded; a name that it does not have, or a wrong shape.
     """
     expect(state, Mapping, "state", "a state dict, or a part of one")
-    return functional_state(state, _record(model).state_map, tensors_by_name(model))
+    state_map = _record(model).state_map
+    refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
+    return functional_state(state, state_map, tensors_by_name(model))
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:

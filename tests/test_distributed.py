@@ -201,6 +201,7 @@ def sharded() -> dict[str, Any]:
         said(lambda: fast.heads[1].load_state_dict(other.heads[1].state_dict())),
         said(lambda: fxopt.load_state_dict(fast, {n: t for n, t in new.items() if "heads.1" not in n}, strict=False)),
         said(lambda: fxopt.optimize(fast, "fuse_ensembles", example_inputs=(x,))),
+        said(lambda: fxopt.translate_state(new, fast)),
     ]
     fast.load_state_dict(own)  # torch has loaded what is not sharded
     with torch.no_grad():
@@ -214,13 +215,18 @@ def sharded() -> dict[str, Any]:
         fast(x)
         fast.load_state_dict(own)
         found["refused after a forward"] = []
-        for attempt in (lambda: fxopt.restore(fast), lambda: fast.heads[1].state_dict()):
+        for attempt in (
+            lambda: fxopt.restore(fast),
+            lambda: fxopt.translate_state(new, fast),
+            lambda: fast.heads[1].state_dict(),
+        ):
             fast(x)
             found["refused after a forward"].append(said(attempt))
     found["kept"] = equal(fxopt.state_dict(fast), old)
     loaded = [fxopt.load_state_dict(fast, new, assign=assign) == ([], []) for assign in (False, True)]
     found["loaded"] = loaded, equal(fxopt.state_dict(fast), new), fast.load_state_dict(fast.state_dict()) == ([], [])
     fxopt.translate_optimizer(optimizer, fast)
+    found["gradients"] = sorted({type(parameter.grad).__name__ for parameter in fast.parameters()})
     found["moments"] = sorted({type(state["exp_avg"]).__name__ for state in optimizer.state.values()})
     for each, stepper in ((fast, optimizer), (other, theirs)):
         stepper.zero_grad()
@@ -319,7 +325,7 @@ def test_a_sharded_model(results: list[dict[str, Any]]) -> None:
         assert all(
             "is sharded" in words or "is a part of a sharded" in words for words in found["refused after a forward"]
         )
-        assert found["moments"] == ["DTensor"]
+        assert found["moments"] == found["gradients"] == ["DTensor"]
         assert found["trained"] < 1e-6
 
 
@@ -333,6 +339,7 @@ def test_what_cannot_be_done_to_a_sharded_model(results: list[dict[str, Any]]) -
         "'0.weight' is a part of a sharded tensor",
         "StateError: 'heads.1.0.weight', 'heads.1.2.weight'",
         "InputError: 'trunk.weight' is sharded already; optimize the model first, then shard it",
+        "StateError: 'trunk.weight' is sharded, and translating a state needs whole tensors; use torch.func",
     ]
     for each in results:
         for message, words in zip(each["sharded"]["refused"], expected, strict=True):

@@ -46,7 +46,8 @@ def translate_optimizer(
     """Let an optimizer go on with the other form of a model's parameters: groups, options and moments, in place.
 
     The optimizer stays the same object, so schedulers stay attached. Parameters that are not the model's stay too, and
-    so do those that are among `parameters` already.
+    so do those that are among `parameters` already. Gradients that wait for a step are copied; a parameter that has one
+    keeps its own.
 
     Args:
         optimizer: one of the element-wise optimizers of `torch.optim`, stepped or not.
@@ -175,6 +176,7 @@ class _Move:
     parameters: Mapping[str, nn.Parameter]
     translate: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict[Tensor, dict[str, Any]])
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict[nn.Parameter, Tensor])
 
     def group(self, number: int) -> list[Entry]:
         """Return what a group will hold.
@@ -194,6 +196,7 @@ class _Move:
             self._check_members(sources, targets)
             if self._is_first(sources, number, position):
                 self._translate(sources, targets)
+                self._translate_gradients(sources, targets)
                 entries.extend((self.parameters[target], target) for target in targets)
         return self._in_model_order(entries)
 
@@ -233,6 +236,17 @@ class _Move:
             for target, value in self._translated(key, values, targets).items():
                 self.states.setdefault(self.parameters[target], {})[key] = value
 
+    def _translate_gradients(self, sources: Sequence[str], targets: Sequence[str]) -> None:
+        """Work out the gradients of a family's new parameters; a member without one has one of zeros then."""
+        held = {name: self.places.parameter(name) for name in sources}
+        if all(parameter.grad is None for parameter in held.values()):
+            return
+        given = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in held.items()}
+        for target, gradient in self._translated("gradient", given, targets).items():
+            parameter = self.parameters[target]
+            if parameter.grad is None:
+                self.gradients[parameter] = gradient.to(parameter, copy=True)
+
     def _translated(self, key: str, values: Mapping[str, Any], targets: Sequence[str]) -> dict[str, Any]:
         if key in PER_TENSOR or not all(isinstance(value, Tensor) for value in values.values()):
             value = _equal_value(key, values)
@@ -254,6 +268,8 @@ class _Move:
             if "param_names" in group:
                 group["param_names"][:] = [name for _, name in entries]
         optimizer.state.update(self.states)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
 
 
 def _check_same_kind(first: str, first_state: Mapping[str, Any], name: str, state: Mapping[str, Any]) -> None:

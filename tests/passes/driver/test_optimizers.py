@@ -172,3 +172,64 @@ def test_no_warning_without_one():
     fused(made(), inplace=True)
     model = made()
     fused(model, inplace=True, optimizer=adam(model))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_that_wait_for_a_step_go_along(inplace: bool):
+    """The first half of a step is taken before `optimize`, the second one after it; and the same around `restore`."""
+    plain, model = made(), made()
+    expected, optimizer = adam(plain), adam(model)
+
+    def half(now: nn.Module) -> None:
+        for each in (plain, now):
+            (each(inputs()) - 1).square().mean().backward()
+
+    def step(now: nn.Module) -> None:
+        for its_own in (expected, optimizer):
+            its_own.step()
+            its_own.zero_grad()
+        torch.testing.assert_close(now.state_dict(), plain.state_dict())
+
+    half(model)
+    fast = fused(model, optimizer=optimizer, inplace=inplace)
+    half(fast)
+    step(fast)
+    half(fast)
+    again = fxopt.restore(fast, optimizer=optimizer)
+    step(again)
+    half(fast)  # this is another model again
+    assert all(parameter.grad is None for parameter in again.parameters())
+
+
+def test_the_original_keeps_its_gradients():
+    model = made()
+    optimizer = adam(model)
+    model(inputs()).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    copies = copy.deepcopy(before)
+    fast = fused(model, optimizer=optimizer)
+    fast(inputs()).sum().backward()
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
+    torch.testing.assert_close(before, copies)
+
+
+def test_a_member_without_a_gradient_has_one_of_zeros():
+    model = made()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    sum(head(inputs()).sum() for head in model.heads[1:]).backward()
+    fast = fused(model, optimizer=optimizer)
+    assert fast.trunk.weight.grad is None
+    assert not fast.heads[0][0].weight.grad.any()
+    for mine, its_own in zip(fast.heads[1].parameters(), model.heads[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its_own.grad)
+
+
+def test_a_parameter_that_has_a_gradient_keeps_it():
+    model = made()
+    optimizer = adam(model)
+    model(inputs()).sum().backward()
+    fast = fused(model)
+    fast(inputs()).square().sum().backward()
+    before = copy.deepcopy([parameter.grad for parameter in fast.parameters()])
+    fxopt.translate_optimizer(optimizer, fast)
+    torch.testing.assert_close([parameter.grad for parameter in fast.parameters()], before)
