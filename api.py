@@ -349,8 +349,9 @@ def export(
 
 
 def load(
-    path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] | bool = ()
-) -> nn.Module:
+    path: str | os.PathLike[str], *, model: nn.Module | None = None, trust: str | Iterable[str] | bool = (),
+    example_inputs: object = None,
+) -> nn.Module:  # fmt: skip
     """Load a model from an archive, from a `.pt2` file, or, trusted, from a pickle.
 
     Args:
@@ -358,20 +359,21 @@ def load(
         model: of an archive: the unoptimized model to use instead of importing the archive's factory.
         trust: packages (or one) from which an archive's factory may be imported and run. True trusts the file
             altogether: any factory, and pickles (`torch.save(model, path)`), which run any code.
+        example_inputs: as for `optimize`, where capture needs them; by default `example_inputs()` beside the factory.
 
     Raises:
         ArchiveError: unreadable, corrupt, too new, or it would run code that is not trusted.
         UsageError: `model` is given for a file that holds the whole model.
     """
 
-    def replay(original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
+    def replay(original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
         with in_phase(original, phase == "train"):
-            return optimize(original, list(decisions.pipeline), plan=decisions, phase=phase)
+            return optimize(original, plan=plan, phase=phase, example_inputs=inputs)
 
     expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
     expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")
     trusted = trust if isinstance(trust, bool) else (trust,) if isinstance(trust, str) else tuple(trust)
-    return open_file(as_path(path), replay=replay, model=model, trust=trusted)
+    return open_file(as_path(path), replay=replay, model=model, trust=trusted, inputs=example_inputs)
 
 
 def list_passes() -> dict[str, PassInfo]:

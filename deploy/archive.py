@@ -19,6 +19,7 @@ from ..passes.pipeline import Plan
 from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
+from .source import inputs_beside
 from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
@@ -31,7 +32,7 @@ PLAN = "plan.json"
 class Replay(Protocol):
     """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder."""
 
-    def __call__(self, original: nn.Module, decisions: Plan, phase: str) -> nn.Module: ...
+    def __call__(self, original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module: ...
 
 
 def save(
@@ -80,6 +81,7 @@ def load(
     replay: Replay,
     model: nn.Module | None = None,
     trust: Sequence[str] | bool = (),
+    inputs: object = None,
 ) -> nn.Module:
     """Build the original model, give it the archive's weights, and repeat the plan on it.
 
@@ -88,6 +90,7 @@ def load(
         replay: applies the plan.
         model: the original model to use instead of the archive's factory; it is copied, not changed.
         trust: packages whose factories may be imported and called; True stands for any.
+        inputs: example inputs to capture the model on; by default those beside the factory.
 
     Raises:
         ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
@@ -98,10 +101,14 @@ def load(
     description = _Description(where, manifest)
     plan = Plan.from_json(read_json(where, PLAN, members[PLAN]), f"the plan in {where}")
     state = description.with_aliases(read_weights(where, members[WEIGHTS]))
-    original = copy.deepcopy(model) if model is not None else _built(description, trust)
+    if model is None:
+        original = _built(description, trust)
+        inputs = inputs_beside(str(description.factory)) if inputs is None else inputs
+    else:
+        original = copy.deepcopy(model)
     _load_weights(where, original, state, description.names("frozen"))
     try:
-        fast = replay(original, plan, "train" if description.training else "eval")
+        fast = replay(original, plan, "train" if description.training else "eval", inputs)
     except UsageError as error:  # the passes that it names are unknown here, or in no possible order
         raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error
     _set_modes(fast, description.training, description.names("other_mode"))

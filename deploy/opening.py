@@ -28,7 +28,12 @@ class FileKind(enum.Enum):
 
 
 def open_file(
-    path: Path, *, replay: archive.Replay, model: nn.Module | None = None, trust: Sequence[str] | bool = ()
+    path: Path,
+    *,
+    replay: archive.Replay,
+    model: nn.Module | None = None,
+    trust: Sequence[str] | bool = (),
+    inputs: object = None,
 ) -> nn.Module:
     """Return the model in a file.
 
@@ -37,6 +42,7 @@ def open_file(
         replay: applies an archive's plan.
         model: the original that an archive is for.
         trust: packages whose factories may be imported and called; True stands for anything, pickles too.
+        inputs: example inputs for an archive's model; by default those beside its factory.
 
     Raises:
         ArchiveError: unreadable, damaged, too new, or not trusted.
@@ -44,7 +50,7 @@ def open_file(
     """
     kind = kind_of_file(path)
     if kind is FileKind.RECIPE:
-        return archive.load(path, replay=replay, model=model, trust=trust)
+        return archive.load(path, replay=replay, model=model, trust=trust, inputs=inputs)
     if model is not None:
         raise UsageError(f"{path} is not an fxopt archive: it holds the whole model, so do not pass model=")
     if kind is FileKind.EXPORTED:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import enum
+import importlib
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +243,35 @@ def test_what_was_saved_loads(build: Callable[[], nn.Module], x: Tensor, tmp_pat
     loaded = fxopt.load(tmp_path / "model.fxopt", model=build().eval())
     assert [d.key for d in fxopt.plan(loaded).decisions if d.status == "applied"] == applied
     close(loaded(x), model(x))
+
+
+BERT = """
+import torch
+from transformers import BertConfig, BertModel
+
+def build():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 20, "max_position_embeddings": 8}
+    return BertModel(BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)).eval()
+
+def example_inputs():
+    ids = torch.arange(12).reshape(2, 6)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+"""
+
+
+def test_what_is_captured_on_example_inputs_only_loads_with_them(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "zoo_of_one.py").write_text(BERT)
+    monkeypatch.syspath_prepend(tmp_path)
+    zoo = importlib.import_module("zoo_of_one")
+    model, inputs = zoo.build(), zoo.example_inputs()
+    fast = fxopt.optimize(model, "fuse_ensembles{lowering=wide}", example_inputs=inputs, measure=False)
+    fxopt.save(fast, tmp_path / "bert.fxopt", factory="zoo_of_one:build")
+    for options in ({"trust": "zoo_of_one"}, {"model": zoo.build(), "example_inputs": inputs}):
+        loaded = fxopt.load(tmp_path / "bert.fxopt", **options)
+        assert len(list(loaded.parameters())) == len(list(fast.parameters())) < len(list(model.parameters()))
+        close(loaded(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+    with pytest.raises(fxopt.PlanError, match="give example inputs with the plan"):
+        fxopt.load(tmp_path / "bert.fxopt", model=zoo.build())
 
 
 # -- without example inputs ----------------------------------------------------------------------------------------

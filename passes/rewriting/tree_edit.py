@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
-from ...errors import MatchFailure, expect
+from ...errors import MatchFailure, PassError, expect
 from ...tracing.graphs import Region, capture_of, drop_specializations, install, own, recompile
 from ...tracing.guards import Guard, attribute_at, equal
 from ...tracing.program import Program
@@ -241,7 +241,11 @@ class TreeEdit(GraphEdit):
 
         Raises:
             MatchFailure: in a region that a pass made, which owns none.
+            PassError: the step has no sources or no targets; a tensor cannot be dropped, since old checkpoints have it.
         """
+        if not step.sources or not step.targets:
+            what = "makes tensors from nothing" if step.targets else "drops what it takes"
+            raise PassError(f"the step '{step.kind}' {what}; give it at least one old name and one new name")
         if isinstance(self.holder.module, Region):
             raise MatchFailure(f"'{self.site.owner}' is a region, whose tensors belong to the module around it")
         self._steps.append((self.site, step))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
-from .inputs import few_rows, one_row, other_rows, perturbed_inputs, perturbed_state, zeros
+from .inputs import few_rows, one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -246,6 +246,7 @@ class _Maker:
         """Run calls that are derived from one, each the farthest from it that the module takes."""
         tables, seed = first.exact.tables, self.runs.seed + 2
         far = [*other_rows(first.arguments, tables, seed), perturbed_inputs(first.arguments, seed)]
+        far.insert(0, other_strides(far[0]))
         rows = self._first_taken(Data.ROWS, far, first)
         one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first)
         small = [one.arguments] if one else []

@@ -59,8 +59,8 @@ def save(model: nn.Module, path: Path, **options: Any) -> Path:
 class Replay:
     """Stand in for `fxopt.optimize(plan=...)`, and remember what was asked."""
 
-    def __call__(self, original: nn.Module, decisions: Plan, phase: str) -> nn.Module:
-        self.asked = (decisions, phase)
+    def __call__(self, original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
+        self.asked = (plan, phase)
         return original
 
 

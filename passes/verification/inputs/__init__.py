@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .derived import few_rows, one_row, other_rows, zeros
+from .derived import few_rows, one_row, other_rows, other_strides, zeros
 from .noise import jittered, perturbed_inputs, perturbed_state
 
-__all__ = ["few_rows", "jittered", "one_row", "other_rows", "perturbed_inputs", "perturbed_state", "zeros"]
+__all__ = [
+    "few_rows",
+    "jittered",
+    "one_row",
+    "other_rows",
+    "other_strides",
+    "perturbed_inputs",
+    "perturbed_state",
+    "zeros",
+]

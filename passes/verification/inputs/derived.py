@@ -10,7 +10,7 @@ from torch import Tensor
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
 from .noise import stands_for_infinity
 
-__all__ = ["few_rows", "one_row", "other_rows", "zeros"]
+__all__ = ["few_rows", "one_row", "other_rows", "other_strides", "zeros"]
 
 _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
@@ -67,6 +67,17 @@ def few_rows(arguments: Arguments) -> Arguments:
     """Return the call with its first rows alone."""
     rows = _rows(arguments)
     return _resized(arguments, {0: {rows: _FEW}}) if rows > _FEW else arguments
+
+
+def other_strides(arguments: Arguments) -> Arguments:
+    """Return the call with the same values, laid out in memory as if the last two dimensions had been exchanged."""
+
+    def lay_out(tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.dim() < 2:
+            return tensor
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    return map_tensors(lay_out, arguments)
 
 
 def _another(size: int) -> int:

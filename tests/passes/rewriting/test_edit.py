@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.errors import CaptureError
+from fxopt.errors import CaptureError, PassError
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
 from fxopt.passes.state import Rename
@@ -252,6 +253,15 @@ def test_state_steps_add_up_and_are_undone(program: Program) -> None:
     edit.record_state(Rename("a", "b"))
     assert list(edit.state_map().forward({"first.weight": torch.ones(1)}, strict=False)) == ["b"]
     edit.undo()
+    assert edit.state_map().steps == ()
+
+
+@pytest.mark.parametrize(("names", "what"), [((("a",), ()), "drops what it takes"), (((), ("a",)), "from nothing")])
+def test_a_state_step_has_old_and_new_names(program: Program, names: Any, what: str) -> None:
+    edit = edit_of(program)
+    step = type("Step", (Rename,), {"sources": names[0], "targets": names[1]})("a", "b")
+    with pytest.raises(PassError, match=what):
+        edit.record_state(step)
     assert edit.state_map().steps == ()
 
 

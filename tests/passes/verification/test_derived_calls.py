@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[Function, Function]] = {
     "inference mode": (lambda m, x: x.tanh(), lambda m, x: x if torch.is_inference_mode_enabled() else x.tanh()),
     "second derivative": (lambda m, x: x.tanh(), lambda m, x: Once.apply(x)),
     "expanded": (lambda m, x: x.mean(0).repeat(len(x), 1), lambda m, x: x.mean(0).expand(len(x), -1)),
+    "strides": (lambda m, x: x.tanh(), lambda m, x: x.as_strided(x.shape, (x.shape[1], 1)).tanh()),
     "data of an argument": (lambda m, x: x * 2, lambda m, x: (x * 2, x.data.zero_())[0]),
 }
 
