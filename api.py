@@ -42,7 +42,7 @@ from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, release
-from .tracing.values import normalize_inputs, tensors_by_name
+from .tracing.values import normalize_inputs
 
 __all__ = [
     "capture",
@@ -288,9 +288,7 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         StateError: the model was not optimized, or is sharded; a name that it does not have, or a wrong shape.
     """
     expect(state, Mapping, "state", "a state dict, or a part of one")
-    state_map = _record(model).state_map
-    refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
-    return functional_state(state, state_map, tensors_by_name(model))
+    return functional_state(state, _record(model).state_map, model)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
