@@ -35,6 +35,7 @@ _TAKEN = (Tensor, bool, int, float, str, type(None))
 _GIVEN = (Tensor, bool, int, float, type(None))
 _FIXED = re.compile(r"marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)")
 _SEED = 0
+_SUFFIX = ".pt2"
 
 
 def export_model(
@@ -56,6 +57,7 @@ def export_model(
     """
     _check_calls(calls)
     _check_values(model)
+    _warn_of_name(Path(path))
     sizes = _FreeSizes.among(calls, dynamic_batch)
     with ExitStack() as stack:
         stack.enter_context(outside_inference_mode())
@@ -260,6 +262,15 @@ def _check_values(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
+
+
+def _warn_of_name(path: Path) -> None:
+    if path.suffix not in ("", _SUFFIX):
+        warnings.warn(
+            f"'{path.name}' is written in the format of {_SUFFIX} files, whatever its name says; name it "
+            f"'{path.with_suffix(_SUFFIX).name}'",
+            stacklevel=4,
+        )
 
 
 def _check_calls(calls: Sequence[Inputs]) -> None:
