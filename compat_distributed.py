@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, distributed, nn
 from torch.nn.modules._functions import SyncBatchNorm as _SyncBatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 __all__ = ["BatchNorm", "shard_again", "shared_store", "sync_batch_norm"]
+
+
+class BatchNorm(_BatchNorm):
+    """What the batch norms of torch have in common."""
 
 
 def shard_again(module: nn.Module) -> None:
@@ -33,5 +37,5 @@ def sync_batch_norm(
     momentum: float,
 ) -> Tensor:
     """Normalize by the statistics of all ranks with the kernels of `nn.SyncBatchNorm`, which no CPU has."""
-    group = distributed.group.WORLD
-    return _SyncBatchNorm.apply(x, *affine, *running, eps, momentum, group, distributed.get_world_size())  # pyright: ignore[reportUnknownMemberType]
+    apply: Any = cast("Any", _SyncBatchNorm).apply
+    return apply(x, *affine, *running, eps, momentum, distributed.group.WORLD, distributed.get_world_size())

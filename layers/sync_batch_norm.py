@@ -52,7 +52,7 @@ class SyncBatchNorm(BatchNorm):
     @torch.no_grad()
     def _track(self, statistics: _Statistics) -> None:
         momentum = self._next_momentum()
-        unbiased = statistics.variance * (statistics.count / (statistics.count - 1).clamp(min=1))
+        unbiased = statistics.variance * (statistics.values / (statistics.values - 1).clamp(min=1))
         for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
             if running is not None:
                 running.mul_(1 - momentum).add_(new, alpha=momentum)
@@ -81,7 +81,7 @@ SYNCHRONIZED: Mapping[type[nn.Module], type[SyncBatchNorm]] = {
 class _Statistics(NamedTuple):
     """Of one or more batches: how many values each channel has [1], their mean and variance [channels]."""
 
-    count: Tensor
+    values: Tensor
     mean: Tensor
     variance: Tensor
 
@@ -109,7 +109,8 @@ def _over_all_processes(own: _Statistics) -> _Statistics:
     pairwise algorithm for computing sample variances" (1979). Each process puts a row into a table that is summed.
     """
     row = torch.cat(own)
-    counts, means, variances = _table(row).split([1, len(own.mean), len(own.mean)], dim=1)
+    table, channels = _table(row), len(own.mean)
+    counts, means, variances = table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
     total = counts.sum(0).clamp(min=1)
     shares = counts / total
     mean = (shares * means).sum(0)
@@ -129,13 +130,13 @@ class _Sum(torch.autograd.Function):
     """The sum of a tensor over all processes; so is its gradient."""
 
     @staticmethod
-    def forward(_: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         total = tensor.clone()
         distributed.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return cast("Tensor", _Sum.apply(gradients[0]))
 
 

@@ -21,6 +21,7 @@ __all__ = ["SyncBatchnorm"]
 
 _COMPUTING = ("forward", "_check_input_dim", "__call__", "__getattr__")
 
+
 @dataclass(frozen=True)
 class SyncBatchnorm(Pass):
     """Let batch norms use the statistics of the batches of all processes, in training.
@@ -53,10 +54,11 @@ def _obstacle(module: nn.Module, program: Program) -> str | None:
         require_process_group("sync_batchnorm")
     except UsageError as error:  # not an error: in one process the model is right as it is
         return str(error)
-    if type(module) is not user_class(type(module)):
+    cls = user_class(type(module))
+    if not all(getattr(cls, name, None) is getattr(_kind(module), name, None) for name in _COMPUTING):
+        return f"it is a {cls.__name__}, which has a forward of its own"
+    if type(module) is not cls:
         return "it is part of something fused; list sync_batchnorm before the pass that fused it"
-    if not all(getattr(type(module), name, None) is getattr(_kind(module), name, None) for name in _COMPUTING):
-        return f"it is a {type(module).__name__}, which has a forward of its own"
     if program.training and not module.training:
         return "it is frozen: in evaluation mode, while the model trains"
     return None
