@@ -278,6 +278,8 @@ def _check_calls(calls: Sequence[Inputs]) -> None:
     if not calls:
         raise UsageError("export needs an example call; give example inputs")
     for number, call in enumerate(calls):
+        if call.module:
+            raise UsageError(f"example call {number} is one of {call.module!r}; give calls of the model itself")
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
             _check_plain(value, f"example call {number}: argument {name!r}", _TAKEN, UsageError)
         if _form(call) != _form(calls[0]):
