@@ -1,4 +1,4 @@
-"""Which module calls which in the finished model: FSDP2 gathers tensors by hooks, which run where modules are called."""
+"""Which module calls which in the finished model: FSDP2 gathers tensors when modules are called, and only then."""
 
 from __future__ import annotations
 

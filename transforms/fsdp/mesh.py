@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...compat import all_modules
 from ...errors import UsageError
 from ...tracing.values import all_tensors
-from ...compat import all_modules
 
 __all__ = ["data_mesh", "device_type"]
 

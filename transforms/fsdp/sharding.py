@@ -13,11 +13,12 @@ from ...errors import UsageError
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
-from ...tracing.values import tensors_by_name
 from .mesh import data_mesh, device_type
 from .units import Units
 
 __all__ = ["Fsdp"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Fsdp(Pass):
             if not parameter.is_contiguous():
                 step = "call model.to(memory_format=torch.contiguous_format) before"
                 raise UsageError(f"pass 'fsdp': '{name}' is not contiguous, and FSDP2 shards only what is; {step}")
+        for name, module in model.named_modules() if self.dtype is not None else ():
+            if isinstance(module, _BATCH_NORMS):
+                step = f"use autocast{{dtype={str(self.dtype).removeprefix('torch.')}}} before fsdp instead"
+                raise UsageError(f"pass 'fsdp': '{name}' keeps its statistics in float32, and takes no others; {step}")
         dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if len(dtypes) > 1:
             (one, first), (other, second) = list(dtypes.items())[:2]
