@@ -41,7 +41,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, release
+from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, rank_local, release
 from .tracing.values import normalize_inputs
 
 __all__ = [
@@ -156,7 +156,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     check_kind(model)
-    with alone(), outside_inference_mode(), collection_paused(), eagerly(model):
+    with alone(), rank_local(), outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         with plain_registries(fresh):
             hold(fresh)
