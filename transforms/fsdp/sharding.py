@@ -13,12 +13,11 @@ from ...errors import UsageError
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
+from .checks import check_batch_norms, check_parameters
 from .mesh import data_mesh, device_type
 from .units import Units
 
 __all__ = ["Fsdp"]
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,9 @@ class Fsdp(Pass):
         if self.unit_size is not None and self.unit_size < 1:
             raise UsageError(f"pass 'fsdp': unit_size={self.unit_size}; give a number of parameters, such as 10000000")
         device_type(model, self.name)
-        for name, parameter in model.named_parameters():
-            if not parameter.ndim:
-                raise UsageError(f"pass 'fsdp': '{name}' is a scalar; make it a tensor of one element to shard it")
-            if not parameter.is_contiguous():
-                step = "call model.to(memory_format=torch.contiguous_format) before"
-                raise UsageError(f"pass 'fsdp': '{name}' is not contiguous, and FSDP2 shards only what is; {step}")
-        for name, module in model.named_modules() if self.dtype is not None else ():
-            if isinstance(module, _BATCH_NORMS):
-                step = f"use autocast{{dtype={str(self.dtype).removeprefix('torch.')}}} before fsdp instead"
-                raise UsageError(f"pass 'fsdp': '{name}' keeps its statistics in float32, and takes no others; {step}")
-        dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if len(dtypes) > 1:
-            (one, first), (other, second) = list(dtypes.items())[:2]
-            raise UsageError(
-                f"pass 'fsdp': '{first}' is {one} and '{second}' {other}; bring all that is trained to one dtype"
-            )
+        check_parameters(model)
+        if self.dtype is not None:
+            check_batch_norms(model, self.dtype)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         search = Units(program, self.unit_size)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....compat import all_modules, shard_again
+from ....compat import all_modules
+from ....compat_distributed import shard_again
 from ....errors import FxoptError, PassError
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs, in_phase, preserved
