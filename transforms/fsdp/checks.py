@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ...compat import modules_by_name
 from ...errors import UsageError
 from ...layers.sync_batch_norm import SYNCHRONIZED
 
@@ -38,7 +39,7 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         UsageError: the model has one.
     """
-    for name, module in model.named_modules():
+    for name, module in modules_by_name(model).items():
         if isinstance(module, (*SYNCHRONIZED, nn.SyncBatchNorm)):
             word = str(dtype).removeprefix("torch.")
             raise UsageError(
