@@ -20,7 +20,7 @@ def catalogue(name: str | None = None) -> str:
     Raises:
         UsageError: there is none.
     """
-    if name in PRESETS:
+    if name is not None and name in PRESETS:
         return _lines(name, {member: available()[member] for member in PRESETS[name]}, {})
     return _page(name) if name is not None else _lines("passes", available(), PRESETS)
 
