@@ -27,7 +27,7 @@ from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import HandedOver, WholeModel
+from .whole_model import HandedOver, Together, WholeModel
 
 __all__ = ["Manager"]
 
@@ -177,6 +177,7 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         found = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
+        found = Together(self._tuner, self.history, self.seed).undecided(pass_, found)
         to_time, told = kinds_to_time(self.program, found), announced(found, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
