@@ -7,7 +7,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from ...compat import all_modules, shard_again
+from ...compat import all_modules
+from ...compat_distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded, tensors_by_name
 from .state_map import StateMap

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .finishing import finished
 from .handed_over import HandedOver
 from .timed import WholeModel
 from .together import Together
 
-__all__ = ["HandedOver", "Together", "WholeModel"]
+__all__ = ["HandedOver", "Together", "WholeModel", "finished"]
