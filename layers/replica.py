@@ -121,7 +121,7 @@ class Replica:
         for parameter in parameters:
             self._handles.pop(parameter).remove()
         self._reducer = DistributedDataParallel(
-            nn.ParameterList(parameters), broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True,
+            nn.ParameterList(parameters), init_sync=False, gradient_as_bucket_view=True,
             find_unused_parameters=self._search, bucket_cap_mb=self._bucket_cap_mb,
         )  # fmt: skip
         self._arrived.clear()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...layers.sync_batch_norm import SyncBatchNorm
+from ...passes.state import copied_module
 from ...passes.verification import is_on_meta
 from ...tracing.program import Program
-from ...tracing.recording import copy_inputs, in_phase, preserved
+from ...tracing.recording import copy_inputs, in_phase
 from ...tracing.values import Inputs, RandomState, tensors_in
 
 __all__ = ["Rehearsal", "rehearse"]
@@ -40,7 +40,7 @@ def rehearse(program: Program) -> Rehearsal:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     used, written = set[str](), set[str]()
     for inputs in program.inputs:
-        reached, changed = _step(model, inputs, trained, buffers)
+        reached, changed = _step(model, inputs, trained)
         used |= reached
         written |= changed
     return Rehearsal(tuple(name for name in trained if name not in used), tuple(n for n in buffers if n in written))
@@ -52,26 +52,23 @@ def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in shared}
 
 
-def _step(
-    model: nn.Module, inputs: Inputs, trained: dict[str, nn.Parameter], buffers: dict[str, Tensor]
-) -> tuple[set[str], set[str]]:
+def _step(model: nn.Module, inputs: Inputs, trained: Mapping[str, nn.Parameter]) -> tuple[set[str], set[str]]:
     """Return the names of the parameters that one call sends gradients to, and of the buffers that it writes."""
-    given, before = copy_inputs(inputs), {name: buffer.clone() for name, buffer in buffers.items()}
-    with ExitStack() as around:
-        around.callback(RandomState().restore)
-        around.enter_context(preserved(model))
-        around.enter_context(in_phase(model, training=True))
-        around.enter_context(torch.enable_grad())
-        result: Any = model(*given.args, **given.kwargs)
-        now = dict(model.named_buffers())
-        written = {name for name, old in before.items() if not torch.equal(now[name], old)}
-        loss = _sum(tensors_in(result))
-        if loss is None or not trained:
-            return set(), written
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {
-        name for name, gradient in zip(trained, gradients, strict=True) if cast("Tensor | None", gradient) is not None
-    }, written
+    # On a copy with the same parameters: what a forward in training writes is not put back without a trace.
+    model = copied_module(model, {id(parameter): parameter for parameter in model.parameters()})
+    given, before = copy_inputs(inputs), {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random = RandomState()
+    try:
+        with in_phase(model, training=True), torch.enable_grad():
+            loss = _sum(tensors_in(model(*given.args, **given.kwargs)))
+            values = list(trained.values()) if loss is not None else []
+            found = torch.autograd.grad(loss, values, allow_unused=True) if loss is not None and values else ()
+    finally:
+        random.restore()
+    now = dict(model.named_buffers())
+    gradients = dict(zip(trained, cast("tuple[Tensor | None, ...]", found), strict=False))
+    reached = {name for name, gradient in gradients.items() if gradient is not None}
+    return reached, {name for name, old in before.items() if name not in now or not torch.equal(now[name], old)}
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor | None:

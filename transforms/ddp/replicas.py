@@ -40,9 +40,8 @@ class Ddp(Pass):
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.PARALLEL
     phase: ClassVar[Phase] = Phase.TRAIN
-    before: ClassVar[tuple[str, ...]] = ("fsdp", "tensor_parallel", "pipeline")
+    before: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pipeline")  # with the lines below: never together
     destroys: ClassVar[Mapping[str, str]] = {
-        "fsdp": "it averages the gradients itself; leave ddp out",
         "tensor_parallel": "each process has another part of the parameters; leave ddp out",
         "pipeline": "each process has another part of the model; leave ddp out",
     }
@@ -86,6 +85,8 @@ class Ddp(Pass):
 
 def _unused(seen: Rehearsal) -> Iterator[Refusal]:
     """Yield one refusal for each module that has parameters without a gradient."""
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in seen.unused)
+    owners = dict.fromkeys(name.rpartition(".")[0] or "(root)" for name in seen.unused)
     for owner in owners:
-        yield Refusal("no gradient reaches its parameters in the example calls, so there is none to average", owner)
+        yield Refusal(
+            "no gradient reaches its parameters in the example calls, so there is none to average", owner or "(root)"
+        )
