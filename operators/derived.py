@@ -27,8 +27,8 @@ class Derived:
     A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
     Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward, and after
     `train()` or `eval()` of the module that computes with it, everything is made anew. Where gradients are wanted, they
-    flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that are more than plain
-    tensors, compute anew each time. `derived` makes these.
+    flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that are more than
+    plain tensors, compute anew each time. `derived` makes these.
 
     Args:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
