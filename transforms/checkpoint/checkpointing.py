@@ -1,0 +1,119 @@
+"""The pass: regions of a model whose activations are computed again for the backward, as a budget of memory asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...errors import UsageError
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from .budget import as_text, limit_of
+from .forward import traced_forward
+from .problem import Problem, Region, Schedule
+from .recomputation import Recomputation, counts
+from .solver import cheapest, frontier
+from .spans import Stretch, stretches
+
+__all__ = ["Checkpoint", "planned"]
+
+_OVERHEAD = 5e6
+"""Operations that take as long as entering a region, leaving it and entering it again: a tenth of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(Pass):
+    """Compute activations again in the backward pass instead of keeping them, as far as a budget of memory asks.
+
+    Before: h = block(x)        After: h = checkpoint(block, x)
+    Refuses: a model in evaluation; what cannot run twice: modules with hooks, modules without a graph, nodes that write
+    into memory that is read elsewhere or draw random numbers from outside of torch.
+
+    Gradients are the same bit by bit, dropout included, and running statistics are updated once.
+
+    Options:
+        budget: bytes of activations that a training step may hold at once: a share of what the plain model saves (0 is
+            as little as possible), or with a unit, such as 2GiB or 512MiB.
+    """
+
+    budget: float | str = 0.5
+
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    goal: ClassVar[Goal] = Goal.MEMORY
+    phase: ClassVar[Phase] = Phase.TRAIN
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    def __post_init__(self) -> None:
+        limit_of(self.budget, 0)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        reason = _obstacle(program)
+        if reason:
+            yield Refusal(reason, at="(root)")
+            return
+        problem, found, obstacles = planned(program)
+        schedule = self._schedule(problem)
+        for region in schedule.regions:
+            yield _site(program, found[region], problem)
+        if schedule.regions and schedule.peak < problem.saved:
+            for name, why in obstacles.items():
+                yield Refusal(why, at=name)
+
+    def _schedule(self, problem: Problem) -> Schedule:
+        """Return what the budget asks for.
+
+        Raises:
+            UsageError: if nothing meets it; the message says what the least is.
+        """
+        schedules = frontier(problem)
+        limit = limit_of(self.budget, problem.saved)
+        if self.budget == 0:
+            return schedules[-1]
+        schedule = cheapest(schedules, limit)
+        if schedule is None:
+            least, saved = schedules[-1].peak, problem.saved
+            raise UsageError(
+                f"budget={self.budget} is {as_text(limit)} of activations, and the least that can be is "
+                f"{as_text(least)}, {least / saved:.3f} of the {as_text(saved)} that the model saves; give no less, or 0 "
+                "for the least"
+            )
+        return schedule
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        nodes = [site[label] for label in site.nodes]
+        called = [edit.owner.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+        counting = any(counts(inner) for module in called for inner in module.modules())
+        context = Recomputation(selective=bool(site.data["selective"]), counting=counting)
+        edit.outline(nodes, name="checkpointed", context=context)
+
+
+def _obstacle(program: Program) -> str:
+    if not program.training:
+        return "it is for training, and the model is in evaluation; call model.train() first, or give phase='train'"
+    if not program.inputs:
+        return "what the model saves is learned from a run; give example_inputs"
+    return ""
+
+
+def planned(program: Program) -> tuple[Problem, Mapping[Region, Stretch], Mapping[str, str]]:
+    """Return what the solver is to choose from, the nodes of each region, and what is in none, with the reason."""
+    forward = traced_forward(program)
+    found, obstacles = stretches(program, forward)
+    by_region = {stretch.region: stretch for stretch in found}
+    return Problem(forward.steps, forward.sizes, list(by_region), _OVERHEAD), by_region, obstacles
+
+
+def _site(program: Program, stretch: Stretch, problem: Problem) -> Site:
+    units, region = stretch.units, stretch.region
+    again = problem.recomputed(region)
+    saved = {activation for step in problem.steps[region.start : region.stop] for activation in step.saves}
+    detail = f"keeps {as_text(problem.bytes_of(again.keeps))} of {as_text(problem.bytes_of(saved))}"
+    data: dict[str, Any] = {"selective": region.selective}
+    nodes = {f"node_{number}": unit.node.name for number, unit in enumerate(units)}
+    how = ", with its matrix products" if region.selective else ""
+    return Site(
+        program, units[0].owner, nodes, units[0].specialization, detail=f"{len(units)} nodes: {detail}{how}", data=data
+    )
