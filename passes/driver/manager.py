@@ -54,6 +54,7 @@ class Manager:
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
+        memory: of a training step, once a pass for memory has run.
     """
 
     program: Program
@@ -68,6 +69,7 @@ class Manager:
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
+    memory: Mapping[str, int] | None = None
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
     _tuner: Tuner = field(init=False)

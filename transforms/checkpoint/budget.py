@@ -7,7 +7,7 @@ import re
 
 from ...errors import UsageError
 
-__all__ = ["as_text", "limit_of"]
+__all__ = ["limit_of"]
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*")
@@ -31,14 +31,6 @@ def limit_of(budget: float | str, saved: int) -> float:
     elif not isinstance(budget, bool) and 0 <= budget <= 1 and math.isfinite(budget):
         return budget * saved
     raise UsageError(
-        f"pass 'checkpoint': budget={budget!r}; give a share of what the model saves, from 0 to 1, or bytes with a unit, "
-        "such as 2GiB or 512MiB"
+        f"pass 'checkpoint': budget={budget!r}; give a share of what the model saves, from 0 to 1, or bytes with a "
+        "unit, such as 2GiB or 512MiB"
     )
-
-
-def as_text(size: float) -> str:
-    """Write a number of bytes with a unit."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} bytes"

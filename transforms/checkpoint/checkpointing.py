@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,8 +10,9 @@ from ...errors import UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...storage import byte_text
 from ...tracing.program import Program
-from .budget import as_text, limit_of
+from .budget import limit_of
 from .forward import traced_forward
 from .problem import Problem, Region, Schedule
 from .recomputation import Recomputation, counts
@@ -76,9 +77,9 @@ class Checkpoint(Pass):
         if schedule is None:
             least, saved = schedules[-1].peak, problem.saved
             raise UsageError(
-                f"budget={self.budget} is {as_text(limit)} of activations, and the least that can be is "
-                f"{as_text(least)}, {least / saved:.3f} of the {as_text(saved)} that the model saves; give no less, or 0 "
-                "for the least"
+                f"budget={self.budget} allows {byte_text(limit)} of activations, and the least that can be is "
+                f"{byte_text(least)}, {least / saved:.3f} of the {byte_text(saved)} that the model saves; "
+                "give no less, or 0 for the least"
             )
         return schedule
 
@@ -110,7 +111,7 @@ def _site(program: Program, stretch: Stretch, problem: Problem) -> Site:
     units, region = stretch.units, stretch.region
     again = problem.recomputed(region)
     saved = {activation for step in problem.steps[region.start : region.stop] for activation in step.saves}
-    detail = f"keeps {as_text(problem.bytes_of(again.keeps))} of {as_text(problem.bytes_of(saved))}"
+    detail = f"keeps {byte_text(problem.bytes_of(again.keeps))} of {byte_text(problem.bytes_of(saved))}"
     data: dict[str, Any] = {"selective": region.selective}
     nodes = {f"node_{number}": unit.node.name for number, unit in enumerate(units)}
     how = ", with its matrix products" if region.selective else ""

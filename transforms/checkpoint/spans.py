@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-from torch import fx
 
 from ...compat import has_hooks
 from ...operators import has_random_effects, mutates
@@ -101,7 +99,7 @@ class _Search:
         if unit.inside:
             return ""
         if capture_of(module) is not None or not is_leaf(module):
-            return "it has no graph for this call" 
+            return "it has no graph for this call"
         harmless = counts(module) or getattr(module, "inplace", False) or not writes(node, self.program, unit.owner)
         return "" if harmless else "it may do more than give a value"
 
