@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,16 +13,11 @@ from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...storage import byte_text
 from ...tracing.program import Program
 from .budget import limit_of
-from .forward import traced_forward
-from .problem import Problem, Region, Schedule
+from .choices import Choice, Choices, choices
 from .recomputation import Recomputation, counts
-from .solver import cheapest, frontier
-from .spans import Stretch, stretches
+from .spans import Stretch
 
-__all__ = ["Checkpoint", "planned"]
-
-_OVERHEAD = 5e6
-"""Operations that take as long as entering a region, leaving it and entering it again: a tenth of a millisecond."""
+__all__ = ["Checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -55,33 +50,31 @@ class Checkpoint(Pass):
         if reason:
             yield Refusal(reason, at="(root)")
             return
-        problem, found, obstacles = planned(program)
-        schedule = self._schedule(problem)
-        for region in schedule.regions:
-            yield _site(program, found[region], problem)
-        if schedule.regions and schedule.peak < problem.saved:
-            for name, why in obstacles.items():
+        found = choices(program)
+        choice = self._chosen(found)
+        for stretch in choice.stretches:
+            yield _site(program, stretch)
+        if choice.stretches:
+            for name, why in found.obstacles.items():
                 yield Refusal(why, at=name)
 
-    def _schedule(self, problem: Problem) -> Schedule:
+    def _chosen(self, found: Choices) -> Choice:
         """Return what the budget asks for.
 
         Raises:
             UsageError: if nothing meets it; the message says what the least is.
         """
-        schedules = frontier(problem)
-        limit = limit_of(self.budget, problem.saved)
-        if self.budget == 0:
-            return schedules[-1]
-        schedule = cheapest(schedules, limit)
-        if schedule is None:
-            least, saved = schedules[-1].peak, problem.saved
+        saved, least = found.problem.saved, found.frontier[-1]
+        limit = limit_of(self.budget, saved)
+        choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)
+        if choice is None:
+            peak = least.schedule.peak
             raise UsageError(
                 f"budget={self.budget} allows {byte_text(limit)} of activations, and the least that can be is "
-                f"{byte_text(least)}, {least / saved:.3f} of the {byte_text(saved)} that the model saves; "
+                f"{byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
                 "give no less, or 0 for the least"
             )
-        return schedule
+        return choice
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         nodes = [site[label] for label in site.nodes]
@@ -99,19 +92,9 @@ def _obstacle(program: Program) -> str:
     return ""
 
 
-def planned(program: Program) -> tuple[Problem, Mapping[Region, Stretch], Mapping[str, str]]:
-    """Return what the solver is to choose from, the nodes of each region, and what is in none, with the reason."""
-    forward = traced_forward(program)
-    found, obstacles = stretches(program, forward)
-    by_region = {stretch.region: stretch for stretch in found}
-    return Problem(forward.steps, forward.sizes, list(by_region), _OVERHEAD), by_region, obstacles
-
-
-def _site(program: Program, stretch: Stretch, problem: Problem) -> Site:
+def _site(program: Program, stretch: Stretch) -> Site:
     units, region = stretch.units, stretch.region
-    again = problem.recomputed(region)
-    saved = {activation for step in problem.steps[region.start : region.stop] for activation in step.saves}
-    detail = f"keeps {byte_text(problem.bytes_of(again.keeps))} of {byte_text(problem.bytes_of(saved))}"
+    detail = f"{byte_text(stretch.kept)} kept of {byte_text(stretch.saved)}"
     data: dict[str, Any] = {"selective": region.selective}
     nodes = {f"node_{number}": unit.node.name for number, unit in enumerate(units)}
     how = ", with its matrix products" if region.selective else ""

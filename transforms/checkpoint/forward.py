@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ...compat import (
     DispatchMode,
     all_modules,
+    draws_randomly,
     fake_tensors,
     is_view_operator,
     own_buffers,
@@ -71,13 +72,15 @@ class Forward:
         touched: for each step the memory that it reads or writes, parameters and inputs included.
         sizes: activation -> bytes; what is held in any case is not in it.
         written: memory -> the steps that write into it.
+        random: the steps that draw random numbers.
     """
 
     units: list[Unit] = field(default_factory=list["Unit"])
     steps: list[Step] = field(default_factory=list["Step"])
     touched: list[frozenset[int]] = field(default_factory=list["frozenset[int]"])
     sizes: dict[int, int] = field(default_factory=dict[int, int])
-    written: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    written: dict[int, list[int]] = field(default_factory=lambda: defaultdict[int, list[int]](list))
+    random: set[int] = field(default_factory=set[int])
 
 
 def traced_forward(program: Program) -> Forward:
@@ -247,6 +250,8 @@ class _Run:
                 self._allocated(number, tensor)
         for number in self._written(operator, args, kwargs):
             self.forward.written[number].append(len(self.forward.steps))
+        if draws_randomly(operator, args, kwargs):
+            self.forward.random.add(len(self.forward.steps))
         cost = 0.0 if view_of is not None else _operations(operator, args, kwargs, result)
         self._open.operations += cost
         if operator in PRODUCTS:

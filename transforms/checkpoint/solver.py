@@ -11,7 +11,7 @@ import numpy as np
 
 from .problem import Problem, Recomputed, Region, Schedule
 
-__all__ = ["cheapest", "frontier"]
+__all__ = ["front", "frontier"]
 
 _LABELS = 48
 """So many ways of reaching a place, of different memory and cost, are followed further."""
@@ -54,21 +54,16 @@ def frontier(problem: Problem) -> list[Schedule]:
             too_small = (too_small + found[-1].peak) // 2
         else:
             found.append(schedule)
-    return _front(found)
+    return front(found)
 
 
-def _front(found: Sequence[Schedule]) -> list[Schedule]:
+def front(found: Sequence[Schedule]) -> list[Schedule]:
     """Return the schedules that no other beats in both memory and cost, the largest first."""
     kept: list[Schedule] = []
     for schedule in sorted(found, key=lambda each: (each.operations, each.peak, each.live)):
         if not kept or schedule.peak < kept[-1].peak:
             kept.append(schedule)
     return kept
-
-
-def cheapest(schedules: Sequence[Schedule], limit: float) -> Schedule | None:
-    """Return the cheapest of a frontier that holds no more than `limit` bytes at once; None if none does."""
-    return next((schedule for schedule in schedules if schedule.peak <= limit), None)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from .forward import Forward, Unit
 from .problem import Problem, Region
 from .recomputation import counts
 
-__all__ = ["Stretch", "stretches"]
+__all__ = ["Search", "Stretch"]
 
 _PLACES = 40
 """Of one graph so many places, those that the least memory crosses, may be where a region begins or ends."""
@@ -34,14 +34,18 @@ class Stretch:
     Attributes:
         region: the steps that they are.
         units: the nodes.
+        saved: bytes that they save for the backward as they are.
+        kept: bytes that are kept where they are a region.
     """
 
     region: Region
     units: tuple[Unit, ...]
+    saved: int
+    kept: int
 
 
 @dataclass
-class _Search:
+class Search:
     """Look for stretches in every graph that one call alone runs.
 
     Attributes:
@@ -50,8 +54,20 @@ class _Search:
 
     program: Program
     forward: Forward
-    problem: Problem
     obstacles: dict[str, str] = field(default_factory=dict[str, str])
+    problem: Problem = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.problem = Problem(self.forward.steps, self.forward.sizes, ())
+
+    def stretches(self) -> dict[Region, Stretch]:
+        """Return what may be a region, by its steps; of what has the same steps, the outermost."""
+        found: dict[Region, Stretch] = {}
+        for units in self.sequences():
+            for run in self.runs(units):
+                for stretch in self.among(run):
+                    found.setdefault(stretch.region, stretch)
+        return found
 
     def sequences(self) -> Iterator[list[Unit]]:
         """Yield the units of each graph; of a module that is called twice neither call can be told from the other."""
@@ -70,8 +86,7 @@ class _Search:
         """Yield the longest stretches of units that may all be run again."""
         run: list[Unit] = []
         for unit in units:
-            decides = any(user.target is require for user in unit.node.users)
-            if not decides and self.repeats(unit):
+            if self.repeats(unit) and not any(user.target is require for user in unit.node.users):
                 run.append(unit)
                 continue
             yield run
@@ -113,9 +128,9 @@ class _Search:
                 if start < stop and start in starts and stop in stops and self._is_sound(start, stop):
                     units = tuple(run[starts[start] : stops[stop]])
                     for selective in (False, True):
-                        region = Region(start, stop, selective)
-                        if self._gains(region):
-                            yield Stretch(region, units)
+                        stretch = self._stretch(Region(start, stop, selective), units)
+                        if stretch is not None:
+                            yield stretch
 
     def _places(self, run: Sequence[Unit]) -> list[int]:
         """Return where regions may begin and end, if need be only where the least memory crosses."""
@@ -133,23 +148,12 @@ class _Search:
         given = {memory for step in steps for memory in self.forward.touched[step]} - made
         return not any(when >= start for memory in given for when in self.forward.written.get(memory, ()))
 
-    def _gains(self, region: Region) -> bool:
+    def _stretch(self, region: Region, units: tuple[Unit, ...]) -> Stretch | None:
+        """Return a stretch, where it can be a region and is worth looking at."""
         steps = self.forward.steps[region.start : region.stop]
         products = {activation for step in steps for activation in step.products}
         if region.selective and (not products or products & self.forward.written.keys()):
-            return False
+            return None
         saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
         kept = self.problem.bytes_of(self.problem.recomputed(region).keeps)
-        return saved - kept > _LEAST_GAIN * self.problem.saved
-
-
-def stretches(program: Program, forward: Forward) -> tuple[list[Stretch], dict[str, str]]:
-    """Return what may be a region, each steps once, outermost first; and what may not, with the reason."""
-    problem = Problem(forward.steps, forward.sizes, ())
-    search = _Search(program, forward, problem)
-    found: dict[Region, Stretch] = {}
-    for units in search.sequences():
-        for run in search.runs(units):
-            for stretch in search.among(run):
-                found.setdefault(stretch.region, stretch)
-    return list(found.values()), search.obstacles
+        return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
