@@ -11,6 +11,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...storage import byte_text
+from ...tracing.graphs import WrappedRegion
 from ...tracing.program import Program
 from .budget import limit_of
 from .choices import Choice, Choices, choices
@@ -89,6 +90,9 @@ def _obstacle(program: Program) -> str:
         return "it is for training, and the model is in evaluation; call model.train() first, or give phase='train'"
     if not program.inputs:
         return "what the model saves is learned from a run; give example_inputs"
+    regions = (module for module in program.names.distinct if isinstance(module, WrappedRegion))
+    if any(isinstance(region.context, Recomputation) for region in regions):
+        return "it is checkpointed already; for another budget begin with the original (fxopt.restore)"
     return ""
 
 
