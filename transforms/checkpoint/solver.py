@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from .problem import Problem, Recomputed, Region, Schedule
 
@@ -28,7 +25,6 @@ _EXACT = 64
 _BISECTIONS = 5
 
 _Held = frozenset[int]
-_Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def frontier(problem: Problem) -> list[Schedule]:
@@ -66,44 +62,34 @@ def front(found: Sequence[Schedule]) -> list[Schedule]:
     return kept
 
 
-@dataclass
-class _Labels:
-    """Ways of reaching one place with the same activations held.
-
-    Attributes:
-        held: bytes that are held there.
-        cost: of what will be run again so far.
-        move: number of the move that led here.
-        before: number of the label that the move started from.
-    """
-
-    held: _Array
-    cost: _Array
-    move: _Array
-    before: _Array
-
-    def thinned(self) -> _Labels:
-        """Return those that no other beats, and of many those that lie furthest apart."""
-        order = np.lexsort((self.cost, self.held))
-        cost = self.cost[order]
-        better = np.ones(len(order), dtype=bool)
-        better[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
-        kept = order[better]
-        if len(kept) > _LABELS:
-            kept = kept[np.unique(np.linspace(0, len(kept) - 1, _LABELS).round().astype(int))]
-        return _Labels(self.held[kept], self.cost[kept], self.move[kept], self.before[kept])
+_Label = tuple[int, float, int, int]
+"""A way of reaching a place: bytes held there, cost so far, number of the move that led here, and of its label before.
+"""
 
 
 @dataclass(frozen=True)
 class _Move:
-    """From one place and what is held there to a later one; `region` is None where a step just runs."""
+    """From one place, and what is held there, to a later one.
+
+    Attributes:
+        place, held: where it starts.
+        region: what is run again; None where a step just runs.
+        stop, then: where it ends.
+        added: bytes that are held in addition.
+        needed: bytes that must be free at its start.
+        operations: what it costs.
+    """
 
     place: int
     held: _Held
     region: Region | None
+    stop: int
+    then: _Held
+    added: int
+    needed: int
+    operations: float
 
 
-@dataclass
 class _Solver:
     """Dynamic programming over the places between steps.
 
@@ -112,89 +98,77 @@ class _Solver:
     each place, and all are looked at; where many cross, the cheapest few sets are.
     """
 
-    problem: Problem
-    _moves_from: dict[int, list[tuple[Region, Recomputed]]] = field(init=False)
-    _saves: list[_Held] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._moves_from = defaultdict(list)
-        for region in dict.fromkeys(self.problem.spans):
-            self._moves_from[region.start].append((region, self.problem.recomputed(region)))
-        sizes = self.problem.sizes
-        self._saves = [frozenset(a for a in step.saves if a in sizes) for step in self.problem.steps]
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._regions: dict[int, list[tuple[Region, Recomputed]]] = defaultdict(list)
+        for region in dict.fromkeys(problem.spans):
+            self._regions[region.start].append((region, problem.recomputed(region)))
+        self._moves: list[_Move] = []
+        self._from: dict[tuple[int, _Held], range] = {}
 
     def solve(self, limit: int) -> Schedule | None:
         """Return the cheapest schedule that holds no more than `limit` bytes at once, or None."""
-        moves: list[_Move] = [_Move(-1, frozenset(), None)]
-        zero = np.zeros(1)
-        arrived: list[dict[_Held, list[_Labels]]] = [defaultdict(list) for _ in range(len(self.problem.steps) + 1)]
-        arrived[0][frozenset()].append(_Labels(zero, zero, zero, zero))
-        settled: list[dict[_Held, _Labels]] = []
-        for place, ways in enumerate(arrived):
-            labels = _settled(ways)
-            settled.append(labels)
-            if place < len(self.problem.steps):
-                for held, from_here in labels.items():
-                    self._leave(place, held, from_here, limit, moves, arrived)
-        if not settled[-1]:
-            return None
-        return self.problem.schedule(_path(settled, moves))
+        end = len(self._problem.steps)
+        arrived: list[dict[_Held, list[_Label]]] = [defaultdict(list) for _ in range(end + 1)]
+        arrived[0][frozenset()].append((0, 0.0, -1, -1))
+        for place in range(end):
+            arrived[place] = _settled(arrived[place])
+            for held, labels in arrived[place].items():
+                for number in self._moves_from(place, held):
+                    move = self._moves[number]
+                    room, there = limit - move.needed, arrived[move.stop][move.then]
+                    for index, (size, cost, _, _) in enumerate(labels):
+                        if size > room:
+                            break
+                        there.append((size + move.added, cost + move.operations, number, index))
+        arrived[end] = _settled(arrived[end])
+        return self._problem.schedule(self._path(arrived)) if arrived[end] else None
 
-    def _leave(
-        self,
-        place: int,
-        held: _Held,
-        labels: _Labels,
-        limit: int,
-        moves: list[_Move],
-        arrived: Sequence[dict[_Held, list[_Labels]]],
-    ) -> None:
-        """Make every move from a place."""
-        step = Recomputed(self._saves[place], 0, 0.0)
-        for region, again in ((None, step), *self._moves_from[place]):
+    def _moves_from(self, place: int, held: _Held) -> range:
+        """Return the numbers of all moves from a place; they are the same for every limit."""
+        known = self._from.get((place, held))
+        if known is not None:
+            return known
+        step = frozenset(a for a in self._problem.steps[place].saves if a in self._problem.sizes)
+        first = len(self._moves)
+        for region, again in ((None, Recomputed(step, 0, 0.0)), *self._regions[place]):
             stop = place + 1 if region is None else region.stop
-            added = self.problem.bytes_of(again.keeps - held)
-            fits = labels.held <= limit - added - again.restores
-            if not fits.any():
-                continue
-            before = np.flatnonzero(fits)
-            moved = _Labels(
-                labels.held[before] + added,
-                labels.cost[before] + again.operations,
-                np.full(len(before), float(len(moves))),
-                before.astype(float),
-            )
-            arrived[stop][(held | again.keeps) & self.problem.crossing[stop]].append(moved)
-            moves.append(_Move(place, held, region))
+            then = (held | again.keeps) & self._problem.crossing[stop]
+            added = self._problem.bytes_of(again.keeps - held)
+            needed = added + again.restores
+            self._moves.append(_Move(place, held, region, stop, then, added, needed, again.operations))
+        known = self._from[place, held] = range(first, len(self._moves))
+        return known
+
+    def _path(self, arrived: Sequence[Mapping[_Held, Sequence[_Label]]]) -> list[Region]:
+        """Return the regions on the cheapest way to the end; of equally cheap ones, that which holds least."""
+        (label,) = (labels[-1] for labels in arrived[-1].values())  # nothing crosses the end
+        regions: list[Region] = []
+        while label[2] >= 0:
+            move = self._moves[label[2]]
+            if move.region is not None:
+                regions.append(move.region)
+            label = arrived[move.place][move.held][label[3]]
+        return regions
 
 
-def _settled(ways: dict[_Held, list[_Labels]]) -> dict[_Held, _Labels]:
+def _settled(ways: Mapping[_Held, list[_Label]]) -> dict[_Held, list[_Label]]:
     """Return the labels of a place worth following."""
-    fields = ("held", "cost", "move", "before")
-    found = {
-        held: _Labels(*(np.concatenate([getattr(each, name) for each in labels]) for name in fields)).thinned()
-        for held, labels in ways.items()
-    }
+    found = {held: _thinned(labels) for held, labels in ways.items() if labels}
     if len(found) <= _HELD_SETS:
         return found
-    best = sorted(found, key=lambda held: (float(found[held].cost.min()), float(found[held].held.min()), sorted(held)))
-    least = sorted(found, key=lambda held: (float(found[held].held.min()), sorted(held)))
-    kept = dict.fromkeys((*best[: _HELD_SETS // 2], *least[: _HELD_SETS // 2]))
-    return {held: found[held] for held in kept}
+    cheap = sorted(found, key=lambda held: (found[held][-1][1], found[held][-1][0], sorted(held)))
+    small = sorted(found, key=lambda held: (found[held][0][0], found[held][0][1], sorted(held)))
+    return {held: found[held] for held in dict.fromkeys((*cheap[: _HELD_SETS // 2], *small[: _HELD_SETS // 2]))}
 
 
-def _path(settled: Sequence[dict[_Held, _Labels]], moves: Sequence[_Move]) -> list[Region]:
-    """Return the regions on the cheapest way to the end; of equally cheap ones, that which holds least."""
-    place = len(settled) - 1
-    ends = [(float(labels.cost[-1]), float(labels.held[-1]), sorted(held)) for held, labels in settled[-1].items()]
-    held = frozenset(min(ends)[2])
-    number = len(settled[place][held].held) - 1
-    regions: list[Region] = []
-    while place > 0:
-        labels = settled[place][held]
-        move = moves[int(labels.move[number])]
-        number = int(labels.before[number])
-        place, held = move.place, move.held
-        if move.region is not None:
-            regions.append(move.region)
-    return regions
+def _thinned(labels: list[_Label]) -> list[_Label]:
+    """Return the labels that no other beats, the smallest first, and of many those that lie furthest apart."""
+    labels.sort()
+    kept: list[_Label] = []
+    for label in labels:
+        if not kept or label[1] < kept[-1][1]:
+            kept.append(label)
+    if len(kept) <= _LABELS:
+        return kept
+    return [kept[round(number * (len(kept) - 1) / (_LABELS - 1))] for number in range(_LABELS)]

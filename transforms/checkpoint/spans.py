@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from ...compat import has_hooks
 from ...operators import has_random_effects, mutates
 from ...passes.rewriting import has_effects, writes
@@ -25,6 +27,9 @@ _PLACES = 40
 
 _LEAST_GAIN = 2e-4
 """A region that frees less than this part of what the model saves is not worth looking at."""
+
+_UNKNOWN = "it may do more than give a value"
+_OURS = f"{__name__.split('.', maxsplit=1)[0]}.layers."
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ class Search:
         if node.meta.get("draws") == "host":
             return "it draws random numbers from outside of torch"
         if node.op != "call_module":
-            harmless = mutates(node) or has_random_effects(node) or not has_effects(node, self.program, unit.owner)
-            return "" if harmless else "it may do more than give a value"
+            known = mutates(node) or has_random_effects(node) or _is_ours(node)
+            return "" if known or not has_effects(node, self.program, unit.owner) else _UNKNOWN
         module = self.program.callee(unit.owner, node)
         if has_hooks(module):
             return "it has hooks, which would run twice"
@@ -116,7 +121,7 @@ class Search:
         if capture_of(module) is not None or not is_leaf(module):
             return "it has no graph for this call"
         harmless = counts(module) or getattr(module, "inplace", False) or not writes(node, self.program, unit.owner)
-        return "" if harmless else "it may do more than give a value"
+        return "" if harmless else _UNKNOWN
 
     def among(self, run: Sequence[Unit]) -> Iterator[Stretch]:
         """Yield the stretches of a run."""
@@ -157,3 +162,8 @@ class Search:
         saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
         kept = self.problem.bytes_of(self.problem.recomputed(region).keeps)
         return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Say whether a node calls what a pass has put into the graph; what that writes is seen as it runs."""
+    return str(getattr(node.target, "__module__", "")).startswith(_OURS)

@@ -70,20 +70,26 @@ def test_memory_is_what_was_expected_and_less_for_less(made: Made) -> None:
     assert peaks[-1] < peaks[0]
 
 
+def targets(model: nn.Module, owner: str) -> list[str]:
+    return [str(node.target) for node in fxopt.graphs(model)[owner].nodes]
+
+
+def graphs(model: nn.Module) -> dict[str, str]:
+    return {name: str(graph) for name, graph in fxopt.graphs(model).items()}
+
+
 def test_the_graph_before_and_after() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Tanh(), nn.Linear(64, 4)).train()
     x = torch.randn(32, 4)
     fast = checkpointed((model, x), 0.5)
-    before = [str(node.target) for node in fxopt.capture(copy.deepcopy(model), (x,)).graph("").nodes]
-    assert before == ["input", "0", "1", "2", "3", "output"]
-    assert [str(node.target) for node in fxopt.graphs(fast)[""].nodes] == ["input", "checkpointed", "output"]
-    assert [str(node.target) for node in fxopt.graphs(fast)["checkpointed"].nodes] == [
-        "input_1", "_0", "_1", "_2", "_3", "output"
-    ]  # fmt: skip
+    plain = fxopt.optimize(model, [], example_inputs=(x,), measure=False)
+    assert targets(plain, "") == ["input", "0", "1", "2", "3", "output"]
+    assert targets(fast, "") == ["input", "checkpointed", "2", "3", "output"]
+    assert targets(fast, "checkpointed") == ["input_1", "0", "1", "output"]
     assert len(fast) == 4
 
 
-def test_without_gradients_and_in_evaluation_regions_just_run(
+def test_in_evaluation_and_without_gradients_regions_just_run(
     transformer: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = checkpointed(transformer, 0)
@@ -180,9 +186,7 @@ def test_a_module_that_is_called_twice() -> None:
 
 
 def test_a_budget_that_cannot_be_met_says_what_can(transformer: Made) -> None:
-    with pytest.raises(
-        PassError, match=r"budget=0.001 allows .* the least that can be is .* KiB, 0\.\d+ of the .* KiB"
-    ):
+    with pytest.raises(PassError, match=r"budget=0.001 allows .* the least that can be is .* KiB, 0\.\d+ of"):
         checkpointed(transformer, 0.001)
     with pytest.raises(PassError, match="budget=1KiB allows 1 KiB of activations"):
         checkpointed(transformer, "1KiB")
@@ -218,11 +222,11 @@ def test_checkpoints_go_both_ways(residual_network: Made) -> None:
 def test_plans_and_archives_repeat_the_regions(transformer: Made, tmp_path: object) -> None:
     fast = checkpointed(transformer, 0.7)
     again = fxopt.optimize(transformer[0], plan=fxopt.plan(fast), example_inputs=(transformer[1],))
-    assert str(fxopt.graphs(again)) == str(fxopt.graphs(fast))
+    assert graphs(again) == graphs(fast)
     assert_bit_equal(transformer[0], again, transformer[1])
     fxopt.save(fast, f"{tmp_path}/model.fxopt")
-    loaded = fxopt.load(f"{tmp_path}/model.fxopt", model=type(transformer[0]))
-    assert str(fxopt.graphs(loaded)) == str(fxopt.graphs(fast))
+    loaded = fxopt.load(f"{tmp_path}/model.fxopt", model=transformer[0])
+    assert graphs(loaded) == graphs(fast)
     assert_bit_equal(transformer[0], loaded.train(), transformer[1])
 
 
