@@ -1,4 +1,4 @@
-"""The whole model, after all passes: compared with the original, timed, its memory measured."""
+"""The whole model: rewrites verified on it together; after all passes it is compared, timed, its memory measured."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from .finishing import finished
 from .handed_over import HandedOver
 from .memory import measured_memory, memory_figures
 from .timed import WholeModel
+from .together import Together
 
-__all__ = ["HandedOver", "WholeModel", "finished", "measured_memory", "memory_figures"]
+__all__ = ["HandedOver", "Together", "WholeModel", "finished", "measured_memory", "memory_figures"]
