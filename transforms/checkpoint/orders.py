@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Any
 
 import networkx as nx
 
@@ -15,20 +14,18 @@ from .problem import Problem, Region, Schedule, Step
 
 __all__ = ["as_run", "depth_first", "reordered"]
 
-_Graph = Any  # an nx.DiGraph; networkx has no types
 
-
-def dataflow(steps: Sequence[Step]) -> _Graph:
+def dataflow(steps: Sequence[Step]) -> nx.DiGraph[int]:
     """Return which steps read what others make."""
     makers = {activation: number for number, step in reversed(list(enumerate(steps))) for activation in step.makes}
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from(range(len(steps)))
     reads = ((number, makers[read]) for number, step in enumerate(steps) for read in step.reads if read in makers)
     graph.add_edges_from((maker, number) for number, maker in reads if maker < number)
     return graph
 
 
-def depth_first(graph: _Graph) -> list[int]:
+def depth_first(graph: nx.DiGraph[int]) -> list[int]:
     """Return a topological order in which each branch is run as one, right before what joins it with others."""
     missing: dict[int, int] = dict(graph.out_degree())
     ready = sorted(node for node, count in missing.items() if not count)
@@ -56,7 +53,7 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
     home = {step: number for number, (steps, _) in enumerate(chosen) for step in steps}
     count = len(chosen)
     places = [home.get(step, count + step) for step in range(len(problem.steps))]
-    joined = nx.DiGraph()
+    joined: nx.DiGraph[int] = nx.DiGraph()
     joined.add_nodes_from(places)
     joined.add_edges_from((places[a], places[b]) for a, b in dataflow(problem.steps).edges if places[a] != places[b])
     if not nx.is_directed_acyclic_graph(joined):
@@ -123,7 +120,7 @@ class _Mover:
 def _depth_first(units: list[Unit], random: set[int]) -> list[Unit]:
     """Return units of one graph, each branch of what they give as one."""
     number = {unit.node: position for position, unit in enumerate(units)}
-    flow = nx.DiGraph()
+    flow: nx.DiGraph[int] = nx.DiGraph()
     flow.add_nodes_from(range(len(units)))
     flow.add_edges_from(
         (number[node], number[u.node]) for u in units for node in u.node.all_input_nodes if node in number

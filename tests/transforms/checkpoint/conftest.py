@@ -30,7 +30,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
