@@ -31,7 +31,7 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_finishing, unfinished
 from .passes.sites import Phase
-from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
+from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
@@ -199,13 +199,13 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
-    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
-    this then, and gets them all.
+    `model.state_dict()` has these names too, save for sharded tensors (FSDP2), and those of pipeline stages on other
+    ranks. They are gathered here: every rank calls this then, and gets them all.
 
     Raises:
         StateError: the model was not optimized.
     """
-    return gathered(state_map=_state_map(model), state=model.state_dict())  # the map first: it says what is no model
+    return gathered(state_map=_state_map(model), state=whole_state(model))  # the map first: it says what is no model
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ...tracing.graphs import capture_of, fitting
 from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
@@ -103,9 +103,14 @@ def measured(
 
 def _flops(around: ExitStack) -> Callable[[], int]:
     on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    counter = FlopCounterMode(display=False, custom_mapping={} if on_cpu is None else {on_cpu: sdpa_flop})
+    counter = FlopCounterMode(display=False, custom_mapping={} if on_cpu is None else {on_cpu: _attention})
     around.enter_context(counter)
     return counter.get_total_flops
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Count attention on a CPU, which the counter does not know; of shapes."""
+    return sdpa_flop_count(query, key, value)
 
 
 def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...errors import UsageError
+from ...passes.state import InParts
 from ...tracing.recording import preserved
 from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
 from .batches import divided, divided_target, rows_of
@@ -43,7 +44,7 @@ class _Prepared:
     plain: Mapping[fx.Node, Any]
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(InParts):
     """One rank's stages of a model: `step` trains all stages together, a call evaluates them.
 
     Its parameters, buffers and children are those of the model that are on this rank, under the original names; a child
