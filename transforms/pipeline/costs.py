@@ -49,6 +49,7 @@ class Seen:
         size: of its value, in bytes.
         repeatable: it hangs on inputs and buffers alone: every stage that needs it computes it for itself.
         written: the last node that writes into its memory, if any.
+        length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
     """
 
     cost: float = 0.0
@@ -56,6 +57,7 @@ class Seen:
     size: int = 0
     repeatable: bool = False
     written: fx.Node | None = None
+    length: int | None = None
 
 
 @dataclass
@@ -108,7 +110,7 @@ def _flops(around: ExitStack) -> Callable[[], int]:
     return counter.get_total_flops
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Count attention on a CPU, which the counter does not know; of shapes."""
     return sdpa_flop_count(query, key, value)
 
@@ -153,8 +155,13 @@ def _note(run: _Run, node: fx.Node, cost: float, *, repeatable: bool) -> None:
     value = run.values[node]
     kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if is_plain_structure(value) else Kind.OTHER
     size = value.nbytes if isinstance(value, Tensor) else 0
-    run.seen[node] = Seen(cost, kind, size, repeatable)
+    run.seen[node] = Seen(cost, kind, size, repeatable, length=_length(value) if kind is Kind.OTHER else None)
     run.versions[node] = _versions(value)
+
+
+def _length(value: Any) -> int | None:
+    items: tuple[Any, ...] = value if type(value) is tuple else ()
+    return len(items) if all(isinstance(item, Tensor) or is_plain_structure(item) for item in items) and items else None
 
 
 def _versions(value: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_buffers, own_parameters
 from ...errors import PlanError
-from .opening import Opened, opened_graph
+from .opening import Holds, Opened, opened_graph
 
 __all__ = ["Layout", "Part"]
 
@@ -57,7 +57,7 @@ class Layout:
         Raises:
             PlanError: it is of another model.
         """
-        opened = opened_graph(model, data["opened"])
+        opened = opened_graph(model, data["opened"], data["unpacked"])
         by_name = {node.name: node for node in opened.graph.nodes}
         missing = [name for name in (*data["stages"], *data["repeated"]) if name not in by_name]
         if missing:
@@ -68,6 +68,13 @@ class Layout:
         count = max(stage_of.values()) + 1
         parts = [_part(opened.graph, stage_of, number, count) for number in range(count)]
         return cls(opened, parts, repeated, plain)
+
+    def forget_unreadable(self) -> None:
+        """Drop the guards of modules that are looked into which read what is on another rank."""
+        self.opened.holds.forget_unreadable()
+        for node in self.opened.graph.nodes:
+            if isinstance(node.target, Holds):
+                node.target.forget_unreadable()
 
     def tensors(self, model: nn.Module) -> dict[int, dict[int, Tensor]]:
         """Return, by stage, the parameters and buffers that it needs, by id."""

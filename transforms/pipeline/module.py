@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ...compat import own_buffers, own_children, own_parameters
-from ...errors import UsageError
+from ...errors import FxoptError, UsageError
 from ...passes.state import InParts
 from ...tracing.recording import preserved
 from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
@@ -20,7 +20,7 @@ from .exchange import Relay
 from .layout import Layout
 from .norms import check_norms
 from .placement import Placement
-from .running import Feed, StageModule, Steps
+from .running import Feed, Repeated, StageModule
 
 __all__ = ["PipelineModule", "Schedule"]
 
@@ -59,6 +59,7 @@ class PipelineModule(InParts):
         names = list(model.state_dict())
         placement = Placement.of(model, layout)
         placement.free(model)
+        layout.forget_unreadable()
         # The very registries: what is moved, loaded or replaced in one is so in the other.
         registries = {
             "_modules": own_children(model), "_parameters": own_parameters(model), "_buffers": own_buffers(model)
@@ -67,10 +68,7 @@ class PipelineModule(InParts):
         self._layout, self._schedule, self._microbatches, self._placement = layout, schedule, microbatches, placement
         self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
         self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
-        repeated = set(layout.repeated)
-        needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
-        self._repeated = Steps(layout.repeated, model, {node.name: node for node in needed})
-        self._needed = {node.name: node for node in needed}
+        self._repeated = Repeated(layout, model)
         self.stages = placement.own
         self.__dict__["_runs"] = {
             number: StageModule(layout.parts[number], model, layout.plain, self._feed) for number in self.stages
@@ -98,11 +96,11 @@ class PipelineModule(InParts):
             UsageError: the batch does not divide into microbatches; batch norms in training.
             GuardError: the batch is of another kind than the example inputs.
         """
-        call = _one_call(batch, self)
-        check_norms(self._whole)
-        calls = divided(call, self._microbatches)
-        self._feed.targets = divided_target(target, rows_of(call), len(calls))
-        self._feed.repeated = [self._repeat(each) for each in calls]
+        calls, failed = self._divided(batch, target)
+        if not self._prepared:
+            self._agree(calls, failed)
+        if failed is not None:
+            raise failed
         prepared = self._ready(calls[0])
         self._feed.plain = prepared.plain
         self._loss, self._scale = loss, len(calls) if reduction == "mean" else 1
@@ -114,7 +112,7 @@ class PipelineModule(InParts):
         return self._told(losses)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; return the norm, on every rank."""
+        """Scale the gradients of all stages to a norm of at most `max_norm`; return on every rank what it was."""
         parameters = [p for p in self.parameters() if p.grad is not None]
         gradients = self._placement.counted(parameters)
         total = torch.zeros((), device=self._device, dtype=torch.float64)
@@ -122,27 +120,44 @@ class PipelineModule(InParts):
             total += gradient.detach().double().square().sum()
         distributed.all_reduce(total)
         norm = total.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def _divided(self, batch: object, target: Any) -> tuple[Sequence[Inputs], FxoptError | None]:
+        """Feed the microbatches of a batch; return them, or why it cannot be taken."""
+        try:
+            call = _one_call(batch)
+            check_norms(self._whole)
+            calls = divided(call, self._microbatches)
+            self._feed.targets = divided_target(target, rows_of(call), len(calls))
+            self._feed.repeated = [self._repeated.values(self._here(each)) for each in calls]
+        except FxoptError as error:
+            return (), error
+        return calls, None
+
+    def _agree(self, calls: Sequence[Inputs], failed: FxoptError | None) -> None:
+        """Make sure, before the first step, that no rank waits for one that was given something else.
+
+        Raises:
+            UsageError: another rank was.
+        """
+        everyone: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, (None if failed is None else str(failed), list(map(_form, calls[:1]))))
+        for rank, (message, form) in enumerate(everyone):
+            if message is not None and failed is None:
+                raise UsageError(f"rank {rank} cannot take its batch: {message}")
+            if message is None and failed is None and form != everyone[0][1]:
+                raise UsageError(
+                    f"rank {rank} was given a batch of another form than rank 0; all stages take the same batch: the "
+                    "ranks of one pipeline need no DistributedSampler"
+                )
 
     def _ready(self, call: Inputs) -> _Prepared:
         """Return the schedule for batches of a form; the first one of a form goes through all stages once before."""
-        key = tuple((tuple(t.shape), t.dtype) for t in tensors_within((call.args, call.kwargs))), self.training
-        if not self._prepared:
-            self._check_alike(key)
+        key = (_form(call), self.training)
         if key not in self._prepared:
             self._prepared[key] = self._prepare()
         return self._prepared[key]
-
-    def _check_alike(self, key: Any) -> None:
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, key)
-        other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-        if other is not None:
-            raise UsageError(
-                f"rank {other} was given a batch of other shapes than rank 0; all stages take the same batch: use no "
-                "DistributedSampler, or one for all ranks of a pipeline"
-            )
 
     def _prepare(self) -> _Prepared:
         with preserved(self._whole), torch.enable_grad():
@@ -157,7 +172,7 @@ class PipelineModule(InParts):
             for number, run in self._runs.items()
         ]
         classes = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
-        # Torch would divide all gradients, also those of earlier steps and twice those of tied ones: the loss is divided.
+        # The loss is divided: torch would divide all gradients, those of earlier steps, too, and tied ones twice.
         given: Any = stages if self._schedule == "interleaved" else stages[0]
         schedule: Any = classes[self._schedule]
         made = schedule(given, n_microbatches=self._microbatches, loss_fn=self._loss_of, scale_grads=False)
@@ -178,23 +193,20 @@ class PipelineModule(InParts):
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, on every rank, without gradients; every rank calls this with the same batch."""
-        call = _one_call(Inputs(*args, **kwargs), self)
+        """Return on every rank what the model returns, without gradients; all ranks call this with the same batch."""
+        call = _one_call(Inputs(*args, **kwargs))
         with torch.no_grad():
-            self._feed.repeated, self._feed.plain = [self._repeat(call)], {}
+            self._feed.repeated, self._feed.plain = [self._repeated.values(self._here(call))], {}
             self._relay.run(0)
         results = [map_tensors(lambda tensor: tensor.cpu(), self._feed.results.pop(0, None))]
         distributed.broadcast_object_list(results, src=self._last_rank)
-        return map_tensors(lambda tensor: tensor.to(self._device), results[0])
+        return self._here(results[0])
 
-    def _repeat(self, call: Inputs) -> Mapping[fx.Node, Any]:
-        """Return what every stage computes for itself from one microbatch."""
-        call = cast("Inputs", call)
-        given = self._layout.opened.given(call.args, call.kwargs)
-        given = {node: map_tensors(lambda tensor: tensor.to(self._device), value) for node, value in given.items()}
-        with torch.no_grad():
-            found = self._repeated.run(given)
-        return {**given, **{self._needed[name]: value for name, value in found.items()}}
+    def _here(self, value: Any) -> Any:
+        """Return a call, or a result, with its tensors on this rank's device."""
+        if isinstance(value, Inputs):
+            return Inputs(*self._here(value.args), **self._here(value.kwargs))
+        return map_tensors(lambda tensor: tensor.to(self._device), value)
 
     @property
     def _relay(self) -> Relay:
@@ -252,7 +264,11 @@ class PipelineModule(InParts):
             raise
 
 
-def _one_call(batch: object, model: nn.Module) -> Inputs:
+def _form(call: Inputs) -> tuple[Any, ...]:
+    return tuple((tuple(t.shape), t.dtype) for t in tensors_within((call.args, call.kwargs)))
+
+
+def _one_call(batch: object) -> Inputs:
     calls = normalize_inputs(batch)
     if len(calls) != 1:
         raise UsageError("step takes one batch: a tuple (positional), a dict (keywords), fxopt.Inputs or a tensor")

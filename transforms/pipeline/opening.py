@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...compat import has_hooks, submodule
 from ...errors import GuardError, MatchFailure
 from ...passes.rewriting import unmet_guards
 from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of
-from ...tracing.guards import Argument, Constant, Guard, Item, Source, reader, require
+from ...tracing.guards import NOT_HELD, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...tracing.values import keep, qualified, user_class
 
 __all__ = ["Holds", "Opened", "opened_graph", "why_closed"]
@@ -36,6 +36,20 @@ class Holds:
     def __init__(self, module: nn.Module, capture: Capture, guards: Sequence[Guard], name: str) -> None:
         self.module, self.capture, self.guards, self.name = module, capture, tuple(guards), name
 
+    def forget_unreadable(self) -> None:
+        """Drop the guards that read a part of the module which is on another rank: they are checked there."""
+        self.guards = tuple(guard for guard in self.guards if self._can_read(guard))
+
+    def _can_read(self, guard: Guard) -> bool:
+        read = reader({"self": self.module})
+        for source in guard.sources():
+            if not any(isinstance(part, Argument) and part.name != "self" for part in source.all()):
+                try:
+                    read(source)
+                except NOT_HELD:
+                    return False
+        return True
+
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         names = {"self": self.module, **self.capture.parameters.bind(args, dict(kwargs))}
         failed = next((guard for guard in self.guards if not guard.holds(names)), None)
@@ -53,6 +67,7 @@ class Opened:
     Attributes:
         graph: calls modules by their qualified names; modules that are looked into are not called.
         chosen: path of calls ("" is the root, then names of nodes) -> which graph of the module there is looked into.
+        unpacked: name of a node that gives a tuple -> its length; its items are values by themselves.
         sources: name of a placeholder -> where its value is in the arguments of the model's forward.
         holds: checks the guards of the root.
         paths: name of a call of a captured module -> the path by which it may be opened.
@@ -60,6 +75,7 @@ class Opened:
 
     graph: fx.Graph
     chosen: Mapping[str, int]
+    unpacked: Mapping[str, int]
     sources: Mapping[str, Source]
     holds: Holds
     paths: Mapping[str, str]
@@ -75,12 +91,12 @@ class Opened:
         return {node: read(self.sources[node.name]) for node in self.graph.find_nodes(op="placeholder")}
 
 
-def opened_graph(model: nn.Module, chosen: Mapping[str, int]) -> Opened:
+def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> Opened:
     """Return a model as one graph.
 
     Args:
         model: captured; its root is always looked into.
-        chosen: see `Opened`.
+        chosen, unpacked: see `Opened`.
 
     Raises:
         MatchFailure: one of the modules cannot be looked into.
@@ -89,7 +105,7 @@ def opened_graph(model: nn.Module, chosen: Mapping[str, int]) -> Opened:
     capture = capture_of(model)
     if reason is not None or capture is None:
         raise MatchFailure(f"the model's own forward cannot be cut: {reason}")
-    return _Opener(model, chosen).result(capture)
+    return _Opener(model, chosen, unpacked).result(capture)
 
 
 def why_closed(module: nn.Module) -> str | None:
@@ -105,15 +121,17 @@ def why_closed(module: nn.Module) -> str | None:
         return "it has a __call__ of its own"
     if has_hooks(module):
         return "it has hooks"
+    if any(guard.asks_for_training for specialization in capture.specializations for guard in specialization.guards):
+        return "training and evaluation differ in it"
     return "it has parametrizations" if parametrize.is_parametrized(module) else None
 
 
 class _Opener:
     """Write the graph, module by module."""
 
-    def __init__(self, model: nn.Module, chosen: Mapping[str, int]) -> None:
+    def __init__(self, model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> None:
         self.model = model
-        self.chosen = dict(chosen)
+        self.chosen, self.unpacked = dict(chosen), dict(unpacked)
         self.graph = fx.Graph()
         self.paths: dict[str, str] = {}
 
@@ -129,7 +147,9 @@ class _Opener:
         unknown = {parameter.name: anything for parameter in capture.parameters.parameters}
         guards = unmet_guards(self.model, specialization, unknown)
         self.graph.output(self._inside("", "", specialization, values))
-        return Opened(self.graph, self.chosen, sources, Holds(self.model, capture, guards, ""), self.paths)
+        return Opened(
+            self.graph, self.chosen, self.unpacked, sources, Holds(self.model, capture, guards, ""), self.paths
+        )
 
     def _inside(self, path: str, owner: str, specialization: Specialization, values: dict[fx.Node, Any]) -> Any:
         """Add what a module does; return its result, in which nodes stand for values."""
@@ -154,7 +174,13 @@ class _Opener:
         if node.op == "call_function" and _is_known(node.target, args):
             return _computed(node, args)
         target = qualified(owner, str(node.target)) if node.op == "get_attr" else node.target
-        return self.graph.create_node(node.op, target, args, kwargs, name=_name(path, node))
+        return self._unpacked(self.graph.create_node(node.op, target, args, kwargs, name=_name(path, node)))
+
+    def _unpacked(self, node: fx.Node) -> Any:
+        count = self.unpacked.get(node.name)
+        if count is None:
+            return node
+        return tuple(self.graph.call_function(operator.getitem, (node, number)) for number in range(count))
 
     def _called(self, path: str, owner: str, node: fx.Node, args: Any, kwargs: Any) -> Any:
         inner, name = f"{path}/{node.name}" if path else node.name, qualified(owner, str(node.target))
@@ -162,7 +188,7 @@ class _Opener:
             return self._opened(inner, name, args, kwargs)
         call = self.graph.create_node("call_module", name, args, kwargs, name=_name(path, node))
         self.paths[call.name] = inner
-        return call
+        return self._unpacked(call)
 
     def _opened(self, path: str, name: str, args: Any, kwargs: Any) -> Any:
         module = submodule(self.model, name)
@@ -175,8 +201,23 @@ class _Opener:
         if guards:
             self.graph.call_function(Holds(module, capture, guards, name), (tuple(args), dict(kwargs)))
         placeholders = specialization.graph.find_nodes(op="placeholder")
-        values = {node: _at(specialization.argument(node), given, name) for node in placeholders}
+        values = {node: self._at(specialization.argument(node), given, name) for node in placeholders}
         return self._inside(path, name, specialization, values)
+
+    def _at(self, source: Source, given: Mapping[str, Any], name: str) -> Any:
+        """Return what is passed at a source: a node, or a value that is known."""
+        match source:
+            case Argument(argument):
+                return given[argument]
+            case Item(owner, Constant(value=key)):
+                return self._picked(operator.getitem, self._at(owner, given, name), key)
+            case Attribute(owner, key):
+                return self._picked(getattr, self._at(owner, given, name), key)
+            case _:
+                raise MatchFailure(f"'{name}' is given '{source}' in a form that cannot be looked into")
+
+    def _picked(self, pick: Callable[[Any, Any], Any], around: Any, key: Any) -> Any:
+        return self.graph.call_function(pick, (around, key)) if isinstance(around, fx.Node) else pick(around, key)
 
 
 def _mapped(value: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -197,17 +238,3 @@ def _computed(node: fx.Node, args: Sequence[Any]) -> Any:
         return node.target(*args)  # pyright: ignore[reportCallIssue]
     except GuardError as error:
         raise MatchFailure(str(error)) from error
-
-
-def _at(source: Source, given: Mapping[str, Any], name: str) -> Any:
-    """Return what is passed at a source: a node, or a value that is known."""
-    match source:
-        case Argument(argument):
-            return given[argument]
-        case Item(owner, Constant(value=key)):
-            around = _at(owner, given, name)
-            if isinstance(around, (tuple, list, Mapping)):
-                return around[key]  # pyright: ignore[reportUnknownVariableType]
-        case _:
-            pass
-    raise MatchFailure(f"'{name}' is given '{source}' in a form that cannot be looked into")

@@ -16,6 +16,7 @@ from .costs import Cost
 from .layout import Layout
 from .module import PipelineModule, Schedule
 from .norms import check_norms
+from .rehearsal import rehearse
 from .search import find_stages
 
 __all__ = ["Pipeline"]
@@ -27,8 +28,8 @@ class Pipeline(Pass):
 
     Before: model(batch) on one device
     After: a `PipelineModule` on each rank, that holds its stages; `model.step(batch, target, loss)` trains all of them
-    Refuses: no process group, or one that does not fit the stages; batch norms in training; a module with state of its own
-        that would be called on two stages; a model whose forward could not be captured.
+    Refuses: no process group, or one that does not fit the stages; batch norms in training; a model whose rows depend on
+        each other, or whose forward could not be captured.
 
     Options:
         stages: how many; by default one for each process, two with the schedule `interleaved`.
@@ -60,6 +61,8 @@ class Pipeline(Pass):
             if not program.inputs:
                 raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
             data = find_stages(program, stages, self.cost).data()
+            layout = Layout.of(program.model, data)
+            rehearse(program.model, layout, program.inputs[0], training=program.training)
         except MatchFailure as failure:
             yield Site(program, "", {}, data={"refused": str(failure)}, detail=str(failure))
             return
@@ -100,7 +103,8 @@ class Pipeline(Pass):
             )
         if self.schedule == "1f1b" and microbatches < stages:
             raise UsageError(
-                f"pass 'pipeline': schedule 1f1b needs at least as many microbatches as stages, {stages}; not {microbatches}"
+                f"pass 'pipeline': schedule 1f1b needs at least as many microbatches as stages: {stages}, not "
+                f"{microbatches}"
             )
         if self.schedule == "interleaved" and microbatches % max(1, microbatches // processes):
             raise UsageError(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from .layout import Part
+from ...tracing.values import Inputs
+from .layout import Layout, Part
 
-__all__ = ["Feed", "StageModule", "Steps", "function_of_node", "last_uses"]
+__all__ = ["Feed", "Repeated", "StageModule", "Steps", "function_of_node", "last_uses"]
 
 
 def function_of_node(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
@@ -119,3 +120,30 @@ class StageModule(nn.Module):
             return tuple(tensor.contiguous() for tensor in result[0])
         self.feed.results[int(number)] = result
         return (number.new_zeros((), dtype=torch.float32),)
+
+
+class Repeated:
+    """Compute what every stage computes for itself, from inputs and buffers; and check there what can be checked.
+
+    Args:
+        layout: of the stages.
+        model: holds the modules and buffers.
+    """
+
+    def __init__(self, layout: Layout, model: nn.Module) -> None:
+        repeated = set(layout.repeated)
+        needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
+        self._nodes = {node.name: node for node in needed}
+        self._opened = layout.opened
+        self._steps = Steps(layout.repeated, model, dict(self._nodes))
+
+    def values(self, call: Inputs) -> dict[fx.Node, Any]:
+        """Return what there is for one microbatch: the inputs of the model, and what hangs on them.
+
+        Raises:
+            GuardError: the microbatch is of another kind than the example inputs.
+        """
+        given = self._opened.given(call.args, call.kwargs)
+        with torch.no_grad():
+            found = self._steps.run(given)
+        return {**given, **{self._nodes[name]: value for name, value in found.items()}}

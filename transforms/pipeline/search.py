@@ -38,6 +38,7 @@ class Found:
         stage_of = {node.name: self._stage(place) for node, place in self.line.place.items()}
         return {
             "opened": dict(self.opened.chosen),
+            "unpacked": dict(self.opened.unpacked),
             "stages": stage_of,
             "repeated": [node.name for node, seen in self.seen.items() if seen.repeatable and node.op != "placeholder"],
             "plain": [node.name for node, seen in self.seen.items() if seen.kind is Kind.PLAIN],
@@ -52,22 +53,26 @@ class Found:
 def find_stages(program: Program, stages: int, cost: Cost) -> Found:
     """Return where to cut a model into stages.
 
-    Modules are looked into, the one around an ideal cut first, until the slowest stage is within `BALANCE` of the mean or
-    nothing is left to look into.
+    Modules are looked into, the one around an ideal cut first, until the slowest stage is within `BALANCE` of the mean
+    or nothing is left to look into.
 
     Raises:
         MatchFailure: it cannot be cut into so many.
     """
-    chosen, model = {"": 0}, program.model
+    chosen, unpacked, model = {"": 0}, dict[str, int](), program.model
     best: Found | None = None
     while True:
         try:
-            opened = opened_graph(model, chosen)
+            opened = opened_graph(model, chosen, unpacked)
         except MatchFailure:
             if best is None:
                 raise
             return best
         seen, fits = measured(opened, model, program.inputs[0], cost, training=program.training)
+        tuples = {node.name: each.length for node, each in seen.items() if each.length and node.name not in unpacked}
+        if tuples:
+            unpacked |= tuples
+            continue
         line = line_of(opened.graph, seen, model)
         division = line.cut(stages)
         if division is not None and (best is None or division.imbalance < best.stages.imbalance):
