@@ -15,12 +15,12 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import alone, eagerly, hold, plain_registries, release
+from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, Ranks, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
+from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
 from ..verification import is_on_meta
 from .exact_type_checks import forbid_type_checking_forwards
@@ -80,6 +80,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     with contextlib.ExitStack() as around:
         around.enter_context(alone())
         around.callback(RandomState().restore)
+        around.enter_context(rank_local())
         around.enter_context(outside_inference_mode())
         around.enter_context(eagerly(model))
         if not (request.verify or request.measure):
@@ -219,6 +220,8 @@ def check_model(model: object) -> ModelNames:
         InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
     """
     names = ModelNames(check_kind(model))
+    if isinstance(model, InParts):
+        raise InputError("the model is in parts on several ranks already; give all passes to one call of fxopt.optimize")
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
