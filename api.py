@@ -199,8 +199,8 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
-    `model.state_dict()` has these names too, but for sharded tensors (FSDP2), and without those of stages on other ranks. Of
-    such models, every rank calls this.
+    `model.state_dict()` has these names too, but for sharded tensors (FSDP2) and other ranks' stages.
+    With these, every rank calls this.
 
     Args:
         model: an optimized model.

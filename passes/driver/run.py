@@ -221,7 +221,7 @@ def check_model(model: object) -> ModelNames:
     """
     names = ModelNames(check_kind(model))
     if isinstance(model, InParts):
-        raise InputError("the model is in parts on several ranks already; give all passes to one call of fxopt.optimize")
+        raise InputError("the model is in parts on several ranks already; give optimize all passes at once")
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
 
 from ...tracing.graphs import capture_of, fitting
 from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
@@ -112,7 +113,7 @@ def _flops(around: ExitStack) -> Callable[[], int]:
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Count attention on a CPU, which the counter does not know; of shapes."""
-    return sdpa_flop_count(query, key, value)
+    return cast("Any", flop_counter).sdpa_flop_count(query, key, value)
 
 
 def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
@@ -160,7 +161,7 @@ def _note(run: _Run, node: fx.Node, cost: float, *, repeatable: bool) -> None:
 
 
 def _length(value: Any) -> int | None:
-    items: tuple[Any, ...] = value if type(value) is tuple else ()
+    items = cast("tuple[Any, ...]", value) if type(value) is tuple else ()
     return len(items) if all(isinstance(item, Tensor) or is_plain_structure(item) for item in items) and items else None
 
 

@@ -61,16 +61,14 @@ class PipelineModule(InParts):
         placement.free(model)
         layout.forget_unreadable()
         # The very registries: what is moved, loaded or replaced in one is so in the other.
-        registries = {
-            "_modules": own_children(model), "_parameters": own_parameters(model), "_buffers": own_buffers(model)
-        }  # fmt: skip
-        self.__dict__.update(registries, _whole=model, training=model.training)
+        vars(self).update(_modules=own_children(model), _parameters=own_parameters(model), _buffers=own_buffers(model))
+        vars(self).update(_whole=model, training=model.training)
         self._layout, self._schedule, self._microbatches, self._placement = layout, schedule, microbatches, placement
         self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
         self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
         self._repeated = Repeated(layout, model)
         self.stages = placement.own
-        self.__dict__["_runs"] = {
+        vars(self)["_runs"] = {
             number: StageModule(layout.parts[number], model, layout.plain, self._feed) for number in self.stages
         }
 

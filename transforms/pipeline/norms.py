@@ -21,6 +21,6 @@ def check_norms(model: nn.Module) -> None:
     for name, module in modules_by_name(model).items():
         if isinstance(module, _NORMS) and (module.training or not module.track_running_stats):
             raise UsageError(
-                f"'{name}' is a {type(module).__name__} in training, and under a pipeline its statistics would be those "
-                "of microbatches: freeze it (.eval() after every model.train()), or use GroupNorm"
+                f"'{name}' is a {type(module).__name__} in training, and a pipeline would give it statistics of "
+                "microbatches: freeze it (.eval() after every model.train()), or use GroupNorm"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx.node import map_arg
@@ -164,11 +164,12 @@ class _Opener:
         """Add what a node does; return its value, which is a node or known already."""
         if node.target is keep:  # notes what to take back before the original forward runs, which is no more
             return None
-        args, kwargs = _mapped(node.args, values), _mapped(dict(node.kwargs), values)
+        args: Any = _mapped(node.args, values)
+        kwargs: Any = _mapped(dict(node.kwargs), values)
         if node.op == "call_module":
             return self._called(path, owner, node, args, kwargs)
         if node.target is require:
-            args, kwargs = (*args[:3], False), {}
+            args, kwargs = (*args[:3], False), dict[str, Any]()
         if node.target is getattr and args[1:] == ("device",):  # all of a stage is where its inputs are
             args = (next(iter(self.graph.find_nodes(op="placeholder")), args[0]), "device")
         if node.op == "call_function" and _is_known(node.target, args):
@@ -235,6 +236,6 @@ def _is_known(target: Any, args: Sequence[Any]) -> bool:
 
 def _computed(node: fx.Node, args: Sequence[Any]) -> Any:
     try:
-        return node.target(*args)  # pyright: ignore[reportCallIssue]
+        return cast("Any", node.target)(*args)
     except GuardError as error:
         raise MatchFailure(str(error)) from error

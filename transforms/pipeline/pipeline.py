@@ -28,8 +28,8 @@ class Pipeline(Pass):
 
     Before: model(batch) on one device
     After: a `PipelineModule` on each rank, that holds its stages; `model.step(batch, target, loss)` trains all of them
-    Refuses: no process group, or one that does not fit the stages; batch norms in training; a model whose rows depend on
-        each other, or whose forward could not be captured.
+    Refuses: no process group, or one that does not fit the stages; batch norms in training; a model whose rows depend
+        on each other, or whose forward could not be captured.
 
     Options:
         stages: how many; by default one for each process, two with the schedule `interleaved`.

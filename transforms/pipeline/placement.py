@@ -86,7 +86,9 @@ class Placement:
             if isinstance(parameter, nn.Parameter)
         }
         shared = {parameter: ranks for parameter, ranks in shared.items() if len(ranks) > 1}
-        groups = {ranks: distributed.new_group(list(ranks)) for ranks in sorted(set(shared.values()))}
+        groups: dict[tuple[int, ...], Any] = {
+            ranks: distributed.new_group(list(ranks)) for ranks in sorted(set(shared.values()))
+        }
         tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
         for parameter, ranks in shared.items():
             if rank in ranks:

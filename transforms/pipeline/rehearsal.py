@@ -36,8 +36,8 @@ def rehearse(model: nn.Module, layout: Layout, call: Inputs, *, training: bool) 
             continue  # a half, or the other mode, takes another path; the next one may not
         if problem and count > 1 and not _difference(model, layout, call, 1, mode):
             raise MatchFailure(
-                f"the rows of a batch depend on each other: of two halves {problem} (statistics of the batch, or a loss over "
-                "it, in the forward), so microbatches would train another model"
+                f"the rows of a batch depend on each other: of two halves {problem} (statistics of the batch, say, "
+                "or a loss over it), so microbatches would train another model"
             )
         if problem:
             raise MatchFailure(f"the stages do not give what the model gives: {problem}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ def function_of_node(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
         case "call_module":
             return model.get_submodule(str(node.target))
         case "call_method":
-            return lambda value, *args, **kwargs: getattr(value, str(node.target))(*args, **kwargs)
+            return partial(_call_method, str(node.target))
         case _:
             return node.target  # pyright: ignore[reportReturnType]
+
+
+def _call_method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(value, name)(*args, **kwargs)
 
 
 def last_uses(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

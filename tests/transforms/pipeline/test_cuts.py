@@ -153,5 +153,5 @@ def test_options_as_text():
 
 
 def test_without_a_process_group_it_says_what_to_run():
-    with pytest.raises(fxopt.errors.UsageError, match="torchrun --nproc-per-node=4 your_script.py"):
+    with pytest.raises(fxopt.errors.UsageError, match=r"torchrun --nproc-per-node=4 your_script\.py"):
         fxopt.optimize(nn.Linear(2, 2), "pipeline{stages=4}", example_inputs=torch.randn(4, 2))
