@@ -99,6 +99,7 @@ class Manager:
         baseline = twin(self.program.model) if self._times_anything(passes) else None
         for pass_ in passes:
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+        self._tuner.snapshot.settle(self.program.names.distinct)
         if baseline is not None:
             self.on_progress(Progress("timing the whole model"))
             self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
@@ -261,7 +262,7 @@ class Manager:
         """Return the pass's sites and refusals, checked for being that."""
 
         def find() -> list[Site | Refusal]:
-            with only_reading(self.program):
+            with only_reading(self.program, self._tuner.snapshot):
                 return list(pass_.find(self.program))
 
         try:

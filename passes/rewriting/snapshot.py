@@ -1,0 +1,145 @@
+"""What a model looked like: kept from site to site, and taken anew only of what a rewrite has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from torch import Tensor, fx, nn
+
+from ...compat import own_buffers, own_parameters
+from ...tracing.graphs import Capture, capture_of
+from ...tracing.recording import AttributeState
+
+__all__ = ["GraphState", "ModuleState", "Snapshot"]
+
+
+class GraphState:
+    """A graph, and what its nodes were."""
+
+    def __init__(self, capture: Capture, number: int) -> None:
+        self._capture, self._number = capture, number
+        self._graph = capture.specializations[number].graph
+        self._nodes = [(node, node.target, node.args, node.kwargs, node.name) for node in self._graph.nodes]
+
+    def is_same(self) -> bool:
+        """Say whether nothing has changed."""
+        return len(self._graph.nodes) == len(self._nodes) and all(
+            node is kept and node.args is args and node.kwargs is kwargs and node.target is target
+            for node, (kept, target, args, kwargs, _) in zip(self._graph.nodes, self._nodes, strict=True)
+        )
+
+    def restore(self) -> None:
+        """Put a graph like the one that was in its place, where it was changed."""
+        if self.is_same():
+            return
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, target, args, kwargs, name in self._nodes:
+            values = fx.map_arg((args, kwargs), new.__getitem__)
+            new[node] = graph.create_node(node.op, target, *values, name=name, type_expr=node.type)
+            new[node].meta = dict(node.meta)
+        specializations = self._capture.specializations
+        if specializations[self._number].graph is self._graph:
+            specializations[self._number] = replace(specializations[self._number], graph=graph)
+
+
+class ModuleState:
+    """What a module was: its class, attributes, children in their order, hooks and mode, and its tensors' gradients.
+
+    What tensors hold is not kept.
+
+    Attributes:
+        module: the module.
+        attributes: what it holds.
+        graphs: what its graphs were.
+    """
+
+    __slots__ = ("_capture", "_class", "_tensors", "attributes", "graphs", "module")
+
+    def __init__(self, module: nn.Module, graphs: list[GraphState]) -> None:
+        self.module, self.attributes, self.graphs = module, AttributeState(module), graphs
+        self._class, self._capture = type(module), capture_of(module)
+        self._tensors = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
+
+    def is_same(self) -> bool:
+        """Say whether nothing has changed of it; its graphs are asked for themselves."""
+        if type(self.module) is not self._class or not self.attributes.is_same():
+            return False
+        return all(t.requires_grad is wanted and t.grad is gradient for t, wanted, gradient in self._tensors)
+
+    def restore(self) -> None:
+        """Put everything back but the graphs."""
+        self.attributes.restore(exact=True)
+        if type(self.module) is not self._class and capture_of(self.module) is self._capture:
+            object.__setattr__(self.module, "__class__", self._class)  # no own way of setting attributes is asked
+        for tensor, wanted, gradient in self._tensors:
+            if tensor.requires_grad != wanted:
+                tensor.requires_grad_(wanted)
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that it had, with their names in it: registered ones first, then those in attributes."""
+        for values in (*self.attributes.registered, self.attributes.copy):
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    yield name, value
+
+
+def _registered(module: nn.Module) -> Iterator[Tensor]:
+    for registry in (own_parameters(module), own_buffers(module)):
+        for tensor in registry.values():
+            if tensor is not None:
+                yield tensor
+
+
+class Snapshot:
+    """Hold what modules were when they were last asked for, until that is forgotten.
+
+    One serves a whole run: what a rewrite has changed with its edit's knowledge is forgotten, and taken anew when it is
+    asked for again. Whatever else differs was changed behind an edit's back.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[nn.Module, ModuleState] = {}
+        self._graphs: dict[fx.Graph, GraphState] = {}
+
+    def of(self, module: nn.Module) -> ModuleState:
+        """Return what a module was; what it is now, where that is not known."""
+        state = self._states.get(module)
+        if state is None:
+            state = self._states[module] = ModuleState(module, self._graphs_of(module))
+        return state
+
+    def _graphs_of(self, module: nn.Module) -> list[GraphState]:
+        """Return the states of a module's graphs; modules may share them."""
+        capture = capture_of(module)
+        found: list[GraphState] = []
+        for number, each in enumerate(() if capture is None else capture.specializations):
+            if capture is not None:
+                if each.graph not in self._graphs:
+                    self._graphs[each.graph] = GraphState(capture, number)
+                found.append(self._graphs[each.graph])
+        return found
+
+    def settled(self, module: nn.Module) -> ModuleState:
+        """Return what a module was, having put back what was changed since: no rewrite may come after that."""
+        state = self.of(module)
+        if state.is_same():
+            return state
+        state.restore()
+        self.forget(module)
+        return self.of(module)
+
+    def settle(self, modules: Iterable[nn.Module]) -> None:
+        """Put back what was changed of those modules that are known."""
+        for module in modules:
+            if module in self._states:
+                self.settled(module)
+
+    def forget(self, *modules: nn.Module) -> None:
+        """Take what modules are now as what they should be; of all of them, where none is named."""
+        if not modules:
+            self._states.clear()
+        for module in modules:
+            self._states.pop(module, None)
