@@ -99,7 +99,6 @@ class Manager:
         baseline = twin(self.program.model) if self._times_anything(passes) else None
         for pass_ in passes:
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
-        self._tuner.snapshot.settle(self.program.names.distinct)
         if baseline is not None:
             self.on_progress(Progress("timing the whole model"))
             self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
@@ -146,6 +145,7 @@ class Manager:
             if self.on_failure is not None:
                 error.reproducer = self.on_failure(error)
             raise
+        self._tuner.snapshot.whole(self.program)  # what the pass did beside its sites goes back
         seconds = time.perf_counter() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
         self.traces.append(PassTrace(str(pass_), seconds, *counts))
@@ -178,7 +178,8 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         found = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
-        to_time, told = kinds_to_time(self.program, found), announced(found, pass_.name, self.on_progress)
+        to_time = kinds_to_time(self.program, found) if self.time else [1] * len(found)
+        told = announced(found, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
@@ -320,9 +321,8 @@ class Manager:
 
     def _has_landed_at(self, group: Group) -> bool:
         """Say whether the pass that is running has rewritten a graph of the group."""
-        owners = {place.owner for site in group.sites for place in site.places}
-        landed = (rewrite for rewrite in self.rewrites if rewrite.decision.step == self.history.step)
-        return any(not owners.isdisjoint(rewrite.edit.changed_owners) for rewrite in landed)
+        landed = self.history.landed_at.get(self.history.step, ())
+        return any(place.owner in landed for site in group.sites for place in site.places)
 
     def _block(self, pass_: Pass, group: Group) -> Block | None:
         """Describe the block around a group, where its decision may serve others or be served by another's."""

@@ -51,16 +51,16 @@ class Watch:
     """
 
     def __init__(self, snapshot: Snapshot, program: Program, name: str) -> None:
-        names = ModelNames(program.module(name)).all_of_each()
-        self._names = {module: qualified(name, paths[0]) for module, paths in names}
-        self._states = {module: snapshot.settled(module) for module in self._names}
+        names = ModelNames(program.module(name)) if name else program.names
+        self._names = {module: qualified(name, paths[0]) for module, paths in names.all_of_each()}
+        self._states = snapshot.settled(self._names) if name else snapshot.whole(program)
         self._accepted: dict[nn.Module, AttributeState] = {}
-        self.data = ParameterData(tensor for state in self._states.values() for _, tensor in state.tensors())
+        self.data = ParameterData(tensor for state in self._states for _, tensor in state.tensors())
 
     def accept(self, modules: Iterable[nn.Module] = ()) -> None:
         """Take what modules hold now as what they should; of all of them, where none is named."""
-        for module in tuple(modules) or tuple(self._states):
-            if module in self._states:
+        for module in tuple(modules) or tuple(self._names):
+            if module in self._names:
                 self._accepted[module] = AttributeState(module)
 
     def check_module(self, module: nn.Module) -> None:
@@ -69,9 +69,9 @@ class Watch:
         Raises:
             UnnotedChange: if it does not.
         """
-        if module not in self._states:
+        if module not in self._names:
             return
-        state = self._accepted.get(module) or self._states[module].attributes
+        state = self._accepted.get(module) or self._states.by_module[module].attributes
         for where, name in state.differences():
             known = where in _KINDS
             raise UnnotedChange(
@@ -86,7 +86,7 @@ class Watch:
         """
         for key in self.data.changed():
             raise UnnotedChange(_IN_PLACE, self._name_of(key))
-        changed = [state for state in self._states.values() if not state.is_same()]
+        changed = self._states.changed()
         for module in dict.fromkeys((*(state.module for state in changed), *self._accepted)):
             self.check_module(module)
         for owner, graph in self._graphs():
@@ -96,20 +96,22 @@ class Watch:
 
     def restore(self) -> None:
         """Put everything back as it was at first."""
-        for state in self._states.values():
-            if not state.is_same():
-                state.restore()
+        for state in self._states.changed():
+            state.restore()
         self.data.restore()
         for _, graph in self._graphs():
             graph.restore()
 
     def _graphs(self) -> Iterator[tuple[str, GraphState]]:
         """Yield each graph once, with the name of the first module that has it."""
-        first = {graph: module for module, state in reversed(self._states.items()) for graph in state.graphs}
+        first: dict[GraphState, nn.Module] = {}
+        for state in self._states:
+            for graph in state.graphs:
+                first.setdefault(graph, state.module)
         return ((self._names[module], graph) for graph, module in first.items())
 
     def _name_of(self, tensor: int) -> str:
-        named = ((module, *each) for module, state in self._states.items() for each in state.tensors())
+        named = ((state.module, *each) for state in self._states for each in state.tensors())
         return next(qualified(self._names[module], name) for module, name, value in named if id(value) == tensor)
 
 

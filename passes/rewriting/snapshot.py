@@ -9,9 +9,10 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_buffers, own_parameters
 from ...tracing.graphs import Capture, capture_of
-from ...tracing.recording import AttributeState
+from ...tracing.program import Program
+from ...tracing.recording import AttributeState, Contents
 
-__all__ = ["GraphState", "ModuleState", "Snapshot"]
+__all__ = ["GraphState", "ModuleState", "ModuleStates", "Snapshot"]
 
 
 class GraphState:
@@ -63,9 +64,16 @@ class ModuleState:
 
     def is_same(self) -> bool:
         """Say whether nothing has changed of it; its graphs are asked for themselves."""
-        if type(self.module) is not self._class or not self.attributes.is_same():
+        return self.attributes.is_same() and self.is_same_beside()
+
+    def is_same_beside(self) -> bool:
+        """Say whether nothing has changed but, perhaps, its attributes."""
+        if type(self.module) is not self._class:
             return False
-        return all(t.requires_grad is wanted and t.grad is gradient for t, wanted, gradient in self._tensors)
+        for tensor, wanted, gradient in self._tensors:
+            if tensor.requires_grad is not wanted or tensor.grad is not gradient:
+                return False
+        return True
 
     def restore(self) -> None:
         """Put everything back but the graphs."""
@@ -93,6 +101,32 @@ def _registered(module: nn.Module) -> Iterator[Tensor]:
                 yield tensor
 
 
+class ModuleStates:
+    """What several modules are, to see in one go that nothing has changed of any.
+
+    Attributes:
+        by_module: the state of each.
+    """
+
+    def __init__(self, by_module: dict[nn.Module, ModuleState]) -> None:
+        self.by_module = by_module
+        attributes = [state.attributes for state in by_module.values()]
+        self._namespaces = Contents([each.namespace for each in attributes], named=True)
+        self._containers = Contents([container for each in attributes for container in each.containers])
+
+    def __iter__(self) -> Iterator[ModuleState]:
+        return iter(self.by_module.values())
+
+    def are_same(self) -> bool:
+        """Say whether nothing has changed."""
+        same = self._namespaces.are_same() and self._containers.are_same()
+        return same and all(map(ModuleState.is_same_beside, self))
+
+    def changed(self) -> list[ModuleState]:
+        """Return what those were that have changed."""
+        return [] if self.are_same() else [state for state in self if not state.is_same()]
+
+
 class Snapshot:
     """Hold what modules were when they were last asked for, until that is forgotten.
 
@@ -103,6 +137,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._states: dict[nn.Module, ModuleState] = {}
         self._graphs: dict[fx.Graph, GraphState] = {}
+        self._whole: ModuleStates | None = None
 
     def of(self, module: nn.Module) -> ModuleState:
         """Return what a module was; what it is now, where that is not known."""
@@ -122,23 +157,27 @@ class Snapshot:
                 found.append(self._graphs[each.graph])
         return found
 
-    def settled(self, module: nn.Module) -> ModuleState:
-        """Return what a module was, having put back what was changed since: no rewrite may come after that."""
+    def settled(self, modules: Iterable[nn.Module]) -> ModuleStates:
+        """Return what modules were, having put back what was changed since behind the edits' backs."""
+        return ModuleStates({module: self._settled(module) for module in modules})
+
+    def whole(self, program: Program) -> ModuleStates:
+        """Return what all modules of a program were, having put back what was changed since."""
+        if self._whole is None or not self._whole.are_same():
+            self._whole = self.settled(program.names.distinct)
+        return self._whole
+
+    def _settled(self, module: nn.Module) -> ModuleState:
         state = self.of(module)
         if state.is_same():
             return state
         state.restore()
-        self.forget(module)
+        self._states.pop(module)
         return self.of(module)
-
-    def settle(self, modules: Iterable[nn.Module]) -> None:
-        """Put back what was changed of those modules that are known."""
-        for module in modules:
-            if module in self._states:
-                self.settled(module)
 
     def forget(self, *modules: nn.Module) -> None:
         """Take what modules are now as what they should be; of all of them, where none is named."""
+        self._whole = None
         if not modules:
             self._states.clear()
         for module in modules:

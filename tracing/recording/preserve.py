@@ -21,6 +21,7 @@ from .parameter_data import ParameterData, storage_of
 
 __all__ = [
     "AttributeState",
+    "Contents",
     "ModelState",
     "in_phase",
     "memory_of",
@@ -183,7 +184,7 @@ def _same(container: Any, copy: Any) -> bool:
     return all(map(operator.is_, container, copy))
 
 
-class _Contents:
+class Contents:
     """Hold what is in many containers, to see in one go that none of them has changed.
 
     Args:
@@ -233,8 +234,8 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.modules = modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
-        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
-        self._containers = _Contents([held for state in self._attributes for held in state.containers])
+        self._namespaces = Contents([state.namespace for state in self._attributes], named=True)
+        self._containers = Contents([held for state in self._attributes for held in state.containers])
         self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
         held = [b for module in modules for b in own_buffers(module).values() if b is not None]
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
@@ -251,7 +252,7 @@ class ModelState:
 
     def accept_graphs(self) -> None:
         """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
-        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
+        self._namespaces = Contents([state.namespace for state in self._attributes], named=True)
 
     def _assigned(self) -> dict[nn.Module, frozenset[str]]:
         pairs = zip(self.modules, self._attributes, strict=True)
