@@ -64,7 +64,7 @@ class Report:
             "spent": _spent(record.spent),
             "timings": None if record.timings is None else dict(record.timings),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
-            "messages": [*record.messages, *self.notes],
+            "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 

@@ -74,6 +74,8 @@ class Manager:
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.trained is None:
+            self.trained = {module for module in self.program.names.distinct if module.training}
         self._tuner = Tuner(
             self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings, budget=self.budget
         )
@@ -99,6 +101,7 @@ class Manager:
         baseline = twin(self.program.model) if self._times_anything(passes) else None
         for pass_ in passes:
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+        self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         if baseline is not None:
             self.on_progress(Progress("timing the whole model"))
             self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
@@ -145,7 +148,6 @@ class Manager:
             if self.on_failure is not None:
                 error.reproducer = self.on_failure(error)
             raise
-        self._tuner.snapshot.whole(self.program)  # what the pass did beside its sites goes back
         seconds = time.perf_counter() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
         self.traces.append(PassTrace(str(pass_), seconds, *counts))
@@ -279,8 +281,7 @@ class Manager:
         return [self._admitted(pass_, item) for item in found]
 
     def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
-        trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
-        return admitted(self.program, pass_, item, trained)
+        return admitted(self.program, pass_, item, self.trained or ())
 
     # -- one group -------------------------------------------------------------------------------------------------
 

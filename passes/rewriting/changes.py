@@ -72,6 +72,8 @@ class Watch:
         if module not in self._names:
             return
         state = self._accepted.get(module) or self._states.by_module[module].attributes
+        if state.is_same():
+            return
         for where, name in state.differences():
             known = where in _KINDS
             raise UnnotedChange(
@@ -131,14 +133,14 @@ def only_reading(program: Program, snapshot: Snapshot) -> Generator[None]:
         UnnotedChange: if the pass changed anything.
     """
     watch = Watch(snapshot, program, "")
-    renormalised = {id(m.weight) for m in program.names.distinct if getattr(m, "max_norm", None) is not None}
+    renormalised = {id(m.weight) for m in program.names.distinct if vars(m).get("max_norm") is not None}
     parameters = {name: p for name, p in program.names.parameters().items() if id(p) not in renormalised}
-    counts = {name: change_count(parameter) for name, parameter in parameters.items()}
+    counts = list(map(change_count, parameters.values()))
     with watch.data.watched():
         yield
     try:
-        for name, parameter in parameters.items():
-            if change_count(parameter) != counts[name]:
+        for name, parameter, count in zip(parameters, parameters.values(), counts, strict=True):
+            if change_count(parameter) != count:
                 raise UnnotedChange(_IN_PLACE, name)
         watch.check()
     except UnnotedChange:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 
 from torch import nn
@@ -38,7 +38,8 @@ class Journal:
     def keep(self, before: Iterable[ModuleState]) -> None:
         """Note what modules were before all changes: of that nothing is left out when these are taken back."""
         self._before += before
-        self._forget(state.module for state in self._before)
+        self._forget([state.module for state in self._before])
+        self._look_again()
 
     @contextmanager
     def changing(self, *modules: nn.Module) -> Generator[None]:
@@ -65,10 +66,15 @@ class Journal:
         if not modules:
             self.snapshot.forget()
 
-    def _forget(self, modules: Iterable[nn.Module]) -> None:
+    def _forget(self, modules: Collection[nn.Module]) -> None:
         self._changed.update(dict.fromkeys(modules))
-        if self._changed:
-            self.snapshot.forget(*self._changed)
+        if modules:
+            self.snapshot.forget(*modules)
+
+    def _look_again(self) -> None:
+        """Let the snapshot know what changed modules are from now on."""
+        for module in self._changed:
+            self.snapshot.of(module)
 
     def undo(self) -> None:
         """Take all changes back, the last one first."""
@@ -76,7 +82,8 @@ class Journal:
             self._undo.pop()()
         for state in self._before:
             state.restore()
-        self._forget(())
+        self._forget(self._changed)
+        self._look_again()
         self.clear()
 
     def clear(self) -> None:

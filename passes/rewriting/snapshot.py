@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -52,35 +53,30 @@ class ModuleState:
     Attributes:
         module: the module.
         attributes: what it holds.
+        cls: its class.
+        flags: its tensors, whether each wants a gradient, and the one that it has.
         graphs: what its graphs were.
     """
 
-    __slots__ = ("_capture", "_class", "_tensors", "attributes", "graphs", "module")
+    __slots__ = ("_capture", "attributes", "cls", "flags", "graphs", "module")
 
     def __init__(self, module: nn.Module, graphs: list[GraphState]) -> None:
         self.module, self.attributes, self.graphs = module, AttributeState(module), graphs
-        self._class, self._capture = type(module), capture_of(module)
-        self._tensors = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
+        self.cls, self._capture = type(module), capture_of(module)
+        self.flags = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
 
     def is_same(self) -> bool:
         """Say whether nothing has changed of it; its graphs are asked for themselves."""
-        return self.attributes.is_same() and self.is_same_beside()
-
-    def is_same_beside(self) -> bool:
-        """Say whether nothing has changed but, perhaps, its attributes."""
-        if type(self.module) is not self._class:
+        if type(self.module) is not self.cls or not self.attributes.is_same():
             return False
-        for tensor, wanted, gradient in self._tensors:
-            if tensor.requires_grad is not wanted or tensor.grad is not gradient:
-                return False
-        return True
+        return all(t.requires_grad is wanted and t.grad is gradient for t, wanted, gradient in self.flags)
 
     def restore(self) -> None:
         """Put everything back but the graphs."""
         self.attributes.restore(exact=True)
-        if type(self.module) is not self._class and capture_of(self.module) is self._capture:
-            object.__setattr__(self.module, "__class__", self._class)  # no own way of setting attributes is asked
-        for tensor, wanted, gradient in self._tensors:
+        if type(self.module) is not self.cls and capture_of(self.module) is self._capture:
+            object.__setattr__(self.module, "__class__", self.cls)  # no own way of setting attributes is asked
+        for tensor, wanted, gradient in self.flags:
             if tensor.requires_grad != wanted:
                 tensor.requires_grad_(wanted)
             if tensor.grad is not gradient:
@@ -113,14 +109,23 @@ class ModuleStates:
         attributes = [state.attributes for state in by_module.values()]
         self._namespaces = Contents([each.namespace for each in attributes], named=True)
         self._containers = Contents([container for each in attributes for container in each.containers])
+        self._classes = [state.cls for state in by_module.values()]
+        flags = [flag for state in by_module.values() for flag in state.flags]
+        self._tensors, self._wanted, self._gradients = ([flag[number] for flag in flags] for number in range(3))
 
     def __iter__(self) -> Iterator[ModuleState]:
         return iter(self.by_module.values())
 
     def are_same(self) -> bool:
         """Say whether nothing has changed."""
-        same = self._namespaces.are_same() and self._containers.are_same()
-        return same and all(map(ModuleState.is_same_beside, self))
+        if not (self._namespaces.are_same() and self._containers.are_same()):
+            return False
+        if list(map(type, self.by_module)) != self._classes:
+            return False
+        gradients = [tensor.grad for tensor in self._tensors]
+        return [t.requires_grad for t in self._tensors] == self._wanted and all(
+            map(operator.is_, gradients, self._gradients)
+        )
 
     def changed(self) -> list[ModuleState]:
         """Return what those were that have changed."""
@@ -166,6 +171,11 @@ class Snapshot:
         if self._whole is None or not self._whole.are_same():
             self._whole = self.settled(program.names.distinct)
         return self._whole
+
+    def put_back(self) -> None:
+        """Put back what was changed since behind the edits' backs of all that is known."""
+        if self._whole is None or not self._whole.are_same():
+            self.settled(list(self._states))
 
     def _settled(self, module: nn.Module) -> ModuleState:
         state = self.of(module)
