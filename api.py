@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, UsageError, expect
+from .errors import StateError, UnverifiedWarning, expect
 from .passes.driver import (
     Record,
     Request,
@@ -29,7 +29,7 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
+from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_finishing, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
@@ -41,7 +41,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, release
+from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, rank_local, release
 from .tracing.values import normalize_inputs
 
 __all__ = [
@@ -98,7 +98,8 @@ def optimize(
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
-        inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
+        inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
+            be among the passes.
         seed: of the random inputs and gradients that verification draws.
 
     Returns:
@@ -118,14 +119,16 @@ def optimize(
     for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
         expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
     expect(seed, int, "seed", "a whole number")
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
+    if inplace:
+        refuse_finishing(pipeline)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
-        passes=pipeline, inputs=inputs, phase=_phase(phase), plan=decided, seed=seed, settings=settings,
+        passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
@@ -137,17 +140,6 @@ def optimize(
     if doubt:
         warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
     return cast(M, hand_over(model, fast, _record(fast), optimizer, inplace=inplace))
-
-
-def _phase(phase: str | Phase | None) -> Phase | None:
-    if phase is None:
-        return None
-    words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
-    found = words.get(phase) if isinstance(phase, str) else phase
-    if found not in (Phase.TRAIN, Phase.EVAL):
-        shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
-        raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
-    return found
 
 
 def capture(model: nn.Module, example_inputs: object = None) -> Program:
@@ -164,7 +156,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     check_kind(model)
-    with alone(), outside_inference_mode(), collection_paused(), eagerly(model):
+    with alone(), rank_local(), outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         with plain_registries(fresh):
             hold(fresh)
@@ -204,16 +196,21 @@ def plan(model: nn.Module) -> Plan:
     return _record(model).plan
 
 
-def state_dict(model: nn.Module) -> dict[str, Tensor]:
+def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
-    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
-    this then, and gets them all.
+    `model.state_dict()` has these names too, but for sharded tensors (FSDP2). Of those, every rank calls this.
+
+    Args:
+        model: an optimized model.
+        gather: give every rank whole tensors. Otherwise each has its part, as `torch.distributed.checkpoint` saves and
+            loads it; tensors that passes merged are whole.
 
     Raises:
         StateError: the model was not optimized.
     """
-    return gathered(state_map=_state_map(model), state=model.state_dict())  # the map first: it says what is no model
+    state_map = _state_map(model)  # the map first: it says what is no model
+    return gathered(model.state_dict(), state_map, whole=gather)
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
@@ -366,7 +363,7 @@ def load(
 
     def replay(original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
         with in_phase(original, phase == "train"):
-            return optimize(original, plan=plan, phase=phase, example_inputs=inputs)
+            return optimize(original, plan=unfinished(plan), phase=phase, example_inputs=inputs)
 
     expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
     expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")

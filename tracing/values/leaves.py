@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from ...compat import is_torch_wrapper
+from .dynamic import user_class
 
 __all__ = [
     "CONTAINERS",
+    "counts_items",
     "is_container",
     "is_leaf",
     "is_library",
@@ -20,6 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
 
 _LEAF_BASES = (
+    "fxopt.layers.sync_batch_norm.SyncBatchNorm",
     "torch_geometric.nn.conv.message_passing.MessagePassing",
     "torch_geometric.nn.aggr.base.Aggregation",
 )
@@ -50,11 +53,17 @@ def runs_as_sequential(module: nn.Module) -> bool:
     )
 
 
+def counts_items(cls: type) -> bool:
+    """Tell whether a class is one of torch's containers of modules, or one whose length is that of such a one."""
+    length = getattr(user_class(cls), "__len__", None)
+    return any(length is kind.__len__ for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+
+
 def is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is an operation of its own, never looked into.
 
-    These are torch.nn's modules, subclasses that keep their forward, PyTorch Geometric's message passing, and what
-    TorchScript compiled.
+    These are torch.nn's modules, subclasses that keep their forward, fxopt's own layers that wait for other processes,
+    PyTorch Geometric's message passing, and what TorchScript compiled.
     """
     if is_scripted(module):
         return True
