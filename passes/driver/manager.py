@@ -15,6 +15,7 @@ from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
+from ..rewriting import Snapshot
 from ..sites import Goal, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
@@ -148,7 +149,7 @@ class Manager:
                 self._observe(pass_, lambda planned=planned: self.decisions.extend(planned))
 
     def _find_units(self, pass_: Pass) -> None:
-        for item in found(self.program, pass_, self._tuner.supervised):
+        for item in found(self.program, pass_, self._tuner.supervised, Snapshot()):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:

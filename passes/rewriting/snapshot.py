@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -63,13 +62,13 @@ class ModuleState:
     def __init__(self, module: nn.Module, graphs: list[GraphState]) -> None:
         self.module, self.attributes, self.graphs = module, AttributeState(module), graphs
         self.cls, self._capture = type(module), capture_of(module)
-        self.flags = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
+        self.flags: _Flags = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
 
     def is_same(self) -> bool:
         """Say whether nothing has changed of it; its graphs are asked for themselves."""
         if type(self.module) is not self.cls or not self.attributes.is_same():
             return False
-        return all(t.requires_grad is wanted and t.grad is gradient for t, wanted, gradient in self.flags)
+        return _are_same(self.flags)
 
     def restore(self) -> None:
         """Put everything back but the graphs."""
@@ -88,6 +87,16 @@ class ModuleState:
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     yield name, value
+
+
+_Flags = list[tuple[Tensor, bool, Tensor | None]]
+
+
+def _are_same(flags: _Flags) -> bool:
+    for tensor, wanted, gradient in flags:
+        if tensor.requires_grad is not wanted or tensor.grad is not gradient:
+            return False
+    return True
 
 
 def _registered(module: nn.Module) -> Iterator[Tensor]:
@@ -110,8 +119,7 @@ class ModuleStates:
         self._namespaces = Contents([each.namespace for each in attributes], named=True)
         self._containers = Contents([container for each in attributes for container in each.containers])
         self._classes = [state.cls for state in by_module.values()]
-        flags = [flag for state in by_module.values() for flag in state.flags]
-        self._tensors, self._wanted, self._gradients = ([flag[number] for flag in flags] for number in range(3))
+        self._flags = [flag for state in by_module.values() for flag in state.flags]
 
     def __iter__(self) -> Iterator[ModuleState]:
         return iter(self.by_module.values())
@@ -122,10 +130,7 @@ class ModuleStates:
             return False
         if list(map(type, self.by_module)) != self._classes:
             return False
-        gradients = [tensor.grad for tensor in self._tensors]
-        return [t.requires_grad for t in self._tensors] == self._wanted and all(
-            map(operator.is_, gradients, self._gradients)
-        )
+        return _are_same(self._flags)
 
     def changed(self) -> list[ModuleState]:
         """Return what those were that have changed."""
