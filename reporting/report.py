@@ -65,7 +65,7 @@ class Report:
             "timings": None if record.timings is None else dict(record.timings),
             "memory": None if record.memory is None else dict(record.memory),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
-            "messages": [*record.messages, *self.notes],
+            "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 

@@ -48,7 +48,6 @@ class Record:
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
             one forward of the model (with its backward in training).
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
-        messages: warnings and notes, a line each.
         eval_only: the passes whose rewrites hold in evaluation mode only.
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
@@ -67,7 +66,6 @@ class Record:
     memory: Mapping[str, int] | None = None
     spent: Mapping[str, float] | None = None
     checked: str = "not at all"
-    messages: tuple[str, ...] = ()
     eval_only: tuple[str, ...] = ()
     traces: tuple[PassTrace, ...] = ()
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)

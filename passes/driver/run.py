@@ -329,7 +329,6 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         memory=manager.memory,
         spent=_spent(manager.budget),
         checked=manager.history.checked(),
-        messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
