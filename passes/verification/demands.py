@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
+from .tolerances import within
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_sharing",
     "check_structure",
     "drifts",
+    "error_of_results",
     "largest_gap",
     "results_in",
 ]
@@ -151,6 +153,15 @@ def check_form(before: Quantities, after: Quantities) -> None:
 def results_in(values: Quantities) -> Quantities:
     """Return of all that a run yielded what its caller sees: the outputs, and the arguments that it changed."""
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
+
+
+def error_of_results(expected: Quantities, found: Quantities, budget: float) -> float:
+    """Return the largest error of results, relative to their scale; 0 where one is more than `budget`."""
+    wanted = results_in(expected)
+    try:
+        return largest_gap(wanted, found, within(wanted, budget), "")
+    except TooFar:
+        return 0.0
 
 
 def check_bits(before: Quantities, after: Quantities) -> None:

@@ -24,6 +24,7 @@ from .demands import (
     check_sharing,
     check_structure,
     drifts,
+    error_of_results,
     largest_gap,
     results_in,
 )
@@ -275,8 +276,10 @@ class _Check:
             return largest_gap(expected, found, allowed, where, fewer_infinities=True)
 
         def learn() -> None:
-            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
-                tolerances.learn_native(_quantities(exact or run), _quantities(run))
+            if exact is None:
+                return self._learn_response(sample, error_of_results(expected, found, self.budget), tolerances, state)
+            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES):
+                tolerances.learn_native(_quantities(exact), _quantities(run))
 
         error, objection = _judged_twice(judge, learn)
         self.precision_error = max(self.precision_error, error)
@@ -284,6 +287,14 @@ class _Check:
             raise objection
         if self.keeps_meaning and exact is not None:
             self._drift(sample, expected, native, found, state)
+
+    def _learn_response(
+        self, sample: Sample, error: float, tolerances: Tolerances, state: Mapping[str, Tensor]
+    ) -> None:
+        """Note how far gradients move where inputs and state are off by an error that results have."""
+        exact = _quantities(self._exact(sample, state)) if error else {}
+        for run in self._jittered(sample, state, error, _ECHOES if error else 0):
+            tolerances.learn_response(exact, _quantities(run))
 
     def _drift(
         self, sample: Sample, expected: Quantities, native: Quantities, found: Quantities, state: Mapping[str, Tensor]

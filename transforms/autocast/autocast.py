@@ -1,0 +1,77 @@
+"""The pass: put regions under autocast where 16 bits are enough and pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from .find import Layer, Part, Search
+from .leaf import in_autocast
+from .returning import ReturningAutocast
+
+__all__ = ["Autocast"]
+
+
+@dataclass(frozen=True)
+class Autocast(Pass):
+    """Compute matrix products, convolutions and attention in 16 bits, and what reads only from them.
+
+    Before: y = softmax(linear(x))        After: y = softmax(autocast_0(x)), whose result is in float32 again
+    Refuses: what a user's own autocast is around, what has hooks, values that are not in float32.
+
+    Softmax, norms, losses, exponentials, logarithms and sums stay in float32.
+
+    Options:
+        dtype: what to compute in, bfloat16 or float16.
+        device: the type of the devices to do it on (`cuda`); `auto` is that of the model.
+        keep: what stays in float32: names of modules, which may hold `*`, their classes, or operators (`gelu`).
+        budget: the error that is allowed, relative to the scale of each tensor.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "auto"
+    keep: tuple[str, ...] = ()
+    budget: float = 0.05
+
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for each in Search(program, self.keep, self.device).found():
+            if isinstance(each, Layer):
+                yield Site(program, each.name, {}, detail="a single layer")
+            else:
+                yield each if isinstance(each, Refusal) else _site(program, each)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        if not site.parts and not site.nodes:
+            edit.replace_module("", in_autocast(edit.owner, self.dtype, self.device))
+            return
+        for place in site.places:
+            with edit.at(place):
+                nodes = [place[label] for label in place.nodes]
+                edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
+
+
+def _site(program: Program, parts: Sequence[Part]) -> Site:
+    """Return one site for the parts of all graphs of a module."""
+    gaining = dict.fromkeys(node.name for part in parts for node in part.gaining)
+    detail = ", ".join(list(gaining)[:4]) + (f" and {len(gaining) - 4} more" if len(gaining) > 4 else "")
+    if len(parts) == 1:
+        return _place(program, parts[0], detail=detail)
+    places = (_place(program, part, f"part_{number}_") for number, part in enumerate(parts))
+    return Site.over(program, *places, detail=detail)
+
+
+def _place(program: Program, part: Part, prefix: str = "", **options: str) -> Site:
+    nodes = {f"{prefix}node_{number}": node.name for number, node in enumerate(part.nodes)}
+    return Site(program, part.owner, nodes, part.specialization, **options)
