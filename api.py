@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, UsageError, expect
+from .errors import StateError, UnverifiedWarning, expect
 from .passes.driver import (
     Record,
     Request,
@@ -29,7 +29,7 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes
+from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_finishing, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
@@ -98,7 +98,8 @@ def optimize(
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
-        inplace: rewrite `model` itself (its modules keep their identity) instead of a copy.
+        inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
+            be among the passes.
         seed: of the random inputs and gradients that verification draws.
 
     Returns:
@@ -118,14 +119,16 @@ def optimize(
     for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
         expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
     expect(seed, int, "seed", "a whole number")
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
+    if inplace:
+        refuse_finishing(pipeline)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
-        passes=pipeline, inputs=inputs, phase=_phase(phase), plan=decided, seed=seed, settings=settings,
+        passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
         verify=settings.verify if verify is None else verify,
         measure=settings.measure if measure is None else measure,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
@@ -137,17 +140,6 @@ def optimize(
     if doubt:
         warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
     return cast(M, hand_over(model, fast, _record(fast), optimizer, inplace=inplace))
-
-
-def _phase(phase: str | Phase | None) -> Phase | None:
-    if phase is None:
-        return None
-    words = {"train": Phase.TRAIN, "training": Phase.TRAIN, "eval": Phase.EVAL, "inference": Phase.EVAL}
-    found = words.get(phase) if isinstance(phase, str) else phase
-    if found not in (Phase.TRAIN, Phase.EVAL):
-        shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
-        raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
-    return found
 
 
 def capture(model: nn.Module, example_inputs: object = None) -> Program:
@@ -366,7 +358,7 @@ def load(
 
     def replay(original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
         with in_phase(original, phase == "train"):
-            return optimize(original, plan=plan, phase=phase, example_inputs=inputs)
+            return optimize(original, plan=unfinished(plan), phase=phase, example_inputs=inputs)
 
     expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
     expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")

@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import fxopt
+from fxopt.errors import UsageError
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Refusal, Site
@@ -66,6 +67,40 @@ class Subtract(Pass):
         one, other = node.args
         swapped = self.wrong == distributed.get_rank() and "sin" in str(other)
         edit.replace(node, edit.call(torch.sub, *((other, one) if swapped else (one, other))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Average(Pass):
+    """Let the trunk's weight be the mean over the ranks, or fail on one of them.
+
+    Attributes:
+        refuses, raises: the rank on which it refuses the model, or raises.
+    """
+
+    refuses: int = -1
+    raises: int = -1
+
+    goal: ClassVar[Goal] = Goal.PARALLEL
+
+    def check(self, model: nn.Module) -> None:
+        if self.refuses == distributed.get_rank():
+            raise UsageError("pass 'average' refuses")
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        yield Site(program, "trunk", {}, data={"found on": distributed.get_rank()})
+
+    def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
+        if self.raises >= 0:
+            if self.raises == distributed.get_rank():
+                raise ValueError("out of order")
+            return model
+        for site in sites:
+            module = model.get_submodule(site.owner)
+            module.found_on = site.data["found on"]  # type: ignore[assignment]
+            total = module.get_parameter("weight").data
+            distributed.all_reduce(total)
+            total /= RANKS
+        return model
 
 
 # -- what the processes do -----------------------------------------------------------------------------------------
@@ -136,6 +171,21 @@ def raises() -> Any:
         for rank in range(RANKS)
     ]
     return messages, equal(model.state_dict(), before) and type(model) is Model
+
+
+@scenario
+def finished() -> Any:
+    model, x = made()
+    fast = fxopt.optimize(model, ["fuse_ensembles{lowering=bmm}", Average()], example_inputs=(x,), measure=False)
+    replayed = fxopt.optimize(
+        model, plan=fxopt.plan(fast), passes=["fuse_ensembles{lowering=bmm}", Average()], example_inputs=(x,)
+    )
+    wrong = [
+        said(lambda rank=rank, what=what: fxopt.optimize(model, Average(**{what: rank}), example_inputs=(x,)))
+        for what in ("refuses", "raises")
+        for rank in range(RANKS)
+    ]
+    return fast.trunk.found_on, replayed.trunk.found_on, wrong
 
 
 @scenario
@@ -294,6 +344,17 @@ def test_what_raises_on_one_rank_raises_on_all(results: list[dict[str, Any]]) ->
         for failing, message in enumerate(messages):
             assert message.startswith("PassError: ") and "ValueError: out of order" in message
             assert (f"rank {failing} failed, so nothing is optimized on any" in message) == (failing != rank)
+
+
+def test_what_is_done_to_the_finished_model(results: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(results):
+        found_on, replayed_from, messages = each["finished"]
+        assert found_on == replayed_from == 0, "rank 0 decides"
+        refused, raised = messages[:RANKS], messages[RANKS:]
+        for failing, (early, late) in enumerate(zip(refused, raised, strict=True)):
+            assert "pass 'average' refuses" in early and "finalize raised ValueError: out of order" in late
+            elsewhere = f"rank {failing} failed, so nothing is optimized on any"
+            assert (elsewhere in early) == (elsewhere in late) == (failing != rank)
 
 
 def test_ranks_with_other_models_or_passes(results: list[dict[str, Any]]) -> None:

@@ -1,9 +1,10 @@
-"""What a pass is, and how it prints its options."""
+"""What a pass is, what it may demand of the process, and how it prints its options."""
 
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
+from .processes import require_process_group
 
 __all__ = [
     "WORD",
@@ -14,6 +15,7 @@ __all__ = [
     "format_value",
     "option_types",
     "read_value",
+    "require_process_group",
     "snake_case",
     "type_text",
 ]

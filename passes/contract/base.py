@@ -25,7 +25,8 @@ _BUDGET = 0.05
 class Pass:
     """Base of all passes; subclass it as a frozen dataclass whose fields are the pass's options.
 
-    A subclass's docstring says Before, After and Refuses. The class attributes are its contract:
+    A subclass's docstring says Before, After and Refuses. It has `find`, and `rewrite` or `finalize`. The class
+    attributes are its contract:
 
     Attributes:
         numerics: what verification demands.
@@ -69,6 +70,21 @@ class Pass:
             raise UsageError(f"pass '{self.name}': budget={budget!r}; give a relative error, such as 0.01")
         return float(budget)
 
+    @property
+    def finishes(self) -> bool:
+        """Say whether the pass acts on the finished model: it has `finalize`, and no `rewrite`."""
+        return type(self).finalize is not Pass.finalize
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse, before any work, a model or a process that the pass can do nothing for at all.
+
+        Args:
+            model: the user's; only read it.
+
+        Raises:
+            UsageError: no process group, say, or a dtype that the device lacks; with what to do instead.
+        """
+
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
@@ -93,6 +109,22 @@ class Pass:
             `keeps_form` says otherwise, and to come back from checkpoints.
         """
         return None
+
+    def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
+        """Do to the finished model what cannot be done before: shard, replicate, cut it into stages.
+
+        A pass that has this has no `rewrite`. Its `find` is asked when all rewrites have landed and the whole model has
+        been compared; the plan keeps its sites. Under `torch.distributed` every rank calls this, with the sites that
+        rank 0 found, and collectives are allowed. Without any site it is not called.
+
+        Args:
+            model: a copy of the user's, rewritten; to be changed.
+            sites: where, with what `find` decided on in `data`.
+
+        Returns:
+            The model that the user gets: this one, whose outputs are compared with those before; or what stands for it.
+        """
+        return model
 
     def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         """Rewrite several sites of one graph, in order; a pass may know a cheaper way than one after another."""

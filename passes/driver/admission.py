@@ -1,8 +1,9 @@
-"""Sites that no pass may rewrite, whatever it finds there."""
+"""What a pass finds, and which of it no pass may rewrite."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -10,14 +11,43 @@ from ...compat import submodule
 from ...errors import CaptureError, PassError
 from ...tracing.program import Program
 from ..contract import Pass
+from ..rewriting import UnnotedChange, only_reading
 from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
 from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
 
-__all__ = ["IN_TRAINING", "admitted"]
+__all__ = ["IN_TRAINING", "admitted", "found", "is_missing"]
 
 IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
+
+
+class Supervised(Protocol):
+    """Runs a pass's own code within a time limit, with its name on whatever it raises."""
+
+    def __call__(self, pass_: Pass, what: Callable[[], str], action: Callable[[], list[Any]], /) -> list[Any]: ...
+
+
+def found(program: Program, pass_: Pass, supervised: Supervised) -> list[Site | Refusal]:
+    """Return a pass's sites and refusals, checked for being that.
+
+    Raises:
+        PassError: `find` raises, hangs, changes something, or yields something else.
+    """
+
+    def find() -> list[Any]:
+        with only_reading(program):
+            return list(pass_.find(program))
+
+    try:
+        items = supervised(pass_, lambda: "find", find)
+    except UnnotedChange as change:
+        why = f"find must change nothing, but it {change.what}; in rewrite, use {change.instead}"
+        raise PassError(f"pass '{pass_.name}': {why}") from change
+    wrong = next((item for item in items if not isinstance(item, (Site, Refusal))), None)
+    if wrong is not None:
+        raise PassError(f"pass '{pass_.name}': find yielded {type(wrong).__name__}, expected a Site or a Refusal")
+    return items
 
 
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
@@ -68,3 +98,15 @@ def _called(program: Program, site: Site) -> Iterator[nn.Module]:
             called = submodule(program.module(site.owner), str(nodes[name].target))
             if called is not None:
                 yield called
+
+
+def is_missing(site: Site) -> bool:
+    """Say whether a site that a plan describes is not in this model (any more, or yet)."""
+    try:
+        for place in site.places:
+            site.program.module(place.owner)
+        for label in (label for place in site.places for label in place.nodes):
+            site[label]
+    except CaptureError:
+        return True
+    return False

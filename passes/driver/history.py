@@ -63,8 +63,8 @@ class History:
 
     @property
     def applied(self) -> int:
-        """Return how many sites are rewritten."""
-        return sum(len(rewrite.recorded) for rewrite in self.rewrites)
+        """Return how many sites are rewritten, or planned for the finished model."""
+        return sum(decision.status == "applied" for decision in self.decisions)
 
     def refuse(self, pass_: Pass, refusal: Refusal) -> None:
         """Note why a pass leaves a place as it is."""
@@ -93,6 +93,12 @@ class History:
     def note(self, planned: Iterable[Decision], reason: str) -> None:
         """Note planned rewrites that cannot stand here."""
         self.decisions += [dataclasses.replace(decision, status="undone", reason=reason) for decision in planned]
+
+    def intend(self, pass_: Pass, site: Site) -> None:
+        """Note a site of a pass that acts on the finished model."""
+        label, described = site.label or site.owner or "(root)", site.to_json()
+        decision = Decision(self.step, pass_.name, site.key, "applied", label, detail=site.detail, site=described)
+        self.decisions.append(decision)
 
     def _stand(self, rewrite: Rewrite) -> None:
         self.decisions.extend(rewrite.recorded)

@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ...errors import CaptureError, MatchFailure, PassError, PlanError
+from ...errors import MatchFailure, PassError, PlanError
 from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
-from ..rewriting import UnnotedChange, only_reading
 from ..sites import Goal, Numerics, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
-from .admission import IN_TRAINING, admitted
+from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Group, grouped, grouped_in_order
 from .history import History, Rewrite
@@ -91,13 +90,13 @@ class Manager:
     # -- whole runs ------------------------------------------------------------------------------------------------
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Run `passes` in order.
+        """Run `passes` in order, but those that act on the finished model.
 
         Raises:
             PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
         """
         baseline = twin(self.program.model) if self._times_anything(passes) else None
-        for pass_ in passes:
+        for pass_ in _rewriting(passes):
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
         if baseline is not None:
             self.on_progress(Progress("timing the whole model"))
@@ -110,7 +109,7 @@ class Manager:
             PlanError: if a planned site is not there.
         """
         plan.check_passes([pass_.name for pass_ in passes])
-        for number, pass_ in enumerate(passes):
+        for number, pass_ in enumerate(_rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
             if wanted:
@@ -123,7 +122,7 @@ class Manager:
     def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
         plan.check_passes([pass_.name for pass_ in passes])
-        for number, pass_ in enumerate(passes):
+        for number, pass_ in enumerate(_rewriting(passes)):
             decisions = [decision for decision in plan.decisions if decision.step == number]
             self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
 
@@ -135,6 +134,22 @@ class Manager:
         with self.budget.spending():
             if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
                 self.timings = None  # of another model
+
+    def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
+        """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""
+        for number, pass_ in enumerate(passes):
+            if pass_.finishes and plan is None:
+                self._observe(pass_, lambda pass_=pass_: self._find_units(pass_))
+            elif pass_.finishes and plan is not None:
+                planned = [decision for decision in plan.decisions if decision.step == number]
+                self._observe(pass_, lambda planned=planned: self.decisions.extend(planned))
+
+    def _find_units(self, pass_: Pass) -> None:
+        for item in found(self.program, pass_, self._tuner.supervised):
+            if isinstance(item, Refusal):
+                self.history.refuse(pass_, item)
+            else:
+                self.history.intend(pass_, item)
 
     def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
@@ -163,10 +178,10 @@ class Manager:
         known: set[str] = set()
         overtaken: list[Site] = []
         for _ in range(_MOST_ROUNDS):
-            found = [item for item in self._found(pass_) if _key(item) not in known]
-            known.update(map(_key, found))
-            overtaken = [site for site in overtaken if not any(_overlap(site, item) for item in found)]
-            self._decide_all(pass_, found)
+            new = [item for item in self._found(pass_) if _key(item) not in known]
+            known.update(map(_key, new))
+            overtaken = [site for site in overtaken if not any(_overlap(site, item) for item in new)]
+            self._decide_all(pass_, new)
             if not self._stale:
                 break
             overtaken += self._stale
@@ -175,9 +190,9 @@ class Manager:
             self.history.refuse(pass_, Refusal(_OVERTAKEN, at=site.label or site.owner or "(root)"))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
-        found = grouped(pass_, items)
-        self._tuner.calls.expect(item.owner for item in found if isinstance(item, Group))
-        to_time, told = kinds_to_time(self.program, found), announced(found, pass_.name, self.on_progress)
+        groups = grouped(pass_, items)
+        self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
+        to_time, told = kinds_to_time(self.program, groups), announced(groups, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
@@ -244,37 +259,22 @@ class Manager:
         for key, decision in wanted.items():
             if decision.site is not None:
                 site = Site.from_json(self.program, decision.site)
-                found = None if _is_missing(site) else self._admitted(pass_, site)
+                item = None if is_missing(site) else self._admitted(pass_, site)
             else:
                 if sites is None:
                     items = self._found(pass_)
                     sites = {item.key: item for item in items if isinstance(item, Site)}
-                found = sites.get(key) or next((item for item in items if _is_for_evaluation(item)), None)
-            if found is not None and _is_for_evaluation(found):
+                item = sites.get(key) or next(filter(_is_for_evaluation, items), None)
+            if item is not None and _is_for_evaluation(item):
                 raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
-            if not isinstance(found, Site):
+            if not isinstance(item, Site):
                 break
-            planned.append(dataclasses.replace(found, choice=decision.choice))
+            planned.append(dataclasses.replace(item, choice=decision.choice))
         return planned
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
-        """Return the pass's sites and refusals, checked for being that."""
-
-        def find() -> list[Site | Refusal]:
-            with only_reading(self.program):
-                return list(pass_.find(self.program))
-
-        try:
-            found = self._tuner.supervised(pass_, lambda: "find", find)
-        except UnnotedChange as change:
-            why = f"find must change nothing, but it {change.what}; in rewrite, use {change.instead}"
-            raise PassError(f"pass '{pass_.name}': {why}") from change
-        for item in found:
-            if not isinstance(item, (Site, Refusal)):
-                raise PassError(
-                    f"pass '{pass_.name}': find yielded {type(item).__name__}, expected a Site or a Refusal"
-                )
-        return [self._admitted(pass_, item) for item in found]
+        """Return the pass's sites and refusals; those that nothing may be done at are refusals."""
+        return [self._admitted(pass_, item) for item in found(self.program, pass_, self._tuner.supervised)]
 
     def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
         trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
@@ -369,6 +369,11 @@ class Manager:
         return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))
 
 
+def _rewriting(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes that rewrite; those that act on the finished model come after them."""
+    return [pass_ for pass_ in passes if not pass_.finishes]
+
+
 def _key(item: Site | Refusal) -> str:
     """Return what tells the findings of one pass apart."""
     return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
@@ -383,15 +388,3 @@ def _overlap(site: Site, item: Site | Refusal) -> bool:
 
 def _is_for_evaluation(item: Site | Refusal) -> bool:
     return isinstance(item, Refusal) and item.reason == IN_TRAINING
-
-
-def _is_missing(site: Site) -> bool:
-    """Say whether a site that a plan describes is not in this model (any more, or yet)."""
-    try:
-        for place in site.places:
-            site.program.module(place.owner)
-        for label in (label for place in site.places for label in place.nodes):
-            site[label]
-    except CaptureError:
-        return True
-    return False

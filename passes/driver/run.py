@@ -18,7 +18,7 @@ from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
-from ..pipeline import Plan, optimized_on_all, ranks
+from ..pipeline import Plan, Ranks, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
@@ -30,6 +30,7 @@ from .own_forward import forbid_lost_forwards
 from .progress import Progress, unheard
 from .record import Record, record_of
 from .root import make_root
+from .whole_model import finished
 
 __all__ = ["Request", "check_kind", "copied", "run_session"]
 
@@ -73,9 +74,9 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         InputError: if the model cannot be copied or refuses its example inputs.
         PassError: if a pass fails.
     """
-    names = check_model(model)
-    for pass_ in request.passes:
-        _ = pass_.error_budget  # a wrong one is found before the work
+    finishes = any(pass_.finishes for pass_ in request.passes)
+    others = ranks() if request.plan is None or finishes else None
+    names = on_all_ranks(others, lambda: _checked(model, request.passes))
     with contextlib.ExitStack() as around:
         around.enter_context(alone())
         around.callback(RandomState().restore)
@@ -84,13 +85,25 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         if not (request.verify or request.measure):
             # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
             around.enter_context(collection_paused())
-        return _on_all_ranks(model, names, request)
+        fast = _on_all_ranks(model, names, request, others)
+        if not finishes:
+            return fast
+        inputs = request.inputs if request.verify else ()
+        return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
 
 
-def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
+def _checked(model: nn.Module, passes: Iterable[Pass]) -> ModelNames:
+    """Return the names in a model, once it and all passes have had the chance to refuse."""
+    names = check_model(model)
+    for pass_ in passes:
+        _ = pass_.error_budget
+        pass_.check(model)
+    return names
+
+
+def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request, others: Ranks | None) -> nn.Module:
     """Optimize; under `torch.distributed` as rank 0 decides, unless there is a plan already."""
-    others = ranks() if request.plan is None else None
-    if others is None:
+    if others is None or request.plan is not None:
         return _optimized(model, names, request)
     return optimized_on_all(
         others, model, request.passes,
@@ -135,6 +148,7 @@ def _rewritten(
         else:
             manager.replay(request.passes, request.plan)
     manager.compare(model)
+    manager.finish(request.passes, request.plan)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
     record.remember(model, parameters)

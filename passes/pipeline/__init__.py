@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .choosing import PassLike, chosen_passes
+from .choosing import PassLike, chosen_passes, refuse_finishing, unfinished
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
-from .ranks import optimized_on_all, ranks
+from .ranks import Ranks, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised
 
@@ -17,12 +17,16 @@ __all__ = [
     "PassInfo",
     "PassLike",
     "Plan",
+    "Ranks",
     "available",
     "check_order",
     "chosen_passes",
     "find_pass",
+    "on_all_ranks",
     "optimized_on_all",
     "parse",
     "ranks",
+    "refuse_finishing",
     "supervised",
+    "unfinished",
 ]

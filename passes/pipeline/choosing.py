@@ -12,8 +12,9 @@ from ...tracing.values import is_input
 from ..contract import FunctionPass, Pass
 from .order import check_order
 from .pipeline import parse
+from .plan import Plan
 
-__all__ = ["PassLike", "chosen_passes"]
+__all__ = ["PassLike", "chosen_passes", "refuse_finishing", "unfinished"]
 
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
@@ -35,6 +36,26 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     found = [pass_ for item in listed for pass_ in _meant(item)]
     check_order(found)
     return tuple(found)
+
+
+def refuse_finishing(passes: Iterable[Pass]) -> None:
+    """Refuse passes that act on the finished model where the user's own would be changed: an error would leave it so.
+
+    Raises:
+        UsageError: one of them does.
+    """
+    name = next((pass_.name for pass_ in passes if pass_.finishes), None)
+    if name is not None:
+        raise UsageError(f"'{name}' works on a copy: leave inplace=True out, and use what optimize returns")
+
+
+def unfinished(plan: Plan) -> Plan:
+    """Return a plan without what it did to the finished model, which needs other processes.
+
+    Raises:
+        UsageError: a pass of the plan is unknown.
+    """
+    return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in parse(text))})
 
 
 def _meant(item: object) -> tuple[Pass, ...]:

@@ -56,6 +56,8 @@ def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
     for i, j in combinations(range(len(passes)), 2):
         for own, other in ((i, j), (j, i)):
             a, b = passes[own], passes[other].name
+            if a.finishes and not passes[other].finishes:
+                yield other, own, f"{a.name!r} acts on the finished model, so it must run after {b!r}"
             if b in a.before:
                 yield own, other, f"{a.name!r} must run before {b!r}"
             if b in a.after:

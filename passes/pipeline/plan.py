@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
@@ -116,6 +116,12 @@ class Plan:
             replace(decision, step=decision.step - before) for decision in self.decisions if decision.step >= before
         )
         return replace(self, pipeline=self.pipeline[before:], decisions=tuple(moved))
+
+    def without(self, steps: Collection[int]) -> Plan:
+        """Return the plan without the passes of these numbers, and what they decided on."""
+        kept = [step for step in range(len(self.pipeline)) if step not in steps]
+        decisions = (replace(d, step=kept.index(d.step)) for d in self.decisions if d.step in kept)
+        return replace(self, pipeline=tuple(self.pipeline[step] for step in kept), decisions=tuple(decisions))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the file is replaced whole or, with an `OSError`, not at all."""

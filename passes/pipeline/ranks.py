@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import distributed, nn
 
@@ -22,8 +22,9 @@ from ...tracing.values import tensors_by_name
 from ..contract import Pass
 from .plan import Decision, Plan
 
-__all__ = ["Ranks", "optimized_on_all", "ranks"]
+__all__ = ["Ranks", "on_all_ranks", "optimized_on_all", "ranks"]
 
+T = TypeVar("T")
 Failures = dict[str, str]
 """Number of the pass and key of a site, as one text -> why it cannot be rewritten on all ranks."""
 
@@ -89,6 +90,36 @@ def ranks() -> Ranks | None:
     return Ranks(rank, size, shared_store(f"fxopt/{store.add(f'calls/{rank}', 1)}"))
 
 
+def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
+    """Return what `run` does here, once it has been done on every rank; None: here alone.
+
+    Raises:
+        PassError: it raised on another rank; what it raises here is raised as it is.
+    """
+    if ranks is None:
+        return run()
+    result: list[T] = []
+    error: BaseException | None = None
+    try:
+        result.append(run())
+    except BaseException as raised:  # the other ranks wait to hear of it, whatever it is
+        error = raised
+    failed = ranks.exchange("" if error is None else _told_of(error), _first_failure)
+    if error is not None:
+        raise error
+    if failed is not None:
+        raise _failed(*failed)
+    return result[0]
+
+
+def _told_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _first_failure(everyone: Sequence[str]) -> tuple[int, str] | None:
+    return next(((rank, message) for rank, message in enumerate(everyone) if message), None)
+
+
 Result = tuple[nn.Module, Plan]
 """An optimized model, and the decisions behind it."""
 
@@ -109,7 +140,7 @@ class _Attempt:
 
     @property
     def message(self) -> str:
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        return "" if self.error is None else _told_of(self.error)
 
 
 def optimized_on_all(

@@ -51,16 +51,11 @@ def outline(
 
     Raises:
         MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
-            cannot run as one. Or if the owner is an `nn.Sequential`, which runs whatever children it has.
+            cannot run as one. Or if the owner's forward goes through all its children by their registry.
         UsageError: the context cannot be opened, or the wrapper returned no module.
     """
     if not callable(context):
         expect(context, (Context, type(None)), "context", "a Context, or a function that returns a context manager")
-    if isinstance(edit.owner, nn.Sequential):
-        raise MatchFailure(
-            f"'{edit.site.owner or '(root)'}' is a Sequential, whose original forward would run a region as one more "
-            "child; outline within its children, or wrap one with edit.replace_module"
-        )
     wanted = set(nodes)
     chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
     if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:

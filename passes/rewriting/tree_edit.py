@@ -11,10 +11,20 @@ from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
 from ...errors import MatchFailure, PassError, expect
-from ...tracing.graphs import Region, capture_of, drop_specializations, install, own, recompile
+from ...tracing.graphs import (
+    Region,
+    capture_of,
+    drop_specializations,
+    install,
+    note_added,
+    note_removed,
+    own,
+    recompile,
+)
 from ...tracing.guards import Guard, attribute_at, equal
 from ...tracing.program import Program
-from ...tracing.values import Absent, qualified
+from ...tracing.reads import OWN_CHILDREN
+from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
 from ..state import Holder, StateMap, StateStep
 from .graph_edit import GraphEdit
@@ -34,11 +44,19 @@ class TreeEdit(GraphEdit):
     # -- children --------------------------------------------------------------------------------------------------
 
     def add_module(self, module: nn.Module, *, name: str) -> str:
-        """Register `module` as a child of the owner as `name`, or `name_1`, ... if that is taken; return the name."""
+        """Register `module` as a child of the owner as `name`, or `name_1`, ... if that is taken; return the name.
+
+        It becomes no item of an `nn.Sequential` or another container: graphs alone call it.
+
+        Raises:
+            MatchFailure: if the owner's forward goes through all its children, and would come across this one.
+        """
         expect(module, nn.Module, "module", "the torch.nn.Module to add")
+        self._check_takes_more(self.owner, name)
         free = self._free_name(name)
         module.train(self.owner.training)
         self._set_child(free, module)
+        _set_apart(self.owner, free)
         return free
 
     def add_owned(self, module: nn.Module, *, name: str) -> str:
@@ -47,17 +65,30 @@ class TreeEdit(GraphEdit):
         What runs under a context borrows it under the same name; elsewhere the owner itself is the holder.
         """
         holders = self.holder.borrowers_and_holder
+        self._check_takes_more(self.holder.module, name)
         free = self._free_name(name, *holders)
         module.train(self.holder.module.training)
         with self._journal.changing(*holders):
             self.holder.share(free, module)
+        _set_apart(self.holder.module, free)
         self.program.touch()
         return free
+
+    def _check_takes_more(self, holder: nn.Module, name: str) -> None:
+        """Make sure that nobody who goes through the children of a module comes across a new one."""
+        capture = None if counts_items(type(holder)) else capture_of(holder)
+        guards = [] if capture is None else [guard for each in capture.specializations for guard in each.guards]
+        if any(OWN_CHILDREN in guard.sources() for guard in guards):
+            raise MatchFailure(
+                f"the forward of '{self.site.owner or '(root)'}' goes through all its children, and would come across "
+                f"'{name}'; rewrite within its children, or replace one by edit.replace_module"
+            )
 
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the owner; nothing may call it any more."""
         with self._journal.changing(self.owner):
             delattr(self.owner, name)
+            note_removed(self.owner, name)
         self.program.touch()
 
     def replace_module(self, at: str | fx.Node, module: nn.Module) -> None:
@@ -316,6 +347,12 @@ class TreeEdit(GraphEdit):
         self._steps.clear()
         self._ties.clear()
         self._attributes.clear()
+
+
+def _set_apart(holder: nn.Module, child: str) -> None:
+    """Keep a new child from being an item of a container."""
+    if counts_items(type(holder)):
+        note_added(holder, child)
 
 
 def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | None) -> Guard:

@@ -46,6 +46,22 @@ class Phase(enum.Enum):
     TRAIN = "train"
     BOTH = "both"
 
+    @classmethod
+    def meant(cls, phase: str | Phase | None) -> Phase | None:
+        """Return what a user means by a phase; None is the model's own mode.
+
+        Raises:
+            UsageError: by anything but a phase or its name.
+        """
+        if phase is None:
+            return None
+        words = {"train": cls.TRAIN, "training": cls.TRAIN, "eval": cls.EVAL, "inference": cls.EVAL}
+        found = words.get(phase) if isinstance(phase, str) else phase
+        if found not in (cls.TRAIN, cls.EVAL):
+            shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of {type(phase).__name__}"
+            raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
+        return found
+
     @property
     def covers_training(self) -> bool:
         return self is not Phase.EVAL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
-from .compare import distance, form_problem, rounding
+from .compare import Tolerance, distance, form_problem, rounding, scale_of
 from .float64 import Float64Mode, double_defaults, narrow, widened
 from .inputs import jittered, perturbed_inputs, perturbed_state
 from .modes import depends_on_mode, modes_to_check
@@ -23,6 +23,7 @@ __all__ = [
     "Tape",
     "TensorOwners",
     "TensorReads",
+    "Tolerance",
     "Verdict",
     "depends_on_mode",
     "distance",
@@ -37,6 +38,7 @@ __all__ = [
     "perturbed_state",
     "reference",
     "rounding",
+    "scale_of",
     "verify",
     "widened",
 ]

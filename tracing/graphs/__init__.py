@@ -19,6 +19,7 @@ from .captured import (
 )
 from .contexts import Context, Opening
 from .inactive import FOUND
+from .items import note_added, note_removed
 from .misses import HANDLER, Miss
 from .portable import PortableGraph, copy_graph
 from .regions import ContextRegion, Region, WrappedRegion, context_regions
@@ -52,6 +53,8 @@ __all__ = [
     "fitting",
     "generate",
     "install",
+    "note_added",
+    "note_removed",
     "outside_inference_mode",
     "own",
     "own_class",

@@ -20,6 +20,7 @@ from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_k
 from .capture import Capture, Specialization, capture_of, required_capture
 from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
+from .items import ADDED, item_methods
 from .misses import handler_of
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions
@@ -222,7 +223,7 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__dict__.pop(FOUND, None)
-    plain = capture.inactive and user_class(base) is base and EVAL_ONLY not in module.__dict__
+    plain = capture.inactive and user_class(base) is base and not {EVAL_ONLY, ADDED} & module.__dict__.keys()
     cls = base if plain else class_for(capture)
     object.__setattr__(module, "__class__", cls)  # no module's own way of setting attributes is asked
     _add_regions(module, capture)
@@ -253,8 +254,9 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
         module.__dict__.pop(FOUND, None)
-        for name in () if keep_regions else context_regions(own_children(module)):
-            del own_children(module)[name]
+        children = own_children(module)
+        for name in () if keep_regions else (*context_regions(children), *module.__dict__.pop(ADDED, ())):
+            children.pop(name, None)
 
 
 def own(module: nn.Module) -> Capture:
@@ -380,7 +382,7 @@ def _bare_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _fxopt_names(base: type[nn.Module]) -> dict[str, Any]:
-    names = {"_fxopt_base": user_class(base), "_fxopt_own": base.forward}
+    names = {"_fxopt_base": user_class(base), "_fxopt_own": base.forward, **item_methods(base)}
     return {**names, "__deepcopy__": _copied_as_module} if issubclass(base, fx.GraphModule) else names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attribute_watch import AttributeWatch
-from .containers import OWN_CHILDREN, container_lengths, walks_children
+from .containers import OWN_CHILDREN, container_lengths, listing_of, walks_children
 from .dataflow import DataFlow
 from .exact_type_checks import checks_exact_types
 from .locate import frames_of_trace, is_users, raised_at, source_of, user_frame
@@ -27,6 +27,7 @@ __all__ = [
     "guards_on",
     "is_users",
     "items_of",
+    "listing_of",
     "raised_at",
     "source_of",
     "user_frame",

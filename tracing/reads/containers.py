@@ -7,16 +7,21 @@ from collections.abc import Collection
 from torch import fx, nn
 
 from ...compat import own_children
-from ..guards import SELF, Equals, Guard, children_of, key_of, length_of, module_at
-from ..values import CONTAINERS
+from ..guards import SELF, Equals, Guard, Source, children_of, key_of, length_of, module_at
+from ..values import CONTAINERS, counts_items
 
-__all__ = ["OWN_CHILDREN", "container_lengths", "walks_children"]
+__all__ = ["OWN_CHILDREN", "container_lengths", "listing_of", "walks_children"]
 
 _WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
 """Attributes through which a forward may loop over all of its children."""
 
 OWN_CHILDREN = length_of(children_of(SELF))
 """The number of a module's children."""
+
+
+def listing_of(module: nn.Module, source: Source = SELF) -> Source:
+    """Return what has the items that a loop over a module's children comes across, where `source` is the module."""
+    return source if counts_items(type(module)) else children_of(source)
 
 
 def walks_children(module: nn.Module, read: Collection[str]) -> bool:
@@ -45,7 +50,7 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
     seen: set[str] = set()
     if not _WHOLE.isdisjoint(read):
         count = len(own_children(module))
-        guards[""] = Guard(OWN_CHILDREN, Equals(key_of(count)), f"it has {count} items")
+        guards[""] = Guard(length_of(listing_of(module)), Equals(key_of(count)), f"it has {count} items")
     for node in graph.nodes:
         if node.op not in ("call_module", "get_attr"):
             continue
@@ -59,7 +64,7 @@ def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str])
             if isinstance(container, (*CONTAINERS, nn.Sequential)):
                 items = module_at(parts[:depth])
                 if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
-                    items = children_of(items)
+                    items = listing_of(container, items)
                 count = key_of(len(container))
                 guards[path] = Guard(length_of(items), Equals(count), f"{path} has {count} items")
     return list(guards.values())

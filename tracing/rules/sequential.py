@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from ...compat import own_children
 from ..graphs import Capture, Specialization
-from ..guards import Argument, Equals, Guard, IsNot, key_of
-from ..reads import OWN_CHILDREN
+from ..guards import Argument, Equals, Guard, IsNot, key_of, length_of
+from ..reads import listing_of
 from ..recording import Call, tree_uses_host_random
 from ..values import Meta, meta_key, meta_of, signature_of
 
@@ -37,7 +37,7 @@ class SequentialCaptures:
         key = (type(module), children, None if metas is None else meta_key(tuple(metas)))
         known = self._known.get(key)
         if known is None:
-            specialization = _specialization({name: from_host for name, _, from_host in children}, metas)
+            specialization = _specialization(module, {name: from_host for name, _, from_host in children}, metas)
             known = self._known[key] = Capture(type(module), [specialization], _parameters=self._signature)
         return known
 
@@ -51,7 +51,7 @@ def _metas(call: Call, count: int) -> list[Meta] | None:
     return [meta_of(given[0]), *(meta_of(child.output) for _, child in call.children)]
 
 
-def _specialization(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Specialization:
+def _specialization(module: nn.Module, names: Mapping[str, bool], metas: Sequence[Meta] | None) -> Specialization:
     """Return the graph that calls children one by one; what `names` says is which may draw from outside of torch."""
     graph = fx.Graph()
     value = graph.create_node("placeholder", "input")
@@ -68,6 +68,6 @@ def _specialization(names: Mapping[str, bool], metas: Sequence[Meta] | None) -> 
             node.meta["val"] = metas[index]
     guards = (
         Guard(_INPUT, IsNot(key_of(None)), "input is a tensor"),
-        Guard(OWN_CHILDREN, Equals(key_of(len(names))), f"it has {len(names)} children"),
+        Guard(length_of(listing_of(module)), Equals(key_of(len(names))), f"it has {len(names)} children"),
     )
     return Specialization(guards, graph, {nodes[0].name: _INPUT})

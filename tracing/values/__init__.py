@@ -8,7 +8,7 @@ from .dynamic import Quiet, class_recipe, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .inputs import Inputs, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
-from .leaves import CONTAINERS, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
+from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
@@ -62,6 +62,7 @@ __all__ = [
     "contents",
     "copied",
     "copied_object",
+    "counts_items",
     "flatten",
     "generators_now",
     "given",

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 from ...compat import is_torch_wrapper
+from .dynamic import user_class
 
 __all__ = [
     "CONTAINERS",
+    "counts_items",
     "is_container",
     "is_leaf",
     "is_library",
@@ -48,6 +50,12 @@ def runs_as_sequential(module: nn.Module) -> bool:
         and cls.forward is nn.Sequential.forward
         and getattr(cls, "__iter__", None) is nn.Sequential.__iter__
     )
+
+
+def counts_items(cls: type) -> bool:
+    """Tell whether a class is one of torch's containers of modules, or one whose length is that of such a one."""
+    length = getattr(user_class(cls), "__len__", None)
+    return any(length is kind.__len__ for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict))
 
 
 def is_leaf(module: nn.Module) -> bool:

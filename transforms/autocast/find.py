@@ -120,32 +120,20 @@ class Search:
             inside = {node for part in found for node in part.nodes}
             calls = (node for node in specialization.graph.nodes if node not in inside)
             called.update(dict.fromkeys(filter(None, (self._captured(owner, node) for node in calls))))
-        if isinstance(module, nn.Sequential):
-            yield from self._in_sequential(owner, parts)
-        elif parts:
+        if parts:
             yield parts
         yield from self._refused(owner, module)
         for name in called:
             yield from self._in_module(name)
-
-    def _in_sequential(self, owner: str, parts: Sequence[Part]) -> Iterator[Found]:
-        """Yield what is in an `nn.Sequential`, which takes no region: its layers, each by itself."""
-        for node in dict.fromkeys(node for part in parts for node in part.gaining):
-            name = self.program.name_of(self.program.callee(owner, node))
-            if self._captured(owner, node) is not None:
-                yield from self._in_module(name)
-            else:
-                yield Layer(name)
 
     def _in_graph(self, owner: str, number: int, graph: fx.Graph) -> list[Part]:
         parts: list[Part] = []
         for nodes in parts_of(graph, lambda node: self._kind(owner, node)):
             gaining = [node for node in nodes if self._kind(owner, node) is Kind.LOWER]
             names = [name for name in (self._captured(owner, node) for node in nodes) if name is not None]
-            whole = len(gaining) == 1 and self._captured(owner, gaining[0])
-            if whole and not isinstance(self.program.module(whole), nn.Sequential):
+            if len(gaining) == 1 and self._captured(owner, gaining[0]) is not None:
                 continue  # its own graph holds all that gains
-            for name in names if not isinstance(self.program.module(owner), nn.Sequential) else ():
+            for name in names:
                 self._pass_over(self.program.module(name))
             parts.append(Part(owner, number, nodes, gaining))
         return parts

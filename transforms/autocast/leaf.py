@@ -1,4 +1,4 @@
-"""A single layer under autocast, where no region can be around it: in a Sequential, or called by code without a graph."""
+"""A single layer under autocast, where no region can be around it: it is called by code without a graph."""
 
 from __future__ import annotations
 

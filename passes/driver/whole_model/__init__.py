@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .finishing import finished
 from .handed_over import HandedOver
 from .timed import WholeModel
 
-__all__ = ["HandedOver", "WholeModel"]
+__all__ = ["HandedOver", "WholeModel", "finished"]

@@ -668,10 +668,3 @@ def test_a_region_that_borrows_a_child_gets_the_new_one() -> None:
     assert [type(child).__name__ for child in fast.body[0].part.children()].count("Rectifier") == 1
     assert type(fast.body[0].act).__name__ == "Rectifier"
     torch.testing.assert_close(fast(X), model(X))
-
-
-def test_a_sequential_takes_no_region() -> None:
-    program = fxopt.capture(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (X,))
-    edit = Edit(program, Site(program, "", {}), "test_pass")
-    with pytest.raises(MatchFailure, match=r"'\(root\)' is a Sequential, .*outline within its children"):
-        edit.outline([node for node in edit.graph.nodes if node.op == "call_module"], name="part")

@@ -1,0 +1,78 @@
+"""Containers whose graphs call children that passes added: these are no items of theirs.
+
+The original forward of an `nn.Sequential` runs whatever items it has. What a graph calls besides has to be a child, for
+`train()` and `to()` to reach it, but none that a loop over the container comes across.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...compat import own_children
+from ..values import counts_items, user_class
+
+__all__ = ["ADDED", "item_methods", "note_added", "note_removed"]
+
+ADDED = "_fxopt_added"
+"""In a container's `__dict__`: names of the children that passes added for its graphs."""
+
+_READING = ("__len__", "__iter__", "__contains__", "__getitem__", "keys", "items", "values")
+_CHANGING = (
+    "__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "insert", "extend", "pop", "clear", "update",
+)  # fmt: skip
+
+
+def note_added(container: nn.Module, name: str) -> None:
+    """Note that a child is none of a container's items."""
+    container.__dict__[ADDED] = container.__dict__.get(ADDED, frozenset()) | {name}
+
+
+def note_removed(container: nn.Module, name: str) -> None:
+    """Forget a child that is taken out of a container."""
+    left = container.__dict__.get(ADDED, frozenset()) - {name}
+    if left:
+        container.__dict__[ADDED] = left
+    else:
+        container.__dict__.pop(ADDED, None)
+
+
+def item_methods(base: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods of a container's class with which it shows its items only; of other classes there are none."""
+    if not counts_items(base):
+        return {}
+    kinds = ((_READING, _reading), (_CHANGING, _changing))
+    return {name: wrap(getattr(base, name)) for names, wrap in kinds for name in names if hasattr(base, name)}
+
+
+def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def read(self: nn.Module, *args: Any) -> Any:
+        return method(_items_alone(self) if ADDED in self.__dict__ else self, *args)
+
+    return read
+
+
+def _items_alone(container: nn.Module) -> nn.Module:
+    """Return a container of the same items without what was added."""
+    added = container.__dict__[ADDED]
+    alone = object.__new__(user_class(type(container)))
+    items = {name: child for name, child in own_children(container).items() if name not in added}
+    alone.__dict__.update(container.__dict__, _modules=items)
+    return alone
+
+
+def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def change(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        children = own_children(self)
+        apart = {name: children.pop(name) for name in self.__dict__.get(ADDED, ()) if name in children}
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            own_children(self).update(apart)
+
+    return change
