@@ -60,9 +60,20 @@ class Stage:
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
     @property
-    def regions(self) -> list[Region]:
-        """Return the parts of graphs that run as modules of their own."""
-        return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
+    def regions(self) -> dict[Region, bool]:
+        """Return the parts of graphs that run as modules of their own; whether they are parts of the module's graph."""
+        found: dict[Region, bool] = {}
+        for name, module in self._modules.items():
+            if isinstance(module, Region) and capture_of(module):
+                around = self._around(name)
+                found[module] = around is self.module or (isinstance(around, Region) and found.get(around, False))
+        return found
+
+    def _around(self, name: str) -> nn.Module:
+        """Return the module around another that runs from a graph, which a wrapper does not; or the outermost."""
+        outer = name.rpartition(".")[0]
+        module = self._modules[outer]
+        return module if not outer or capture_of(module) else self._around(outer)
 
     @property
     def lasting(self) -> dict[str, Tensor]:

@@ -130,8 +130,8 @@ class Trial:
         if forward is None:
             return
         module.__dict__["forward"] = forward
-        for region in self.stage.regions:
-            region.__dict__["forward"] = region_forward(region, self.tape)
+        for region, is_part in self.stage.regions.items():  # those of other modules draw as calls of these
+            region.__dict__["forward"] = region_forward(region, self.tape if is_part else None)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._type(tensor), copy=True)

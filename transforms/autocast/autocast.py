@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from ...compat import own_children
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from .find import Layer, Part, Search
+from ...tracing.recording import Alike, Likeness
+from .find import Part, Search
 from .leaf import in_autocast
 from .returning import ReturningAutocast
 
@@ -46,14 +49,16 @@ class Autocast(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
+        blocks, likeness = dict[str, list[Part]](), Likeness(Alike.TIMED)
         for each in Search(program, self.keep, self.device).found():
-            if isinstance(each, Layer):
-                yield Site(program, each.name, {}, detail="a single layer")
+            if isinstance(each, Part):
+                blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
             else:
-                yield each if isinstance(each, Refusal) else _site(program, each)
+                yield each if isinstance(each, Refusal) else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
+        yield from (_site(program, parts) for parts in blocks.values())
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        if not site.parts and not site.nodes:
+        if site.data.get("regions") == 0:
             edit.replace_module("", in_autocast(edit.owner, self.dtype, self.device))
             return
         for place in site.places:
@@ -62,16 +67,34 @@ class Autocast(Pass):
                 edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
 
 
+def _block(program: Program, owner: str, likeness: Likeness) -> str:
+    """Return the outermost block around a module that others are like (a layer of a transformer), or the module.
+
+    Blocks are decided on as one: what one of them gains is seen in timings, and the others follow.
+    """
+    names = owner.split(".")
+    for count in range(1, len(names) + 1):
+        path, around = ".".join(names[:count]), program.module(".".join(names[: count - 1]))
+        siblings = own_children(around).values() if isinstance(around, _HOLDERS) else ()
+        block = likeness.of(program.module(path))
+        if sum(likeness.of(each) == block for each in siblings if each is not None) > 1:
+            return path
+    return owner
+
+
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
 def _site(program: Program, parts: Sequence[Part]) -> Site:
-    """Return one site for the parts of all graphs of a module."""
+    """Return one site for the parts of a block, in all graphs of its modules."""
     gaining = dict.fromkeys(node.name for part in parts for node in part.gaining)
     detail = ", ".join(list(gaining)[:4]) + (f" and {len(gaining) - 4} more" if len(gaining) > 4 else "")
     if len(parts) == 1:
-        return _place(program, parts[0], detail=detail)
+        return _place(program, parts[0], detail=detail, data={"regions": 1})
     places = (_place(program, part, f"part_{number}_") for number, part in enumerate(parts))
     return Site.over(program, *places, detail=detail)
 
 
-def _place(program: Program, part: Part, prefix: str = "", **options: str) -> Site:
+def _place(program: Program, part: Part, prefix: str = "", **options: Any) -> Site:
     nodes = {f"{prefix}node_{number}": node.name for number, node in enumerate(part.nodes)}
     return Site(program, part.owner, nodes, part.specialization, **options)

@@ -50,7 +50,7 @@ class Part(NamedTuple):
     gaining: Sequence[fx.Node]
 
 
-Found: TypeAlias = "list[Part] | Layer | Refusal"
+Found: TypeAlias = "Part | Layer | Refusal"
 
 
 def kept_by(word: str, name: str, module: nn.Module) -> bool:
@@ -73,7 +73,7 @@ class Search:
         self._kinds: dict[nn.Module, Kind] = {}
 
     def found(self) -> Iterator[Found]:
-        """Yield the parts of each module, and why what would gain is left out."""
+        """Yield every part, and why what would gain is left out."""
         if not self.program.inputs:
             yield Refusal("which types it computes in is not known; give example_inputs", "(root)")
             return
@@ -120,8 +120,7 @@ class Search:
             inside = {node for part in found for node in part.nodes}
             calls = (node for node in specialization.graph.nodes if node not in inside)
             called.update(dict.fromkeys(filter(None, (self._captured(owner, node) for node in calls))))
-        if parts:
-            yield parts
+        yield from parts
         yield from self._refused(owner, module)
         for name in called:
             yield from self._in_module(name)
