@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 import torch
@@ -26,7 +26,8 @@ __all__ = [
     "check_sharing",
     "check_structure",
     "drifts",
-    "error_of_results",
+    "error_around",
+    "judged_twice",
     "largest_gap",
     "results_in",
 ]
@@ -155,11 +156,14 @@ def results_in(values: Quantities) -> Quantities:
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
-def error_of_results(expected: Quantities, found: Quantities, budget: float) -> float:
-    """Return the largest error of results, relative to their scale; 0 where one is more than `budget`."""
+def error_around(expected: Quantities, found: Quantities, budget: float) -> float:
+    """Return the error of which gradients are the response: 4 times that of the results, but no more than `budget`.
+
+    It is 0 where the results are further off than that themselves.
+    """
     wanted = results_in(expected)
     try:
-        return largest_gap(wanted, found, within(wanted, budget), "")
+        return min(4 * largest_gap(wanted, found, within(wanted, budget), ""), budget)
     except TooFar:
         return 0.0
 
@@ -196,3 +200,15 @@ def largest_gap(
             raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
         largest = max(largest, apart.error)
     return largest
+
+
+def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
+    try:
+        return judge(), None
+    except TooFar:
+        learn()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection

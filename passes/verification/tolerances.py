@@ -196,8 +196,8 @@ def within(values: Quantities, budget: float, responses: Mapping[str, float] | N
     Args:
         values: the tensors.
         budget: the error.
-        responses: how far gradients move where inputs and state are off as much as the results are: a ReLU that flips
-            makes them jump, whatever the error is. They may move twice as far, besides.
+        responses: how far gradients move where inputs and state are off about as much as the results are: a ReLU that
+            flips makes them jump, whatever the error is. They may move twice as far, besides.
     """
     units, moved = beside_neighbours(values, budget), responses or {}
     allowed = {label: budget * unit + _RESPONSE_FACTOR * moved.get(label, 0.0) for label, unit in units.items()}

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...errors import GuardError
 from ..sites import Numerics
 from .demands import (
-    TooFar,
     check_attachment,
     check_bits,
     check_drift,
@@ -24,7 +23,8 @@ from .demands import (
     check_sharing,
     check_structure,
     drifts,
-    error_of_results,
+    error_around,
+    judged_twice,
     largest_gap,
     results_in,
 )
@@ -247,7 +247,7 @@ class _Check:
             for run in self._jittered(sample, state, tolerances.wide_epsilon, _ECHOES):
                 tolerances.learn_exact(found, _quantities(run))
 
-        error, objection = _judged_twice(judge, learn)
+        error, objection = judged_twice(judge, learn)
         if objection is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
             self.meaning_error = max(self.meaning_error, error)
         if objection is not None:
@@ -277,11 +277,11 @@ class _Check:
 
         def learn() -> None:
             if exact is None:
-                return self._learn_response(sample, error_of_results(expected, found, self.budget), tolerances, state)
-            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES):
-                tolerances.learn_native(_quantities(exact), _quantities(run))
+                self._learn_response(sample, error_around(expected, found, self.budget), tolerances, state)
+            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
+                tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
-        error, objection = _judged_twice(judge, learn)
+        error, objection = judged_twice(judge, learn)
         self.precision_error = max(self.precision_error, error)
         if objection is not None:
             raise objection
@@ -293,7 +293,7 @@ class _Check:
     ) -> None:
         """Note how far gradients move where inputs and state are off by an error that results have."""
         exact = _quantities(self._exact(sample, state)) if error else {}
-        for run in self._jittered(sample, state, error, _ECHOES if error else 0):
+        for run in self._jittered(sample, state, error, _PROBES if error else 0):
             tolerances.learn_response(exact, _quantities(run))
 
     def _drift(
@@ -343,7 +343,7 @@ class _Check:
             for run in self._jittered(sample, self.after.state, 4 * self.reference.native_epsilon, _PROBES):
                 tolerances.learn_native(exact, _quantities(run))
 
-        objection = _judged_twice(judge, learn)[1]
+        objection = judged_twice(judge, learn)[1]
         if objection is not None:
             raise objection
 
@@ -376,18 +376,6 @@ def _derived(sample: Sample) -> Generator[None]:
     except GuardError as refusal:
         if not sample.data.is_derived:
             raise Objection(f"the rewritten module raises GuardError: {refusal}") from refusal
-
-
-def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
-    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
-    try:
-        return judge(), None
-    except TooFar:
-        learn()
-    try:
-        return judge(), None
-    except TooFar as objection:
-        return objection.error, objection
 
 
 def _measured(sample: Sample, translation: Translation) -> Measured:

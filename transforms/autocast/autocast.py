@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from ...compat import own_children
+from ...errors import UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.recording import Alike, Likeness
+from .checks import check_dtype, check_words
 from .find import Part, Search
 from .leaf import in_autocast
 from .returning import ReturningAutocast
@@ -48,13 +50,27 @@ class Autocast(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
+    def check(self, model: nn.Module) -> None:
+        for device in sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}):
+            if self.device in ("auto", device):
+                check_dtype(self.dtype, device)
+                break
+        else:
+            raise UsageError(f"pass '{self.name}': device={self.device}, but nothing of the model is on such a device")
+        if self.keep:
+            check_words(self.keep, model)
+
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         blocks, likeness = dict[str, list[Part]](), Likeness(Alike.TIMED)
         for each in Search(program, self.keep, self.device).found():
             if isinstance(each, Part):
                 blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
             else:
-                yield each if isinstance(each, Refusal) else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
+                yield (
+                    each
+                    if isinstance(each, Refusal)
+                    else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
+                )
         yield from (_site(program, parts) for parts in blocks.values())
 
     def rewrite(self, site: Site, edit: Edit) -> None:

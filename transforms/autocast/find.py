@@ -13,7 +13,7 @@ from ...compat import has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.sites import Refusal
 from ...passes.verification import CallSites
-from ...tracing.graphs import WrappedRegion, capture_of, required_capture
+from ...tracing.graphs import Context, WrappedRegion, capture_of, required_capture
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, is_leaf, qualified, user_class
 from .leaf import AutocastLeaf
@@ -77,20 +77,25 @@ class Search:
         if not self.program.inputs:
             yield Refusal("which types it computes in is not known; give example_inputs", "(root)")
             return
-        for owner in self.program.captures:
-            yield from self._in_module(owner)
-        yield from self._without_a_graph()
+        if "" in self.program.captures:
+            yield from self._in_module("")
+        yield from self._called_by_code()
 
-    def _without_a_graph(self) -> Iterator[Layer]:
-        """Yield layers that only code calls which could not be captured."""
+    def _called_by_code(self) -> Iterator[Found]:
+        """Yield what is in modules that only code calls which could not be captured."""
         calls, names = self.program.analyses[CallSites], self.program.names
-        alone = [m for m in names.distinct if self._gains(m) and m not in self._seen and not calls.count(m)]
-        recorded = self.program.recording(alone).calls if alone else {}
-        for module in alone:
-            given = [value for call in recorded.get(module, ()) for value in call.args if isinstance(value, Tensor)]
-            meant = given and all(self._is_for(value.dtype, value.device) for value in given)
-            if meant and not any(self._is_kept(*around) for around in self._around(names.name(module))):
-                yield Layer(names.name(module))
+        left = [module for module in names.distinct if module not in self._seen and not calls.count(module)]
+        left = [module for module in left if capture_of(module) is not None or self._gains(module)]
+        recorded = self.program.recording(left).calls if left else {}
+        for module in left:
+            name, called = names.name(module), recorded.get(module, ())
+            if not called or any(self._is_kept(*around) for around in self._around(name)):
+                continue
+            given = [value for call in called for value in call.args if isinstance(value, Tensor)]
+            if capture_of(module) is not None:
+                yield from self._in_module(name)
+            elif given and all(self._is_for(value.dtype, value.device) for value in given):
+                yield Layer(name)
 
     def _gains(self, module: nn.Module) -> bool:
         """Say whether a module is a single layer that gains."""
@@ -163,8 +168,9 @@ class Search:
         if node.op != "call_module":
             return _other_type(node) if kind_of_operation(node) is Kind.LOWER else None
         module = self.program.callee(owner, node)
-        if isinstance(module, WrappedRegion) and module.context.kind == "autocast":
-            return None if isinstance(module.context, ReturningAutocast) else f"the model itself opens {module.context}"
+        opened = _autocast_of(module)
+        if opened is not None:
+            return None if isinstance(opened, ReturningAutocast) else f"the model itself opens {opened}"
         if self._is_kept(qualified(owner, str(node.target)), module) or not is_leaf(module):
             return None
         kind = kind_of(operator_of_module(user_class(type(module))))
@@ -214,13 +220,16 @@ class Search:
         return self._kinds[module]
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
-        if isinstance(module, WrappedRegion) and module.context.kind == "autocast":
-            return True
-        return any(kept_by(word, name, module) for word in self.keep)
-
+        return _autocast_of(module) is not None or any(kept_by(word, name, module) for word in self.keep)
 
     def _kind_of_name(self, name: str | None) -> Kind:
         return Kind.FLOAT32 if name in self.keep else kind_of(name)
+
+
+def _autocast_of(module: nn.Module) -> Context | None:
+    """Return the autocast that a region runs under."""
+    context = module.context if isinstance(module, WrappedRegion) else None
+    return context if isinstance(context, Context) and context.kind == "autocast" else None
 
 
 def _other_type(node: fx.Node) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,8 +32,9 @@ class AutocastLeaf:
 def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module`, which computes under autocast."""
     new = _empty(*class_recipe(_leaf_class(type(module))))
-    kept = {name: dict(value) if type(value) is dict else value for name, value in vars(module).items()}
-    new.__dict__.update(kept, autocast=ReturningAutocast(dtype, device))
+    for name, value in vars(module).items():
+        new.__dict__[name] = copy.copy(value) if type(value) is dict else value
+    new.__dict__["autocast"] = ReturningAutocast(dtype, device)
     return new
 
 

@@ -7,10 +7,12 @@ The first two lists are those of torch's own autocast on CUDA, which names more 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
+from ...layers import batched_layers, ensemble
 from ...operators import operator_info
 
-__all__ = ["FLOAT32", "FOLLOWING", "LOWER", "Kind", "kind_of"]
+__all__ = ["FLOAT32", "FOLLOWING", "LOWER", "Kind", "kind_of", "kind_of_fused"]
 
 
 class Kind(enum.Enum):
@@ -45,11 +47,40 @@ FOLLOWING = frozenset(
     "batch_norm dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout prelu rrelu identity glu "
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "adaptive_max_pool1d adaptive_max_pool2d pad interpolate pixel_shuffle pixel_unshuffle "
-    "cat stack chunk flatten split tensor_split tril triu unflatten unsqueeze squeeze diagonal expand expand_as getitem "
-    "narrow reshape unbind view view_as permute transpose to contiguous clone flip roll masked_fill detach "
+    "cat stack chunk flatten split tensor_split tril triu unflatten unsqueeze squeeze diagonal expand expand_as "
+    "getitem narrow reshape unbind view view_as permute transpose to contiguous clone flip roll masked_fill detach "
     "dim numel shape size len".split()
 )
 """Beside those that work element by element."""
+
+
+def kind_of_fused(function: object) -> Kind | None:
+    """Return what a region does with a function that fused members are computed by; None for any other."""
+    return next((kind for kind, functions in _FUSED.items() if function in functions), None)
+
+
+_FUSED: Mapping[Kind, tuple[object, ...]] = {
+    Kind.LOWER: (
+        ensemble.wide_linear,
+        ensemble.batched_linear,
+        ensemble.shared_batched_linear,
+        ensemble.grouped_linear,
+        ensemble.shared_grouped_linear,
+        batched_layers.convolve_members,
+        batched_layers.transposed_convolve_members,
+        batched_layers.attend_members,
+    ),
+    Kind.FOLLOWS: (
+        ensemble.gather_members,
+        ensemble.select_members,
+        ensemble.align_members,
+        ensemble.stack_members,
+        ensemble.concatenate_members,
+        ensemble.unbind_members,
+        batched_layers.batch_norm_members,
+        batched_layers.reshape_members,
+    ),
+}
 
 
 def kind_of(name: str | None) -> Kind:

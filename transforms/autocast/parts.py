@@ -11,7 +11,7 @@ from torch import fx
 from ...operators import canonical_name, mutates
 from ...tracing.guards import require
 from ...tracing.values import TensorMeta
-from .lists import Kind, kind_of
+from .lists import Kind, kind_of, kind_of_fused
 
 __all__ = ["Judge", "in_float32", "kind_of_operation", "parts_of"]
 
@@ -25,7 +25,9 @@ def kind_of_operation(node: fx.Node) -> Kind:
     """Return what a region does with a call of a function or method."""
     if any(user.target is require for user in node.users):
         return Kind.FLOAT32  # the owner starts over where it fails
-    name = canonical_name(node)
+    fused, name = kind_of_fused(node.target), canonical_name(node)
+    if fused is not None:
+        return fused
     if name == "to" and any(_is_type(value) for value in (*node.args[1:], *node.kwargs.values())):
         return Kind.FLOAT32  # the model says in which type it wants to go on
     return kind_of(name)

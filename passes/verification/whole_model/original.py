@@ -19,7 +19,7 @@ from ..demands import (
     check_same_quantities,
     check_sharing,
     check_structure,
-    error_of_results,
+    error_around,
     largest_gap,
     results_in,
 )
@@ -196,13 +196,19 @@ class Original:
             return self._looked_at_closely(sample, after.module, translation)
 
     def _within(
-        self, sample: _Sample, translation: Translation, before: Quantities, found: Quantities, budget: float, where: str
-    ) -> float:  # fmt: skip
+        self,
+        sample: _Sample,
+        translation: Translation,
+        before: Quantities,
+        found: Quantities,
+        budget: float,
+        where: str,
+    ) -> float:
         """Return how far two runs are apart, within a budget; gradients may jump as those of the original do."""
         try:
             return largest_gap(before, found, within(before, budget), where)
         except TooFar:
-            error, responses = error_of_results(before, found, budget), dict[str, float]()
+            error, responses = error_around(before, found, budget), dict[str, float]()
         state = dict(self._stage.state)
         for seed in range(_PROBES if error else 0):
             run = self._run(self._stage, *jittered((sample.arguments, state), error, None, seed))
