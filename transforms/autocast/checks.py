@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ...compat import modules_by_name
 from ...errors import UsageError, one_line
 from ...operators import operator_info
 from ...suggest import did_you_mean
@@ -45,7 +46,7 @@ def _failure(dtype: torch.dtype, device: str) -> str:
             product.sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         return one_line(error)
-    return "" if product.dtype is dtype else next((one_line(each.message) for each in said), "autocast is off")
+    return "" if product.dtype is dtype else next((str(each.message) for each in said), "autocast is off")
 
 
 def check_words(words: Sequence[str], model: nn.Module) -> None:
@@ -54,10 +55,11 @@ def check_words(words: Sequence[str], model: nn.Module) -> None:
     Raises:
         UsageError: one names no module, no class of one and no operator.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = modules_by_name(model)
     for word in words:
         if word in LOWER | FLOAT32 | FOLLOWING or operator_info(word).name:
             continue
         if not any(kept_by(word, name, module) for name, module in modules.items()):
-            names = {*filter(None, modules), *(type(module).__name__ for module in modules.values())}
+            names = [name for name in modules if name]
+            names += [type(module).__name__ for module in modules.values()]
             raise UsageError(f"pass 'autocast': keep={word!r} names nothing in the model{did_you_mean(word, names)}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module
     """Return a module of the same class and with the same tensors as `module`, which computes under autocast."""
     new = _empty(*class_recipe(_leaf_class(type(module))))
     for name, value in vars(module).items():
-        new.__dict__[name] = copy.copy(value) if type(value) is dict else value
+        new.__dict__[name] = dict(cast("dict[str, Any]", value)) if type(value) is dict else value
     new.__dict__["autocast"] = ReturningAutocast(dtype, device)
     return new
 
