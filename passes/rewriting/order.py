@@ -93,7 +93,11 @@ def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -
     inside, writers = set(chosen), set(memory.writers)
     if not writers:
         return
-    between = [n for n in itertools.takewhile(lambda n: n is not chosen[-1], _from(chosen[0])) if n not in inside]
+    between = [
+        node
+        for node in itertools.takewhile(lambda n: n is not chosen[-1], _from(chosen[0]))
+        if node not in inside and node.op != "get_attr"  # whenever it is read, it is the same tensor
+    ]
     for other, mine in itertools.product(between, chosen):
         for writer, reader in ((other, mine), (mine, other)):
             if writer in writers and memory.written(writer) & memory.touched(reader):
