@@ -67,6 +67,11 @@ class Stage:
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
     @property
+    def has_missed(self) -> bool:
+        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code ran."""
+        return any(each.misses is not None and each.misses[0] != each.misses[1] for each in self._belongings)
+
+    @property
     def regions(self) -> list[Region]:
         """Return the parts of graphs that run as modules of their own."""
         return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
