@@ -87,8 +87,9 @@ class Original:
         self._is_random = True
         if self.is_usual:
             self._samples = self._given()
-        smaller_ones = (_one_row_more(call) for call in smaller(self._arguments[0]))
-        self._samples += self._first_taken(smaller_ones)
+        first = self._arguments[0]
+        others = (_one_row_more(call) for call in smaller(first))
+        self._samples += self._first_taken(call for call in others if self.is_usual or _size(call) < _size(first))
         if not self._samples:
             self._samples = self._given()
 
@@ -239,6 +240,11 @@ def _close(values: Quantities) -> dict[str, Tolerance]:
         label: Tolerance(0.0, _CLOSE.get(values[label].dtype, 0.0) * unit, unit)
         for label, unit in beside_neighbours(values, 1.0).items()
     }
+
+
+def _size(call: Arguments | None) -> int:
+    """Return of how many elements the tensors of a call are."""
+    return sum(leaf.numel() for leaf in flatten(call).values() if isinstance(leaf, Tensor))
 
 
 def _one_row_more(arguments: Arguments) -> Arguments | None:
