@@ -41,7 +41,7 @@ from .settings import current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, release
+from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, rank_local, release
 from .tracing.values import normalize_inputs
 
 __all__ = [
@@ -156,7 +156,7 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     check_kind(model)
-    with alone(), outside_inference_mode(), collection_paused(), eagerly(model):
+    with alone(), rank_local(), outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         with plain_registries(fresh):
             hold(fresh)
@@ -196,16 +196,21 @@ def plan(model: nn.Module) -> Plan:
     return _record(model).plan
 
 
-def state_dict(model: nn.Module) -> dict[str, Tensor]:
+def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
-    `model.state_dict()` has these names too, save for sharded tensors (FSDP2). They are gathered here: every rank calls
-    this then, and gets them all.
+    `model.state_dict()` has these names too, but for sharded tensors (FSDP2). Of those, every rank calls this.
+
+    Args:
+        model: an optimized model.
+        gather: give every rank whole tensors. Otherwise each has its part, as `torch.distributed.checkpoint` saves and
+            loads it; tensors that passes merged are whole.
 
     Raises:
         StateError: the model was not optimized.
     """
-    return gathered(state_map=_state_map(model), state=model.state_dict())  # the map first: it says what is no model
+    state_map = _state_map(model)  # the map first: it says what is no model
+    return gathered(model.state_dict(), state_map, whole=gather)
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """Every private or version-dependent torch API that fxopt uses, one small function each, in alphabetical order.
 
-What torch leaves untyped and fxopt calls in several places is here, too, with its types.
+Those of `torch.distributed` are in `compat_distributed.py`. What torch leaves untyped and fxopt calls in several places
+is here, too, with its types.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ __all__ = [
     "padding_around",
     "property_access",
     "reentrant_checkpoints_off",
-    "shard_again",
-    "shared_store",
     "storage_id",
     "submodule",
     "torch_functions_off",
@@ -322,20 +321,6 @@ def padding_around(convolution: Any) -> list[int]:
 def property_access() -> type:
     """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
     return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
-
-
-def shard_again(module: nn.Module) -> None:
-    """Let FSDP2 free what it gathered of a module's own tensors for a forward, as it does before it saves them."""
-    for hook in module.__dict__["_state_dict_pre_hooks"].values():
-        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
-            hook()
-
-
-def shared_store(prefix: str) -> Any:
-    """Return the store through which the ranks of the default process group found each other, below a prefix."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return c10d.PrefixStore(prefix, c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, shard_again, transient_buffers
+from ..compat import modules_by_name, transient_buffers
+from ..compat_distributed import shard_again
 from ..errors import FusedMemberError
 from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
 from ..tracing.values import is_sharded, qualified

@@ -6,6 +6,8 @@ import atexit
 import importlib.util
 import json
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -104,3 +106,15 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(scope="module")
+def of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what two processes of a gloo group get from the functions `on_rank_...` of the test file, by name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    start = [sys.executable, str(CHECKOUT / "tests" / "ranks.py"), str(request.path)]
+    commands = [[*start, str(rank), "2", str(folder)] for rank in range(2)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(2)]

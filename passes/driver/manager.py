@@ -26,7 +26,7 @@ from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import HandedOver, WholeModel
+from .whole_model import HandedOver, Together, WholeModel
 
 __all__ = ["Manager"]
 
@@ -192,6 +192,7 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
+        groups = Together(self._tuner, self.history, self.seed).undecided(pass_, groups)
         to_time, told = kinds_to_time(self.program, groups), announced(groups, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):

@@ -15,7 +15,7 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
-from ...tracing.recording import alone, eagerly, hold, plain_registries, release
+from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
 from ..pipeline import Plan, Ranks, on_all_ranks, optimized_on_all, ranks
@@ -80,6 +80,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     with contextlib.ExitStack() as around:
         around.enter_context(alone())
         around.callback(RandomState().restore)
+        around.enter_context(rank_local())
         around.enter_context(outside_inference_mode())
         around.enter_context(eagerly(model))
         if not (request.verify or request.measure):

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import distributed, nn
 
-from ...compat import shared_store
+from ...compat_distributed import shared_store
 from ...errors import PassError, UsageError
 from ...tracing.values import tensors_by_name
 from ..contract import Pass

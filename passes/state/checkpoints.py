@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import shard_again, submodule
+from ...compat import submodule
+from ...compat_distributed import shard_again
 from ...tracing.values import is_sharded
 from .state_map import StateMap
 

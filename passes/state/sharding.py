@@ -7,7 +7,8 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from ...compat import all_modules, shard_again
+from ...compat import all_modules
+from ...compat_distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded, tensors_by_name
 from .state_map import StateMap
@@ -17,17 +18,24 @@ __all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "write
 State = TypeVar("State", bound=Mapping[str, Any])
 
 
-def gathered(state: Mapping[str, Any], state_map: StateMap) -> dict[str, Any]:
-    """Return the state dict of an optimized model with whole tensors under the original names alone.
+def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = True) -> dict[str, Any]:
+    """Return the state dict of an optimized model under the original names alone.
 
-    Where some are sharded, every rank has to call this.
+    Where some tensors are sharded, every rank has to call this.
+
+    Args:
+        state: what `model.state_dict()` gives.
+        state_map: from the original names to those.
+        whole: gather all tensors. Otherwise only those that are merged of several or cut; of the others, this rank has
+            its part.
     """
-    sharded = {name: value.full_tensor() for name, value in state.items() if is_sharded(value)}
-    if not sharded:
+    wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
+    moved = {name: state[name].full_tensor() for name in wanted}  # in the same order on every rank
+    if not moved:
         return dict(state)
     # The others have their original names already.
-    whole = state_map.backward(sharded) | {name: value for name, value in state.items() if name not in sharded}
-    return {name: whole.pop(name) for name in state_map.names if name in whole} | whole
+    parts = state_map.backward(moved) | {name: value for name, value in state.items() if name not in moved}
+    return {name: parts.pop(name) for name in state_map.names if name in parts} | parts
 
 
 def sharded_like(value: Tensor, example: Tensor) -> Tensor:

@@ -85,13 +85,13 @@ def check_finite(before: Quantities, after: Quantities) -> None:
 
 
 def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:
-    """Return by what part narrow floats are larger than the exact ones on the whole, and the noise left besides."""
+    """Return by what part 16-bit floats are larger than the exact ones on the whole, and the noise left besides."""
     found: dict[str, tuple[float, float]] = {}
     for label, expected in exact.items():
         value = other.get(label)
         if not _is_floating(expected) or not _is_floating(value) or expected.shape != value.shape:
             continue
-        if expected.numel() >= _ENOUGH:
+        if expected.numel() >= _ENOUGH and value.dtype.itemsize == 2:
             found[label] = drift(expected, value)
     return found
 
@@ -107,7 +107,7 @@ def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance
     old = drifts(exact, before)
     for label, (now, noise) in drifts(exact, after).items():
         was, noise_before = old.get(label, (now, noise))
-        if after[label].dtype.itemsize != 2 or max(noise, noise_before) > _LOUD:
+        if max(noise, noise_before) > _LOUD:
             continue
         random = 4 * max(noise, noise_before) / math.sqrt(exact[label].numel())
         allowed = 4 * max(abs(was), chance.get(label, 0.0)) + 2 * torch.finfo(after[label].dtype).eps + random

@@ -43,6 +43,7 @@ class Stage:
     state: dict[str, Tensor] = field(init=False)
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
+    _plain: list[tuple[str, dict[str, Any], str]] = field(init=False)
     _elsewhere: list[Tensor] = field(init=False)
     """Buffers that a part of a fused ensemble reads and writes in a module outside of it."""
 
@@ -53,6 +54,12 @@ class Stage:
         self.buffers = self._named("_buffers")
         self.state = {**self.parameters, **self.buffers}
         self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
+        self._plain = [
+            (qualified(prefix, name), vars(module), name)
+            for prefix, module in self._modules.items()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
         self._elsewhere = [buffer for name, buffer in self.module.named_buffers() if name not in self.buffers]
 
     def _named(self, kind: str) -> dict[str, Tensor]:
@@ -75,12 +82,7 @@ class Stage:
     @property
     def plain(self) -> dict[str, Tensor]:
         """Return the tensors that modules hold as plain attributes, by name."""
-        return {
-            qualified(prefix, name): value
-            for prefix, module in self._modules.items()
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        }
+        return {name: own[key] for name, own, key in self._plain if isinstance(own.get(key), Tensor)}
 
     @contextmanager
     def playing(

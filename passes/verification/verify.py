@@ -29,7 +29,6 @@ from .demands import (
 )
 from .inputs import jittered
 from .reference import Data, Reference, Sample, reference
-from .reference_runs import ReferenceRuns
 from .stage import Stage
 from .tolerances import Measured, Tolerances
 from .translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
@@ -54,6 +53,8 @@ class Verdict:
         meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
         precision_error: the largest error of the rewritten module in its own types, likewise.
         checked_in: "float64", or the narrower type that had to do.
+        is_rounded: whether the rewritten module holds new tensors, computed in its own types: then the exact runs are
+            no better than that.
     """
 
     ok: bool
@@ -61,6 +62,7 @@ class Verdict:
     meaning_error: float = 0.0
     precision_error: float = 0.0
     checked_in: str = "float64"
+    is_rounded: bool = False
 
 
 def verify(
@@ -111,22 +113,12 @@ class _Check:
         self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
         self.map_state, self.keeps_form = map_state, keeps_form
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
-        self.runs = ReferenceRuns(
-            after,
-            reference.training,
-            reference.gradients,
-            reference.seed,
-            reference.wide,
-            keyed=reference.keyed,
-            random=reference.random,
-            of_inputs=reference.of_inputs,
-            several=reference.several,
-            whole=reference.whole,
-        )
+        self.runs = reference.runs_of(after)
         self.meaning_error = self.precision_error = 0.0
+        self.is_rounded = False
 
     def verdict(self, reason: str) -> Verdict:
-        return Verdict(not reason, reason, self.meaning_error, self.precision_error, self.checked_in)
+        return Verdict(not reason, reason, self.meaning_error, self.precision_error, self.checked_in, self.is_rounded)
 
     @property
     def checked_in(self) -> str:
@@ -139,6 +131,7 @@ class _Check:
         if not self.reference.samples:
             return
         translation = Translation(self.reference, self.after, self.map_state)
+        self.is_rounded = translation.is_rounded
         self._state(translation)
         if self.numerics is Numerics.SEMANTIC:
             self._only_runs(translation)

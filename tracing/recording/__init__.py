@@ -18,6 +18,7 @@ from .random_effects import (
     module_has_random_effects,
     tree_uses_host_random,
 )
+from .rank_local import is_rank_local, rank_local
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
 from .scripted import plain_registries
@@ -49,6 +50,7 @@ __all__ = [
     "hold",
     "in_phase",
     "is_in_compiled",
+    "is_rank_local",
     "is_repeatable",
     "misses_in",
     "module_has_random_effects",
@@ -56,6 +58,7 @@ __all__ = [
     "plain_registries",
     "plain_tensors",
     "preserved",
+    "rank_local",
     "record",
     "recording",
     "redirect",

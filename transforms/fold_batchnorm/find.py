@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...compat import own_buffers, own_parameters
+from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.verification import CallSites, TensorOwners, TensorReads
 from ...tracing.graphs import Region, Specialization, required_capture
@@ -24,7 +25,7 @@ _LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
     nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
     nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
 }
-_KNOWN = frozenset((*_LAYERS, *(layer for layers in _LAYERS.values() for layer in layers)))
+_KNOWN = frozenset((*SYNCHRONIZED.values(), *_LAYERS, *(layer for layers in _LAYERS.values() for layer in layers)))
 _DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Linear: 2, nn.Conv1d: 3, nn.ConvTranspose1d: 3}
 """What the output must have where the norm takes several; with fewer or more it would norm another dimension."""
 

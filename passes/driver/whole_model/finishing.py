@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....compat import all_modules
+from ....compat_distributed import shard_again
 from ....errors import FxoptError, PassError
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs, in_phase, preserved
@@ -74,6 +76,8 @@ def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     try:
         with preserved(model), in_phase(model, training=False), torch.no_grad():
             result: Any = model(*given.args, **given.kwargs)
+            for module in all_modules(model):
+                shard_again(module)  # what FSDP2 has gathered must not be there when the tensors are put back
             return [tensor.detach().clone() for tensor in tensors_in(result)]
     finally:
         random.restore()

@@ -82,7 +82,7 @@ class WholeModel:
                 "before": timing.runner(self._baseline, program.inputs, training=training),
                 "after": timing.runner(program.model, program.inputs, training=training),
             }
-            return timing.time_candidates(runs, limit=budget.left)
+            return timing.time_candidates(runs, limit=budget.for_the_whole)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""

@@ -74,16 +74,16 @@ class Original:
     _stage: Stage = field(init=False)
     _is_random: bool = field(default=False, init=False)
     _is_sure: bool = field(default=True, init=False)
+    _has_drawn: bool = field(default=False, init=False)
     _samples: list[_Sample] = field(default_factory=list[_Sample], init=False)
     _exact: dict[int, Reference] = field(default_factory=dict[int, Reference], init=False)
 
     def __post_init__(self) -> None:
         self._stage = Stage(self.model)
         given: list[Arguments] = [(call.args, call.kwargs) for call in self.calls]
-        first = self._run(self._stage, given[0])
-        before = torch.Generator().manual_seed(self.seed).get_state()
-        self._is_random = not torch.equal(first.random_state, before)
-        runs = [self._run(self._stage, given[0]) if self._is_random else first]
+        self._is_random = True
+        runs = [self._run(self._stage, given[0])]
+        self._is_random = self._has_drawn
         runs += [self._run(self._stage, call) for call in given[1:]]
         self._samples = [_Sample(call, run, True) for call, run in zip(given, runs, strict=True)]
         self._samples += self._with_another_row(given[0])
@@ -102,6 +102,7 @@ class Original:
         with steady:
             run = Trial(stage, self.training, self.gradients, False, self.seed).run(arguments, stage.state)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
+        self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
         return run
 
     def repeats(self) -> bool:

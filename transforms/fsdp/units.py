@@ -1,0 +1,205 @@
+"""Which modules of a finished model are gathered and freed as one: repeated blocks, and what is as large."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from ...compat import own_children
+from ...passes.sites import Refusal
+from ...passes.verification import TensorOwners
+from ...tracing.graphs import Region
+from ...tracing.program import Program
+from ...tracing.values import qualified, user_class
+from .callers import Callers, graphs_of
+
+__all__ = ["Unit", "Units"]
+
+_MOST = 0.5
+"""The share of all parameters above which a block is opened, where no size is given."""
+_LARGE = 0.25
+"""The share of the largest block from which a layer beside the blocks is a unit of its own."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered together before the first of them runs.
+
+    Attributes:
+        modules: their names.
+        size: how many parameters they have.
+    """
+
+    modules: tuple[str, ...]
+    size: int
+
+
+@dataclass
+class Units:
+    """The search for the units of a program.
+
+    Attributes:
+        program: whose model is finished.
+        most: parameters that a unit should have at the most; None leaves that to the blocks of the model.
+        refusals: what would be a unit if it could be gathered by itself.
+    """
+
+    program: Program
+    most: int | None = None
+    refusals: list[Refusal] = field(default_factory=list[Refusal])
+
+    def find(self) -> list[Unit]:
+        """Return the units, the root last: it has what no other has."""
+        blocks = list(self._blocks(""))
+        largest = max((self._size(name) for name in blocks), default=0)
+        layers = set(self._layers("", blocks, largest or self._largest_layer))
+        chosen = set(blocks) | layers
+        ordered = [name for name in self._program_names if name in chosen]
+        units = list(self._joined(ordered, self.most or largest or self._largest_layer))
+        rest = self._size("") - sum(unit.size for unit in units)
+        return [*units, Unit(("",), rest)]
+
+    # -- what may be a unit ----------------------------------------------------------------------------------------
+
+    def _blocks(self, name: str) -> Iterator[str]:
+        """Yield the outermost repeated modules inside one: siblings of one class that have modules inside."""
+        children = self._children(name)
+        kinds = Counter(user_class(type(child)) for child in children.values() if any(own_children(child).values()))
+        for path, child in children.items():
+            is_block = kinds[user_class(type(child))] > 1 and self._size(path) <= self._limit
+            if is_block and self._can_be_unit(path):
+                yield path
+            else:
+                yield from self._blocks(path)
+
+    def _layers(self, name: str, blocks: Sequence[str], largest: int) -> Iterator[str]:
+        """Yield the large modules without others inside, beside the blocks."""
+        for path, child in self._children(name).items():
+            if path in blocks:
+                continue
+            if any(own_children(child).values()):
+                yield from self._layers(path, blocks, largest)
+            elif self._size(path) >= max(1, _LARGE * largest) and self._can_be_unit(path):
+                yield path
+
+    def _can_be_unit(self, name: str) -> bool:
+        module = self.program.module(name)
+        if not self._size(name) or name != self.program.name_of(module):
+            return False
+        if module not in self._callers.of:
+            self._refuse_unseen(name)
+            return False
+        reason = self._obstacle(name)
+        if reason:
+            self.refusals.append(Refusal(reason, at=name))
+        return not reason
+
+    def _refuse_unseen(self, name: str) -> None:
+        around = (name[:end] for end in range(len(name)) if name[end] == ".")
+        names = {"", *around} & {self.program.name_of(module) for module in self._callers.unseen}
+        is_container = type(self.program.module(name)).forward is nn.Module.forward
+        if names and not is_container:
+            reason = "nothing shows whether it is called; give example inputs"
+            self.refusals.append(Refusal(reason, at=name))
+
+    def _obstacle(self, name: str) -> str:
+        """Say why the parameters of a module are needed while it does not run."""
+        inside = f"{name}."
+        owners, readers = self.program.analyses[TensorOwners], self._readers
+        for own, parameter in self.program.module(name).named_parameters(prefix=name):
+            other = next((alias for alias in owners.names(own) if not self._is_inside(alias, name)), None)
+            if other is not None:
+                return f"'{own}' is tied to '{other}': one unit around both has it"
+            reader = next((r for r in readers.get(id(parameter), ()) if not f"{r}.".startswith(inside)), None)
+            if reader is not None:
+                return f"the graph of {reader or '(root)'} reads its '{own.removeprefix(inside)}'"
+        for module in self.program.module(name).modules():
+            callers = self._callers.of.get(module, frozenset())
+            outside = [self.program.name_of(caller) for caller in callers]
+            caller = next((each for each in outside if not f"{each}.".startswith(inside)), None)
+            if module is not self.program.module(name) and caller is not None:
+                called = self.program.name_of(module).removeprefix(inside)
+                return f"{caller or '(root)'} calls its '{called}' itself"
+        return ""
+
+    def _is_inside(self, tensor: str, name: str) -> bool:
+        module = self.program.module(name)
+        names = next(names for each, names in self.program.names.all_of_each() if each is module)
+        return any(tensor.startswith(f"{each}.") for each in names)
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def _joined(self, names: Iterable[str], most: int) -> Iterator[Unit]:
+        """Yield small neighbours as one unit each, no larger than `most`: fewer messages, and no higher peak."""
+        unit: Unit | None = None
+        for name in names:
+            size = self._size(name)
+            is_beside = unit is not None and _parent(unit.modules[0]) == _parent(name)
+            if unit is not None and is_beside and unit.size + size <= most:
+                unit = Unit((*unit.modules, name), unit.size + size)
+                continue
+            if unit is not None:
+                yield unit
+            unit = Unit((name,), size)
+        if unit is not None:
+            yield unit
+
+    def _size(self, name: str) -> int:
+        if name not in self._sizes:
+            self._sizes[name] = sum(parameter.numel() for parameter in self.program.module(name).parameters())
+        return self._sizes[name]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def _limit(self) -> float:
+        return _MOST * self._size("") if self.most is None else self.most
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        own = (
+            sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            for module in self.program.names.distinct
+        )
+        return max(own, default=0)
+
+    # -- what the program says -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _program_names(self) -> list[str]:
+        return list(self.program.names.modules)
+
+    @property
+    def _callers(self) -> Callers:
+        return self.program.analyses[Callers]
+
+    @cached_property
+    def _readers(self) -> Mapping[int, Sequence[str]]:
+        """Return id of a tensor -> the modules whose graphs read it themselves."""
+        found: dict[int, list[str]] = {}
+        for module, names in self.program.names.all_of_each():
+            for graph in graphs_of(module):
+                for node in graph.find_nodes(op="get_attr"):
+                    path, _, last = str(node.target).rpartition(".")
+                    tensor = getattr(module.get_submodule(path), last, None)
+                    if isinstance(tensor, Tensor):
+                        found.setdefault(id(tensor), []).append(names[0])
+        return found
+
+    def _children(self, name: str) -> dict[str, nn.Module]:
+        children = own_children(self.program.module(name))
+        return {
+            qualified(name, key): child
+            for key, child in children.items()
+            if child is not None and not isinstance(child, Region)
+        }
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
