@@ -89,7 +89,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         fast = _on_all_ranks(model, names, request, others)
         if not finishes:
             return fast
-        inputs = request.inputs if request.verify else ()
+        inputs = [call for call in request.inputs if request.verify and not call.module]
         return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
 
 
@@ -275,7 +275,7 @@ def _budget(program: Program, request: Request) -> TimeBudget:
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else time.thread_time
-    forward = forward_seconds(program.model, program.inputs, program.training, clock)
+    forward = forward_seconds(program.model, program.whole_calls, program.training, clock)
     return TimeBudget.granted(request.time_budget, forward, clock)
 
 

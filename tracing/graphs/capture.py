@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from .contexts import Context
 from .inactive import is_as_found
 from .portable import PortableGraph, copy_graph
 
-__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "required_capture"]
+__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "required_capture"]
 
 
 @dataclass
@@ -161,11 +162,25 @@ class Capture:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
+        check_picklable(self.base)
         specializations = [
             (v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.specializations
         ]
         kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.inactive, self.regions)
         return _rebuild_capture, (class_recipe(self.base), specializations, *kept)
+
+
+def check_picklable(base: type[nn.Module]) -> None:
+    """Make sure that a captured module of this class can be pickled.
+
+    Raises:
+        PicklingError: it is a `GraphModule`, whose class is made for itself alone.
+    """
+    if issubclass(base, fx.GraphModule):
+        raise pickle.PicklingError(
+            "an optimized torch.fx.GraphModule cannot be pickled; use fxopt.save(model, path), fxopt.export, or "
+            "torch.save(model.state_dict(), path)"
+        )
 
 
 def _rebuild_capture(

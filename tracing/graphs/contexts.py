@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -67,9 +67,20 @@ class Opening:
 
     Attributes:
         factory: returns a new context manager at each call.
+
+    Raises:
+        UsageError: it returns none.
     """
 
     factory: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        opened = cast("object", self.factory())
+        if not isinstance(opened, AbstractContextManager):
+            raise UsageError(
+                f"context={self} returned {type(opened).__name__}, which is no context manager; give a function that "
+                "returns a new one at each call: lambda: torch.no_grad()"
+            )
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function` under the context."""

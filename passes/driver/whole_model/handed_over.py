@@ -95,7 +95,7 @@ class HandedOver:
 
     def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
-        inputs = self.tuner.program.inputs
+        inputs = self.tuner.program.whole_calls
         chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
         calls = [inputs[number] for number in chosen]
         try:

@@ -79,8 +79,8 @@ class WholeModel:
         program, budget, training = self._tuner.program, self._tuner.budget, self._tuner.program.training
         with budget.spending():
             runs = {
-                "before": timing.runner(self._baseline, program.inputs, training=training),
-                "after": timing.runner(program.model, program.inputs, training=training),
+                "before": timing.runner(self._baseline, program.whole_calls, training=training),
+                "after": timing.runner(program.model, program.whole_calls, training=training),
             }
             return timing.time_candidates(runs, limit=budget.for_the_whole)
 
