@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,12 @@ class Training:
         self.sampler.set_epoch(self.epoch)
         for number, (pictures, labels) in self.unseen():
             last = (number + 1) % ACCUMULATED == 0 or number + 1 == self.batches
-            self.synchronize(last)
             torch.manual_seed(hash((SEED, self.epoch, number, self.rank)))  # what is drawn depends on the place alone
-            loss = self.loss(pictures.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+            pictures, labels = (tensor.to(self.device, non_blocking=True) for tensor in (pictures, labels))
             of_step = min(ACCUMULATED, self.batches - number // ACCUMULATED * ACCUMULATED)
-            self.scaler.scale(loss / of_step).backward()
+            with nullcontext() if last else fxopt.no_sync(self.model):  # gradients add up before they are exchanged
+                loss = self.loss(pictures, labels)
+                self.scaler.scale(loss / of_step).backward()
             self.total += torch.tensor([loss.item() * len(labels), len(labels)])
             if last:
                 self.step()
@@ -103,11 +105,6 @@ class Training:
         """Yield the batches of the epoch that were not trained on yet, with their numbers."""
         bar = track(self.loader, f"epoch {self.epoch}", transient=True, disable=self.rank != 0)
         yield from ((number, batch) for number, batch in enumerate(bar) if number >= self.batch)
-
-    def synchronize(self, on: bool) -> None:
-        """Let the processes exchange gradients in the next backward, or only add up their own."""
-        if hasattr(self.model, "set_requires_gradient_sync"):
-            self.model.set_requires_gradient_sync(on)
 
     def loss(self, pictures: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy."""
@@ -164,11 +161,21 @@ class Training:
         self.total = totals[self.rank]
 
 
+def join(backend: str) -> None:
+    """Initialize the process group; after a restart torchrun's store still holds the addresses of those that are gone.
+
+    See issue 135712 of PyTorch. On several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+    """
+    store, rank, size = next(distributed.rendezvous("env://"))
+    fresh = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    distributed.init_process_group(backend, store=fresh, rank=rank, world_size=size)
+
+
 def main(passes: str | None = None, epochs: int = 4, checkpoint: Path | None = None) -> list[float]:
     """Train, print and return the mean loss of each epoch that ran."""
     under_torchrun = "WORLD_SIZE" in os.environ
     if under_torchrun:
-        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        join("nccl" if torch.cuda.is_available() else "gloo")
     torch.backends.cudnn.benchmark = True
     several = under_torchrun and distributed.get_world_size() > 1
     chosen = ("sync_batchnorm,ddp" if several else "training") if passes is None else passes
