@@ -17,7 +17,7 @@ from ...sites import Numerics, Phase
 from ...state import copied_module, twin
 from ...verification import Original, modes_to_check
 from ..history import History, Rewrite
-from ..surroundings import switches_kept
+from ..switches import switches_kept
 from ..tuner import Tuner
 
 __all__ = ["HandedOver"]
@@ -162,7 +162,7 @@ class HandedOver:
             rewrite.edit.undo()
         kept = [rewrite for rewrite in self._all[:first] if rewrite in standing]
         self.history.rewrites = kept + [r for r in self._all[first:] if r in wanted and self._is_written_again(r)]
-        self.tuner.calls.forget()
+        self.tuner.forget()
 
     def _is_written_again(self, rewrite: Rewrite) -> bool:
         try:
