@@ -104,10 +104,10 @@ def test_what_crosses():
     first, second, third = ({node.name for node in part.received} for part in layout.parts)
     assert not first and "mul" in second and "mul" in third, "it is carried through the stage between"
     plain = {node.name for node in layout.plain}
-    assert {"getitem", "getitem_1"} <= plain & second & third, "sizes"
+    assert {"getattr_1", "getattr_2"} <= plain & second & third, "sizes"
     repeated = {node.name for node in layout.repeated}
     assert {"float_1", "unsqueeze"} <= repeated, "what hangs on inputs alone is computed where it is needed"
-    rehearse(model, layout, fxopt.Inputs(*example()), training=True)
+    rehearse(model, [layout], fxopt.Inputs(*example()), training=True)
 
 
 def test_no_cut_between_a_value_and_a_write_into_it():
@@ -137,7 +137,7 @@ def test_rows_that_depend_on_each_other():
     x = torch.randn(4, 4)
     found, model = found_for(Centred(), x, 2)
     with pytest.raises(MatchFailure, match="the rows of a batch depend on each other: of two halves output 0"):
-        rehearse(model, Layout.of(model, found.data()), fxopt.Inputs(x), training=True)
+        rehearse(model, [Layout.of(model, found.data())], fxopt.Inputs(x), training=True)
 
 
 def test_measured_times_balance_as_well():
