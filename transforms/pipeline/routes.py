@@ -145,6 +145,6 @@ def _check_crossing(route: _Route, stage_of: Mapping[fx.Node, int]) -> None:
     for node, stage in stage_of.items():
         seen = route.seen[node]
         last = max((stage_of.get(user, end if user.op == "output" else 0) for user in node.users), default=stage)
-        is_written = seen.written in stage_of and stage_of[seen.written] > stage
+        is_written = seen.written is not None and stage_of.get(seen.written, stage) > stage
         if is_written or (seen.kind is Kind.OTHER and last > stage):
             raise MatchFailure(f"'{node.name}' would cross into another stage")
