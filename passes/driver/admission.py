@@ -12,7 +12,7 @@ from ...errors import CaptureError, PassError
 from ...tracing.graphs import capture_of
 from ...tracing.program import Program
 from ..contract import Pass
-from ..rewriting import UnnotedChange, only_reading
+from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
 from ..verification import depends_on_mode
@@ -29,15 +29,15 @@ class Supervised(Protocol):
     def __call__(self, pass_: Pass, what: Callable[[], str], action: Callable[[], list[Any]], /) -> list[Any]: ...
 
 
-def found(program: Program, pass_: Pass, supervised: Supervised) -> list[Site | Refusal]:
-    """Return a pass's sites and refusals, checked for being that.
+def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
+    """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
 
     Raises:
         PassError: `find` raises, hangs, changes something, or yields something else.
     """
 
     def find() -> list[Any]:
-        with only_reading(program):
+        with only_reading(program, snapshot):
             return list(pass_.find(program))
 
     try:

@@ -30,7 +30,7 @@ from .own_forward import forbid_lost_forwards
 from .progress import Progress, unheard
 from .record import Record, record_of
 from .root import make_root
-from .whole_model import finished
+from .whole_model import finished, measured_memory, memory_figures
 
 __all__ = ["Request", "check_kind", "copied", "run_session"]
 
@@ -142,6 +142,7 @@ def _rewritten(
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
+        measured = measured_memory(program, request.passes) if _measures(request) else None
         if request.plan is None:
             manager.run(request.passes)
         elif request.checks_plan:
@@ -149,6 +150,8 @@ def _rewritten(
         else:
             manager.replay(request.passes, request.plan)
     manager.compare(model)
+    if measured is not None and manager.rewrites:
+        manager.memory = memory_figures(measured, measured_memory(program, request.passes))
     manager.finish(request.passes, request.plan)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
@@ -166,6 +169,10 @@ def _rewritten(
         rewrite.edit.settle()
     program.touch()
     return fast
+
+
+def _measures(request: Request) -> bool:
+    return request.measure and request.plan is None
 
 
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
@@ -319,9 +326,9 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
+        memory=manager.memory,
         spent=_spent(manager.budget),
         checked=manager.history.checked(),
-        messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,

@@ -15,14 +15,14 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..pipeline import supervised
-from ..rewriting import Edit
+from ..rewriting import Edit, Snapshot
 from ..sites import Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import Comparison
 from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
-from .surroundings import Surroundings, switches_kept
+from .switches import switches_kept
 
 __all__ = ["Candidate", "Tuner"]
 
@@ -89,14 +89,20 @@ class Tuner:
 
     Attributes:
         sharing: among how many groups the time left for timing is to be divided.
+        snapshot: what the modules are between rewrites.
     """
 
     def __init__(
         self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings, budget: timing.TimeBudget
     ) -> None:
         self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
-        self.sharing = 1
+        self.sharing, self.snapshot = 1, Snapshot()
         self._check, self._time, self._seed, self._settings = check, time, seed, settings
+
+    def forget(self) -> None:
+        """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""
+        self.calls.forget()
+        self.snapshot.forget()
 
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
@@ -151,8 +157,7 @@ class Tuner:
             MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
             PassError: if the pass raises or hangs.
         """
-        edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
-        edit.on_undo(around.restore)
+        edit = Edit(self.program, group.sites[0], pass_.name, self.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
@@ -165,12 +170,9 @@ class Tuner:
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))
-            around.settle()
-        except MatchFailure as failure:
-            failure.site = group.sites[0] if group.is_single else edit.failed_at
-            edit.undo()
-            raise
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, MatchFailure):
+                failure.site = group.sites[0] if group.is_single else edit.failed_at
             edit.undo()
             raise
         return edit

@@ -28,6 +28,7 @@ from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
 from ..state import Holder, StateMap, StateStep
 from .graph_edit import GraphEdit
+from .snapshot import Snapshot
 
 __all__ = ["TreeEdit"]
 
@@ -35,8 +36,8 @@ __all__ = ["TreeEdit"]
 class TreeEdit(GraphEdit):
     """Change the modules around one site: their graphs, children, attributes and tensors."""
 
-    def __init__(self, program: Program, site: Site, pass_name: str) -> None:
-        super().__init__(program, site, pass_name)
+    def __init__(self, program: Program, site: Site, pass_name: str, snapshot: Snapshot | None = None) -> None:
+        super().__init__(program, site, pass_name, snapshot)
         self._steps: list[tuple[Site, StateStep]] = []
         self._ties: list[tuple[str, str]] = []
         self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
@@ -346,6 +347,7 @@ class TreeEdit(GraphEdit):
             before = capture
             self._journal.note(lambda: install(owner, before))
             drop_specializations(owner, lambda each: path in each.reads, f"{self.pass_name} set '{path}'")
+            self._journal.accept(owner)
         self.program.touch()
 
     def undo(self) -> None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from ...compat import checkpoint
 from ...errors import UsageError
 
-__all__ = ["Context", "Opening"]
+__all__ = ["Context", "Opening", "Surrounding"]
+
+
+@runtime_checkable
+class Surrounding(Protocol):
+    """What a region runs under."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function`, a bound method of the region, under the context."""
+        ...
+
 
 _OPENERS: Mapping[str, Callable[..., AbstractContextManager[Any]]] = {
     "autocast": torch.autocast,

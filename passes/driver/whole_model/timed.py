@@ -89,7 +89,7 @@ class WholeModel:
         unwound = self._around(unwanted)
         for rewrite in reversed(unwound):
             rewrite.edit.undo()
-        self._tuner.calls.forget()
+        self._tuner.forget()
         self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
         for rewrite in unwound:
             if rewrite in unwanted:

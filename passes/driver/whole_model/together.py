@@ -55,7 +55,7 @@ class Together:
     def undecided(self, pass_: Pass, found: Sequence[Group | Refusal]) -> list[Group | Refusal]:
         """Return what is left to be decided one by one, after what stands now, verified together."""
         groups = [item for item in found if isinstance(item, Group)]
-        if len(groups) < _FEWEST:
+        if len(groups) < _FEWEST or not self.tuner.checks:
             return list(found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
