@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .layers.replica import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
     from .passes.pipeline import Decision, Plan
@@ -59,11 +60,13 @@ if TYPE_CHECKING:
     from .tracing.program import Program
     from .tracing.recording import recording
     from .tracing.values import Inputs
+    from .transforms.ddp import Ddp
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
     from .transforms.eliminate_dead_code import EliminateDeadCode
     from .transforms.fold_batchnorm import FoldBatchnorm
     from .transforms.fold_constants import FoldConstants
     from .transforms.fuse_ensembles import FuseEnsembles
+    from .transforms.sync_batchnorm import SyncBatchnorm
 
 _PLACES = {
     "api": (
@@ -75,6 +78,7 @@ _PLACES = {
         "PassError PipelineError PlanError StateError StateWarning MatchFailure UnverifiedWarning UsageError "
         "VerificationError"
     ),
+    "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
@@ -86,11 +90,13 @@ _PLACES = {
     "tracing.values": "Inputs",
     "tracing.graphs": "Context",
     "tracing.program": "Program",
+    "transforms.ddp": "Ddp",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
     "transforms.eliminate_dead_code": "EliminateDeadCode",
     "transforms.fold_batchnorm": "FoldBatchnorm",
     "transforms.fold_constants": "FoldConstants",
     "transforms.fuse_ensembles": "FuseEnsembles",
+    "transforms.sync_batchnorm": "SyncBatchnorm",
 }
 _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
 
@@ -99,6 +105,7 @@ __all__ = [
     "CaptureError",
     "Concatenate",
     "Context",
+    "Ddp",
     "Decision",
     "Edit",
     "EliminateCommonSubexpressions",
@@ -137,6 +144,7 @@ __all__ = [
     "StateError",
     "StateStep",
     "StateWarning",
+    "SyncBatchnorm",
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",
@@ -150,6 +158,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "module",
+    "no_sync",
     "operation",
     "optimize",
     "plan",

@@ -31,7 +31,7 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_finishing, unfinished
 from .passes.sites import Phase
-from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, writes_files
+from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
@@ -199,7 +199,8 @@ def plan(model: nn.Module) -> Plan:
 def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
     """Return the state dict of an optimized model under the original names: what the unoptimized model would save.
 
-    `model.state_dict()` has these names too, but for sharded tensors (FSDP2). Of those, every rank calls this.
+    `model.state_dict()` has these names too, but for sharded tensors (FSDP2) and other ranks' stages.
+    With these, every rank calls this.
 
     Args:
         model: an optimized model.
@@ -210,7 +211,7 @@ def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
         StateError: the model was not optimized.
     """
     state_map = _state_map(model)  # the map first: it says what is no model
-    return gathered(model.state_dict(), state_map, whole=gather)
+    return gathered(whole_state(model) if gather else model.state_dict(), state_map, whole=gather)
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:

@@ -231,7 +231,7 @@ def diff(
     state = weights_of_both(a, b, weights)
     found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
     text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
-    _show({"equal": not text, "diff": text} if as_json else text, as_json)
+    _show({"equal": not text, "diff": text} if as_json else text or "no difference\n", as_json)
     raise typer.Exit(1 if text else 0)
 
 
@@ -271,11 +271,11 @@ def verify(
 @app.command()
 def passes(
     name: Annotated[
-        str | None, typer.Argument(metavar="PASS", help="Describe this pass.", autocompletion=complete_name)
+        str | None, typer.Argument(metavar="PASS", help="Describe this pass or preset.", autocompletion=complete_name)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the passes and presets, or describe one pass.
+    """List the passes and presets, or describe one.
 
     Example: fxopt passes fuse_ensembles
     """

@@ -35,6 +35,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "draws_randomly",
+    "fake_tensors",
     "function_entries",
     "has_hooks",
     "has_lazy_parameters",
@@ -150,6 +151,13 @@ def _is_tagged_random(operator: Any) -> bool:
 def _dropout_position(operator: Any) -> int | None:
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def fake_tensors() -> Any:
+    """Return a mode in which tensors hold no data; real ones that meet them are taken as fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a quarter of a second
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:

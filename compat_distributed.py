@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules._functions import SyncBatchNorm as _SyncBatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BatchNorm", "shard_again", "shared_store", "sync_batch_norm"]
+__all__ = [
+    "BatchNorm",
+    "after_backward",
+    "after_forward",
+    "before_forward",
+    "broadcast_together",
+    "shard_again",
+    "shared_store",
+    "sync_batch_norm",
+]
+
+
+_MESSAGE_BYTES = 250 * 2**20
 
 
 class BatchNorm(_BatchNorm):
     """What the batch norms of torch have in common."""
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function once the backward that is under way is done; to be called during one."""
+    cast("Any", torch.autograd.Variable)._execution_engine.queue_callback(call)
+
+
+def after_forward(reducer: DistributedDataParallel, output: Any) -> Any:
+    """Prepare torch's reducer for the backward of what a forward gave; return what to give instead."""
+    return cast("Any", reducer)._post_forward(output)
+
+
+def before_forward(
+    reducer: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any], *, syncs: bool
+) -> tuple[Any, Any]:
+    """Prepare torch's reducer for a forward, whose gradients it averages or not; return the arguments to use."""
+    reducer.require_backward_grad_sync = syncs
+    return cast("Any", reducer)._pre_forward(*args, **kwargs)
+
+
+def broadcast_together(tensors: Sequence[Tensor]) -> None:
+    """Give tensors the values that they have in process 0, many in one message."""
+    if tensors:
+        detached = [tensor.detach() for tensor in tensors]
+        cast("Any", distributed)._broadcast_coalesced(distributed.group.WORLD, detached, _MESSAGE_BYTES, 0)
 
 
 def shard_again(module: nn.Module) -> None:

@@ -35,12 +35,12 @@ def check_pipeline(text: str | None) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Check the name of one pass.
+    """Check the name of one pass or preset.
 
     Raises:
         UsageError: there is none of this name.
     """
-    if name is not None and name not in (known := pass_names()):
+    if name is not None and name not in (known := {*pass_names(), *PRESETS}):
         raise UsageError(f"unknown pass {name!r}{did_you_mean(name, known)}")
 
 
@@ -104,8 +104,8 @@ def _is_plan(path: Path) -> bool:
 
 
 def complete_name(incomplete: str) -> list[str]:
-    """Return the passes whose names start so."""
-    return [name for name in sorted(pass_names()) if name.startswith(incomplete)]
+    """Return the passes and presets whose names start so."""
+    return [name for name in sorted({*pass_names(), *PRESETS}) if name.startswith(incomplete)]
 
 
 def complete_pipeline(incomplete: str) -> list[str]:

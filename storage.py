@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from .errors import expect
 
-__all__ = ["as_path", "atomic_file", "write_atomically"]
+__all__ = ["as_path", "atomic_file", "byte_text", "write_atomically"]
 
 
 def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
@@ -24,6 +24,14 @@ def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """
     expect(path, (str, os.PathLike), name, "the path of a file, as text or pathlib.Path")
     return Path(path)
+
+
+def byte_text(count: float) -> str:
+    """Write a number of bytes with a unit."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..compat import modules_by_name
 from ..errors import ArchiveError, UsageError, one_line
 from ..passes.driver import Record
-from ..passes.pipeline import Plan
+from ..passes.pipeline import Plan, parse
 from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
@@ -53,12 +53,13 @@ def save(
         factory: `package.module:function` that builds the original; by default its class, if that needs no arguments.
 
     Raises:
-        UsageError: the factory is not there.
+        UsageError: the factory is not there, or a pass would not be found again.
         ArchiveError: a tensor cannot be stored (it is on the meta device, sparse, or of a dtype unknown to the format).
         OSError: the file cannot be written.
     """
     if factory is not None:
         find_factory(factory)
+    _check_found_again(record.plan)
     stored, aliases = stored_once(state)
     modules = modules_by_name(model)
     manifest: dict[str, Any] = {
@@ -138,6 +139,19 @@ def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:
         )
     if kind != KIND:
         raise ArchiveError(f"{where} is of kind {kind!r}; this fxopt loads {KIND!r}")
+
+
+def _check_found_again(plan: Plan) -> None:
+    """Make sure that the passes of a plan can be found by their names, as they are when an archive is loaded."""
+    for text in plan.pipeline:
+        try:
+            parse(text)
+        except UsageError as error:
+            why = str(error).partition("\n")[0]
+            raise UsageError(
+                f"an archive names its passes, and {text!r} would not be found: {why}; register it in the entry-point "
+                "group 'fxopt.passes' of a package, or use fxopt.export, or torch.save(model.state_dict(), path)"
+            ) from error
 
 
 class _Description:

@@ -35,6 +35,7 @@ _TAKEN = (Tensor, bool, int, float, str, type(None))
 _GIVEN = (Tensor, bool, int, float, type(None))
 _FIXED = re.compile(r"marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)")
 _SEED = 0
+_SUFFIX = ".pt2"
 
 
 def export_model(
@@ -56,6 +57,7 @@ def export_model(
     """
     _check_calls(calls)
     _check_values(model)
+    _warn_of_name(Path(path))
     sizes = _FreeSizes.among(calls, dynamic_batch)
     with ExitStack() as stack:
         stack.enter_context(outside_inference_mode())
@@ -262,11 +264,22 @@ def _check_values(model: nn.Module) -> None:
             raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
 
 
+def _warn_of_name(path: Path) -> None:
+    if path.suffix not in ("", _SUFFIX):
+        warnings.warn(
+            f"'{path.name}' is written in the format of {_SUFFIX} files, whatever its name says; name it "
+            f"'{path.with_suffix(_SUFFIX).name}'",
+            stacklevel=4,
+        )
+
+
 def _check_calls(calls: Sequence[Inputs]) -> None:
     """Make sure that there is a call, that all have plain arguments, and that they differ in sizes and numbers only."""
     if not calls:
         raise UsageError("export needs an example call; give example inputs")
     for number, call in enumerate(calls):
+        if call.module:
+            raise UsageError(f"example call {number} is one of {call.module!r}; give calls of the model itself")
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
             _check_plain(value, f"example call {number}: argument {name!r}", _TAKEN, UsageError)
         if _form(call) != _form(calls[0]):

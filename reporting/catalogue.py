@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..known_passes import PRESETS
@@ -14,26 +15,34 @@ __all__ = ["catalogue", "catalogue_json"]
 
 
 def catalogue(name: str | None = None) -> str:
-    """List passes and presets in a line each, or say all about the pass called `name`.
+    """List passes and presets in a line each, or say all about the pass or the preset called `name`.
 
     Raises:
-        UsageError: there is no such pass.
+        UsageError: there is none.
     """
-    if name is not None:
-        return _page(name)
-    infos = available()
-    width = max(map(len, [*infos, *PRESETS])) + 2
-    lines = [f"{info.name:<{width}}{info.problem or info.summary}" for info in infos.values()]
-    presets = [f"{preset:<{width}}{','.join(members)}" for preset, members in PRESETS.items()]
-    return "\n".join(["passes", *_indented(lines), "presets", *_indented(presets)]) + "\n"
+    if name is not None and name in PRESETS:
+        return _lines(name, {member: available()[member] for member in PRESETS[name]}, {})
+    return _page(name) if name is not None else _lines("passes", available(), PRESETS)
+
+
+def _lines(title: str, infos: Mapping[str, PassInfo], presets: Mapping[str, Sequence[str]]) -> str:
+    width = max(map(len, [*infos, *presets])) + 2
+    lines = [title, *_indented([f"{info.name:<{width}}{info.problem or info.summary}" for info in infos.values()])]
+    if presets:
+        named = [f"{preset:<{width}}{','.join(members)}" for preset, members in presets.items()]
+        lines += ["presets", *_indented(named)]
+    return "\n".join(lines) + "\n"
 
 
 def catalogue_json(name: str | None = None) -> dict[str, Any]:
     """Return what `catalogue` says as plain JSON values."""
+    presets = {preset: list(members) for preset, members in PRESETS.items()}
+    if name in presets:
+        return {"passes": [_plain(available()[member]) for member in presets[name]], "presets": {name: presets[name]}}
     if name is not None:
         find_pass(name)
     infos = [_plain(info) for info in available().values() if name in (None, info.name)]
-    return {"passes": infos, "presets": {preset: list(members) for preset, members in PRESETS.items()}}
+    return {"passes": infos, "presets": presets}
 
 
 def _page(name: str) -> str:

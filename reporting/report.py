@@ -63,8 +63,9 @@ class Report:
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
             "spent": _spent(record.spent),
             "timings": None if record.timings is None else dict(record.timings),
+            "memory": None if record.memory is None else dict(record.memory),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
-            "messages": [*record.messages, *self.notes],
+            "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 

@@ -37,7 +37,7 @@ class ReportTable:
 
     def __init__(self, record: Record, missed: Sequence[Miss] = (), notes: Sequence[str] = ()) -> None:
         self.record = record
-        self.notes = [*record.messages, *notes]
+        self.notes = list(notes)
         self.rows = applied_rows(record)
         self.left = left_alone(record) + turned_away(missed)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..storage import byte_text
+
 if TYPE_CHECKING:
     from ..passes.driver import Record
     from ..passes.pipeline import Decision
@@ -94,6 +96,8 @@ def summary(record: Record) -> dict[str, str]:
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage.partition("\n")[0]),
     }
+    if record.memory:
+        lines["memory"] = _memory(record.memory)
     if record.spent:
         lines["checks and timing"] = _spent(record.spent)
     if record.traces:
@@ -109,6 +113,13 @@ def _whole_model(record: Record) -> str:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
     return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_threads(timings)}"
+
+
+def _memory(memory: Mapping[str, int]) -> str:
+    live, peak = (
+        f"{byte_text(memory[f'{kind}_before'])} -> {byte_text(memory[f'{kind}_after'])}" for kind in ("live", "peak")
+    )
+    return f"{live} of activations after a forward; {peak} at most in a step"
 
 
 def _spent(spent: Mapping[str, float]) -> str:

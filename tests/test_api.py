@@ -715,6 +715,8 @@ def test_a_graph_module_is_optimized_copied_and_restored_as_any_other(made: Call
         copied.get_parameter(next(iter(dict(copied.named_parameters())))).add_(1.0)
     assert not torch.allclose(copied(x), expected)
     torch.testing.assert_close(fast(x), expected)
+    with pytest.raises(pickle.PicklingError, match=r"torch.fx.GraphModule cannot be pickled; use fxopt.save"):
+        pickle.dumps(fast)
 
 
 class Heads(nn.Module):

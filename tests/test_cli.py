@@ -289,7 +289,8 @@ def test_inspect_shows_coverage_graphs_and_what_is_opaque(fxopt: Fxopt):
 
 
 def test_diff_compares_models_and_archives(fxopt: Fxopt):
-    assert fxopt("diff", "zoo:heads", "zoo:heads").code == 0
+    same = fxopt("diff", "zoo:heads", "zoo:heads")
+    assert (same.code, same.out) == (0, "no difference\n")
     fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST)
     done = fxopt("diff", "zoo:heads", "out.fxopt", "--trust", "zoo")
     assert done.code == 1
@@ -351,6 +352,11 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     assert "lowering=" in page
     assert fxopt("passes", "--json").json["presets"]["inference"]
     assert [info["name"] for info in fxopt("passes", "fuse_ensembles", "--json").json["passes"]] == ["fuse_ensembles"]
+    preset = fxopt("passes", "training").out.splitlines()
+    assert [line.split()[0] for line in preset] == ["training", *fxopt("passes", "--json").json["presets"]["training"]]
+    described = fxopt("passes", "training", "--json").json
+    assert [info["name"] for info in described["passes"]] == described["presets"].pop("training")
+    assert described["presets"] == {}
     wrong = fxopt("passes", "fuse")
     assert wrong.code == 2
     assert "unknown pass 'fuse'; did you mean 'fuse_ensembles'?" in wrong.err

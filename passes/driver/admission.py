@@ -9,9 +9,10 @@ from torch import nn
 
 from ...compat import submodule
 from ...errors import CaptureError, PassError
+from ...tracing.graphs import capture_of
 from ...tracing.program import Program
 from ..contract import Pass
-from ..rewriting import UnnotedChange, only_reading
+from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
 from ..verification import depends_on_mode
@@ -28,15 +29,15 @@ class Supervised(Protocol):
     def __call__(self, pass_: Pass, what: Callable[[], str], action: Callable[[], list[Any]], /) -> list[Any]: ...
 
 
-def found(program: Program, pass_: Pass, supervised: Supervised) -> list[Site | Refusal]:
-    """Return a pass's sites and refusals, checked for being that.
+def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
+    """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
 
     Raises:
         PassError: `find` raises, hangs, changes something, or yields something else.
     """
 
     def find() -> list[Any]:
-        with only_reading(program):
+        with only_reading(program, snapshot):
             return list(pass_.find(program))
 
     try:
@@ -60,18 +61,33 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
         trained: the modules that the user gave in training mode.
 
     Raises:
-        PassError: the site is in a module that is not there.
+        PassError: the site is in a module that is not there, or has a node that is not.
     """
     if isinstance(item, Refusal):
         return item
     for place in item.places:
+        what = "whose owner is not there"
         try:
             program.module(place.owner)
+            what = "with a node that is not there"
+            for name in place.nodes.values():
+                _check_node(program, place, name.partition("/")[0])
         except CaptureError as error:
-            raise PassError(f"pass '{pass_.name}': find yielded a site whose owner is not there: {error}") from error
+            raise PassError(f"pass '{pass_.name}': find yielded a site {what}: {error}") from error
     reasons = (_obstacle(program, pass_, place, item.phase, trained) for place in item.places)
     reason = next(filter(None, reasons), None)
     return item if reason is None else Refusal(reason, at=item.owner or "(root)")
+
+
+def _check_node(program: Program, site: Site, name: str) -> None:
+    """Make sure that a graph of a site's owner has a node; a site for several modes may name those of all graphs."""
+    try:
+        program.node(site.owner, name, site.specialization)
+    except CaptureError:
+        capture = capture_of(program.module(site.owner))
+        others = [] if capture is None else capture.specializations
+        if all(name not in (node.name for node in each.graph.nodes) for each in others):
+            raise
 
 
 def _obstacle(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,7 @@ class Comparison:
         if self._references is not None:
             return
         with self._budget.spending():
-            brief = self._brief or self.pass_.numerics is Numerics.SEMANTIC
+            brief = self._brief or self.pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC)
             self._references = self._taken(self._owner, brief=brief)
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulations = self._taken(self._simulated, brief=True)
@@ -147,6 +147,18 @@ class Comparison:
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._budget.spending(timing=True):
             return timing.time_candidates(known, limit=self._limit)
+
+    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
+        """Return the figures of the best candidate of some, and why it does not pay, or ""."""
+        speed = timings.ratio("before", best)
+        figures = {
+            **timing_figures(timings, best),
+            "lowerings": {name: microseconds(timings, name) for name in names},
+        }
+        if speed.low > 1.0 or self.group.required:
+            return figures, ""
+        verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {best}"
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -55,11 +55,13 @@ class History:
 
     Attributes:
         step: the number of the pass that is running.
+        landed_at: for each pass the owners of the graphs that it has rewritten.
     """
 
     decisions: list[Decision] = field(default_factory=list["Decision"])
     rewrites: list[Rewrite] = field(default_factory=list["Rewrite"])
     step: int = 0
+    landed_at: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
 
     @property
     def applied(self) -> int:
@@ -103,6 +105,7 @@ class History:
     def _stand(self, rewrite: Rewrite) -> None:
         self.decisions.extend(rewrite.recorded)
         self.rewrites.append(rewrite)
+        self.landed_at.setdefault(rewrite.decision.step, set()).update(rewrite.edit.changed_owners)
 
     def _decision(self, pass_: Pass, candidate: Candidate) -> Decision:
         group, (first, *others) = candidate.group, candidate.group.sites

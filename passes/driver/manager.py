@@ -15,18 +15,19 @@ from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
-from ..sites import Goal, Refusal, Site, StaleSite
+from ..rewriting import Snapshot
+from ..sites import Goal, Numerics, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order, keeps_function
+from .groups import Group, grouped, grouped_in_order
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
 from .tuner import Candidate, Tuner
-from .whole_model import HandedOver, WholeModel
+from .whole_model import HandedOver, Together, WholeModel
 
 __all__ = ["Manager"]
 
@@ -54,6 +55,7 @@ class Manager:
         history: what was decided, and what stands.
         traces: what each pass took and did.
         timings: of the whole model, once a pass for speed has run.
+        memory: of a training step, once a pass for memory has run.
     """
 
     program: Program
@@ -68,11 +70,14 @@ class Manager:
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, float] | None = None
+    memory: Mapping[str, int] | None = None
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.trained is None:
+            self.trained = {module for module in self.program.names.distinct if module.training}
         self._tuner = Tuner(
             self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings, budget=self.budget
         )
@@ -98,6 +103,7 @@ class Manager:
         baseline = twin(self.program.model) if self._times_anything(passes) else None
         for pass_ in _rewriting(passes):
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+        self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         if baseline is not None:
             self.on_progress(Progress("timing the whole model"))
             self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
@@ -145,7 +151,7 @@ class Manager:
                 self._observe(pass_, lambda planned=planned: self.decisions.extend(planned))
 
     def _find_units(self, pass_: Pass) -> None:
-        for item in found(self.program, pass_, self._tuner.supervised):
+        for item in found(self.program, pass_, self._tuner.supervised, Snapshot()):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:
@@ -192,7 +198,9 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = grouped(pass_, items)
         self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
-        to_time, told = kinds_to_time(self.program, groups), announced(groups, pass_.name, self.on_progress)
+        groups = Together(self._tuner, self.history, self.seed).undecided(pass_, groups)
+        to_time = kinds_to_time(self.program, groups) if self.time else [1] * len(groups)
+        told = announced(groups, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
@@ -274,11 +282,11 @@ class Manager:
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals; those that nothing may be done at are refusals."""
-        return [self._admitted(pass_, item) for item in found(self.program, pass_, self._tuner.supervised)]
+        items = found(self.program, pass_, self._tuner.supervised, self._tuner.snapshot)
+        return [self._admitted(pass_, item) for item in items]
 
     def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
-        trained = [m for m in self.program.names.distinct if m.training] if self.trained is None else self.trained
-        return admitted(self.program, pass_, item, trained)
+        return admitted(self.program, pass_, item, self.trained or ())
 
     # -- one group -------------------------------------------------------------------------------------------------
 
@@ -319,9 +327,8 @@ class Manager:
 
     def _has_landed_at(self, group: Group) -> bool:
         """Say whether the pass that is running has rewritten a graph of the group."""
-        owners = {place.owner for site in group.sites for place in site.places}
-        landed = (rewrite for rewrite in self.rewrites if rewrite.decision.step == self.history.step)
-        return any(not owners.isdisjoint(rewrite.edit.changed_owners) for rewrite in landed)
+        landed = self.history.landed_at.get(self.history.step, ())
+        return any(place.owner in landed for site in group.sites for place in site.places)
 
     def _block(self, pass_: Pass, group: Group) -> Block | None:
         """Describe the block around a group, where its decision may serve others or be served by another's."""
@@ -358,7 +365,7 @@ class Manager:
         return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
 
     def _note_change(self, pass_: Pass) -> None:
-        if not keeps_function(pass_):
+        if pass_.numerics is Numerics.SEMANTIC:  # within a budget, calls stay good inputs to compare on
             self._tuner.calls.forget()
 
     # -- what came of it -------------------------------------------------------------------------------------------

@@ -43,10 +43,11 @@ class Record:
         coverage: in words, how much of the model was captured.
         parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
         timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
+        memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
+            "peak_before" and "peak_after" at the worst moment.
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
             one forward of the model (with its backward in training).
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
-        messages: warnings and notes, a line each.
         eval_only: the passes whose rewrites hold in evaluation mode only.
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
@@ -62,9 +63,9 @@ class Record:
     parameters_before: int
     parameters_after: int
     timings: Mapping[str, float] | None = None
+    memory: Mapping[str, int] | None = None
     spent: Mapping[str, float] | None = None
     checked: str = "not at all"
-    messages: tuple[str, ...] = ()
     eval_only: tuple[str, ...] = ()
     traces: tuple[PassTrace, ...] = ()
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)

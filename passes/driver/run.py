@@ -20,7 +20,7 @@ from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_s
 from ..contract import Pass
 from ..pipeline import Plan, Ranks, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..state import RECORD_KEY, StateMap, copied_module, skeleton_of
+from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
 from ..verification import is_on_meta
 from .exact_type_checks import forbid_type_checking_forwards
@@ -30,7 +30,7 @@ from .own_forward import forbid_lost_forwards
 from .progress import Progress, unheard
 from .record import Record, record_of
 from .root import make_root
-from .whole_model import finished
+from .whole_model import finished, measured_memory, memory_figures
 
 __all__ = ["Request", "check_kind", "copied", "run_session"]
 
@@ -89,7 +89,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         fast = _on_all_ranks(model, names, request, others)
         if not finishes:
             return fast
-        inputs = request.inputs if request.verify else ()
+        inputs = [call for call in request.inputs if request.verify and not call.module]
         return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
 
 
@@ -142,6 +142,7 @@ def _rewritten(
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
+        measured = measured_memory(program, request.passes) if _measures(request) else None
         if request.plan is None:
             manager.run(request.passes)
         elif request.checks_plan:
@@ -149,6 +150,8 @@ def _rewritten(
         else:
             manager.replay(request.passes, request.plan)
     manager.compare(model)
+    if measured is not None and manager.rewrites:
+        manager.memory = memory_figures(measured, measured_memory(program, request.passes))
     manager.finish(request.passes, request.plan)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier)
@@ -166,6 +169,10 @@ def _rewritten(
         rewrite.edit.settle()
     program.touch()
     return fast
+
+
+def _measures(request: Request) -> bool:
+    return request.measure and request.plan is None
 
 
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
@@ -220,6 +227,8 @@ def check_model(model: object) -> ModelNames:
         InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
     """
     names = ModelNames(check_kind(model))
+    if isinstance(model, InParts):
+        raise InputError("the model is in parts on several ranks already; give optimize all passes at once")
     if any(map(nn.parameter.is_lazy, {type(tensor): tensor for tensor in all_tensors(names.distinct)}.values())):
         name = next(name for name, tensor in names.registered().items() if nn.parameter.is_lazy(tensor))
         raise InputError(f"'{name}' is lazy: its shape is not known yet; call the model once, then optimize it")
@@ -275,7 +284,7 @@ def _budget(program: Program, request: Request) -> TimeBudget:
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else time.thread_time
-    forward = forward_seconds(program.model, program.inputs, program.training, clock)
+    forward = forward_seconds(program.model, program.whole_calls, program.training, clock)
     return TimeBudget.granted(request.time_budget, forward, clock)
 
 
@@ -317,9 +326,9 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
+        memory=manager.memory,
         spent=_spent(manager.budget),
         checked=manager.history.checked(),
-        messages=(),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,

@@ -15,14 +15,14 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..pipeline import supervised
-from ..rewriting import Edit
+from ..rewriting import Edit, Snapshot
 from ..sites import Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
-from .comparison import Comparison, microseconds, timing_figures
+from .comparison import Comparison
 from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
-from .surroundings import Surroundings, switches_kept
+from .switches import switches_kept
 
 __all__ = ["Candidate", "Tuner"]
 
@@ -89,14 +89,20 @@ class Tuner:
 
     Attributes:
         sharing: among how many groups the time left for timing is to be divided.
+        snapshot: what the modules are between rewrites.
     """
 
     def __init__(
         self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings, budget: timing.TimeBudget
     ) -> None:
         self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
-        self.sharing = 1
+        self.sharing, self.snapshot = 1, Snapshot()
         self._check, self._time, self._seed, self._settings = check, time, seed, settings
+
+    def forget(self) -> None:
+        """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""
+        self.calls.forget()
+        self.snapshot.forget()
 
     def asks(self, pass_: Pass, group: Group) -> bool:
         """Say whether there is anything to verify or to time at a group."""
@@ -107,10 +113,21 @@ class Tuner:
     def _is_timed(self, pass_: Pass) -> bool:
         return self._time and pass_.goal is Goal.SPEED
 
+    @property
+    def checks(self) -> bool:
+        """Say whether rewrites are verified."""
+        return self._check and not is_on_meta(self.program.model)
+
+    def seconds_to_time(self, pass_: Pass, group: Group) -> float:
+        """Return in how many seconds a group is to be timed; 0 where it is not."""
+        if not self._is_timed(pass_):
+            return 0.0
+        has_choice = len(group.choices) > 1
+        return self.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
+
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
         asked = self.asks(pass_, group)
-        wanted = asked and time and self._is_timed(pass_)
-        timed = self.budget.for_a_race(whole=not group.owner) / self.sharing if wanted else 0.0
+        timed = self.seconds_to_time(pass_, group) if asked and time else 0.0
         return Comparison(
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
@@ -140,8 +157,7 @@ class Tuner:
             MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
             PassError: if the pass raises or hangs.
         """
-        edit, around = Edit(self.program, group.sites[0], pass_.name), Surroundings(self.program.model)
-        edit.on_undo(around.restore)
+        edit = Edit(self.program, group.sites[0], pass_.name, self.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
@@ -154,12 +170,9 @@ class Tuner:
 
         try:
             self.supervised(pass_, lambda: f"site {(edit.failed_at or group).key}", rewrite, times=len(group.sites))
-            around.settle()
-        except MatchFailure as failure:
-            failure.site = group.sites[0] if group.is_single else edit.failed_at
-            edit.undo()
-            raise
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, MatchFailure):
+                failure.site = group.sites[0] if group.is_single else edit.failed_at
             edit.undo()
             raise
         return edit
@@ -252,7 +265,7 @@ class Tuner:
             wrong: what verification said of those that were better.
         """
         group = comparison.group
-        figures, reason = _judged(race, comparison)
+        figures, reason = comparison.judged(race.timings, race.best, race.candidates)
         if reason:
             return Candidate(group, "; ".join((*wrong, reason)), figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
@@ -384,16 +397,3 @@ def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> _Race
     """Time candidates; the best is the fastest or, of those that are not shown to be 2% slower, the first."""
     timings = comparison.timings({name: candidate.runner for name, candidate in candidates.items()})
     return _Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))
-
-
-def _judged(race: _Race, comparison: Comparison) -> tuple[dict[str, Any], str]:
-    """Return the figures of the best candidate, and why it does not pay, or ""."""
-    speed = race.timings.ratio("before", race.best)
-    figures = {
-        **timing_figures(race.timings, race.best),
-        "lowerings": {name: microseconds(race.timings, name) for name in race.candidates},
-    }
-    if speed.low > 1.0 or comparison.group.required:
-        return figures, ""
-    verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
-    return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {race.best}"

@@ -7,11 +7,13 @@ from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .inlining import obstacle_to_inlining, unmet_guards
 from .patterns import Match, Pattern, anything, either, module, operation
+from .snapshot import Snapshot
 
 __all__ = [
     "Edit",
     "Match",
     "Pattern",
+    "Snapshot",
     "UnnotedChange",
     "anything",
     "either",

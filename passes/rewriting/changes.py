@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
-from ...compat import DispatchMode, modules_by_name, own_buffers, own_parameters, written_arguments
+from ...compat import DispatchMode, written_arguments
 from ...errors import MatchFailure
-from ...tracing.graphs import Capture, capture_of
 from ...tracing.program import Program
 from ...tracing.recording import AttributeState, ParameterData, change_count
-from ...tracing.values import qualified, tensors_in
+from ...tracing.values import ModelNames, qualified, tensors_in
+from .snapshot import GraphState, ModuleState, Snapshot
 
 __all__ = ["UnnotedChange", "Watch", "only_reading", "watching"]
 
@@ -46,24 +45,23 @@ class Watch:
     """Hold what a part of a program is, to see later what became of it.
 
     Args:
+        snapshot: knows what the modules were.
         program: which is about to be rewritten.
         name: of the module that is watched, with all inside it.
     """
 
-    def __init__(self, program: Program, name: str) -> None:
-        inside = modules_by_name(program.module(name))
-        self._names = {module: qualified(name, path) for path, module in inside.items()}
-        self._first = {module: AttributeState(module) for module in self._names}
-        self._expected = dict(self._first)
-        self._graphs = [_Graph(capture, number, self._names[m]) for m, capture, number in _graphs_of(self._names)]
-        self._tensors = _named_tensors(self._names)
-        self.data = ParameterData([tensor for tensor, _ in self._tensors.values()])
+    def __init__(self, snapshot: Snapshot, program: Program, name: str) -> None:
+        names = ModelNames(program.module(name)) if name else program.names
+        self._names = {module: qualified(name, paths[0]) for module, paths in names.all_of_each()}
+        self._states = snapshot.settled(self._names) if name else snapshot.whole(program)
+        self._accepted: dict[nn.Module, AttributeState] = {}
+        self.data = ParameterData(tensor for state in self._states for _, tensor in state.tensors())
 
     def accept(self, modules: Iterable[nn.Module] = ()) -> None:
         """Take what modules hold now as what they should; of all of them, where none is named."""
-        for module in tuple(modules) or tuple(self._expected):
-            if module in self._expected:
-                self._expected[module] = AttributeState(module)
+        for module in tuple(modules) or tuple(self._names):
+            if module in self._names:
+                self._accepted[module] = AttributeState(module)
 
     def check_module(self, module: nn.Module) -> None:
         """Make sure that a module holds what it should.
@@ -71,62 +69,78 @@ class Watch:
         Raises:
             UnnotedChange: if it does not.
         """
-        state = self._expected.get(module)
-        for where, name in () if state is None else state.differences():
+        if module not in self._names:
+            return
+        state = self._accepted.get(module) or self._states.by_module[module].attributes
+        if state.is_same():
+            return
+        for where, name in state.differences():
             known = where in _KINDS
             raise UnnotedChange(
                 _KINDS[where] if known else _OTHERWISE, qualified(self._names[module], name if known else where)
             )
 
-    def check(self) -> None:
-        """Make sure that nothing was changed but what was accepted.
+    def check(self) -> list[ModuleState]:
+        """Return what the modules were that are changed, having made sure that this was accepted.
 
         Raises:
-            UnnotedChange: naming the first change, and what to use instead.
+            UnnotedChange: naming the first change that was not, and what to use instead.
         """
         for key in self.data.changed():
-            raise UnnotedChange(_IN_PLACE, self._tensors[key][1])
-        for module in self._expected:
+            raise UnnotedChange(_IN_PLACE, self._name_of(key))
+        changed = self._states.changed()
+        for module in dict.fromkeys((*(state.module for state in changed), *self._accepted)):
             self.check_module(module)
-        for graph in self._graphs:
-            if graph.is_changed():
-                raise UnnotedChange(_GRAPH, graph.owner or "(root)")
+        for owner, graph in self._graphs():
+            if not graph.is_same():
+                raise UnnotedChange(_GRAPH, owner or "(root)")
+        return changed
 
     def restore(self) -> None:
         """Put everything back as it was at first."""
-        for state in self._first.values():
+        for state in self._states.changed():
             state.restore()
         self.data.restore()
-        for graph in self._graphs:
+        for _, graph in self._graphs():
             graph.restore()
+
+    def _graphs(self) -> Iterator[tuple[str, GraphState]]:
+        """Yield each graph once, with the name of the first module that has it."""
+        first: dict[GraphState, nn.Module] = {}
+        for state in self._states:
+            for graph in state.graphs:
+                first.setdefault(graph, state.module)
+        return ((self._names[module], graph) for graph, module in first.items())
+
+    def _name_of(self, tensor: int) -> str:
+        named = ((state.module, *each) for state in self._states for each in state.tensors())
+        return next(qualified(self._names[module], name) for module, name, value in named if id(value) == tensor)
 
 
 @contextmanager
-def watching(program: Program, name: str) -> Generator[Watch]:
+def watching(snapshot: Snapshot, program: Program, name: str) -> Generator[Watch]:
     """Watch a part of a program while a pass rewrites it."""
-    watch = Watch(program, name)
-    with ExitStack() as stack:
-        stack.enter_context(watch.data.watched())
-        stack.enter_context(_Writes(watch.data))
+    watch = Watch(snapshot, program, name)
+    with watch.data.watched(), _Writes(watch.data):
         yield watch
 
 
 @contextmanager
-def only_reading(program: Program) -> Generator[None]:
+def only_reading(program: Program, snapshot: Snapshot) -> Generator[None]:
     """Watch a program while a pass looks for sites; the pass may run the model.
 
     Raises:
         UnnotedChange: if the pass changed anything.
     """
-    watch = Watch(program, "")
-    renormalised = {id(m.weight) for m in program.names.distinct if getattr(m, "max_norm", None) is not None}
+    watch = Watch(snapshot, program, "")
+    renormalised = {id(m.weight) for m in program.names.distinct if vars(m).get("max_norm") is not None}
     parameters = {name: p for name, p in program.names.parameters().items() if id(p) not in renormalised}
-    counts = {name: change_count(parameter) for name, parameter in parameters.items()}
+    counts = list(map(change_count, parameters.values()))
     with watch.data.watched():
         yield
     try:
-        for name, parameter in parameters.items():
-            if change_count(parameter) != counts[name]:
+        for name, parameter, count in zip(parameters, parameters.values(), counts, strict=True):
+            if change_count(parameter) != count:
                 raise UnnotedChange(_IN_PLACE, name)
         watch.check()
     except UnnotedChange:
@@ -149,55 +163,3 @@ class _Writes(DispatchMode):
             for tensor in tensors_in([value for key, value in values if key in written]):
                 self._data.keep_memory(tensor)
         return func(*args, **kwargs)
-
-
-class _Graph:
-    """A graph, and what its nodes were."""
-
-    def __init__(self, capture: Capture, number: int, owner: str) -> None:
-        self.owner = owner
-        self._capture, self._number = capture, number
-        self._graph = capture.specializations[number].graph
-        self._nodes = [(node, node.target, node.args, node.kwargs, node.name) for node in self._graph.nodes]
-
-    def is_changed(self) -> bool:
-        if len(self._graph.nodes) != len(self._nodes):
-            return True
-        return any(
-            node is not kept or node.args is not args or node.kwargs is not kwargs or node.target is not target
-            for node, (kept, target, args, kwargs, _) in zip(self._graph.nodes, self._nodes, strict=True)
-        )
-
-    def restore(self) -> None:
-        """Put a graph like the one that was in its place, where it was changed."""
-        if not self.is_changed():
-            return
-        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node, target, args, kwargs, name in self._nodes:
-            values = fx.map_arg((args, kwargs), new.__getitem__)
-            new[node] = graph.create_node(node.op, target, *values, name=name, type_expr=node.type)
-            new[node].meta = dict(node.meta)
-        specializations = self._capture.specializations
-        if specializations[self._number].graph is self._graph:
-            specializations[self._number] = replace(specializations[self._number], graph=graph)
-
-
-def _graphs_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Capture, int]]:
-    """Return each graph of some modules once; modules may share their captures."""
-    seen: dict[int, tuple[nn.Module, Capture, int]] = {}
-    for module in modules:
-        capture = capture_of(module)
-        for number, each in enumerate(() if capture is None else capture.specializations):
-            if capture is not None:
-                seen.setdefault(id(each.graph), (module, capture, number))
-    return list(seen.values())
-
-
-def _named_tensors(modules: dict[nn.Module, str]) -> dict[int, tuple[Tensor, str]]:
-    """Return id -> tensor and its qualified name."""
-    found: dict[int, tuple[Tensor, str]] = {}
-    for module, path in modules.items():
-        for name, value in (*own_parameters(module).items(), *own_buffers(module).items(), *vars(module).items()):
-            if isinstance(value, Tensor):
-                found.setdefault(id(value), (value, qualified(path, name)))
-    return found

@@ -31,19 +31,19 @@ class Edit(TreeEdit):
             UnnotedChange: naming the change, and the verb to use instead.
             MatchFailure: if no step of the state map accounts for a tensor that was added, or is missing.
         """
-        holder = self.holder
-        with watching(self.program, self.site.owner) as watch:
-            self._journal.watch, shapes = watch, lasting_shapes(holder)
+        holder, journal = self.holder, self._journal
+        with watching(journal.snapshot, self.program, self.site.owner) as watch:
+            journal.watch, shapes = watch, lasting_shapes(holder)
             try:
                 yield
-                watch.check()
+                journal.keep(watch.check())
                 check_mapped(shapes, lasting_shapes(holder), self.state_map_of_model())
             except BaseException:
                 self.undo()
                 watch.restore()
                 raise
             finally:
-                self._journal.watch = None
+                journal.watch = None
 
     def outline(
         self, nodes: Iterable[fx.Node], *, name: str, context: Opener | None = None, wrapper: Wrapper | None = None

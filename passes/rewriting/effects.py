@@ -28,17 +28,17 @@ from .inlining import unmet_guard
 __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]
 
 
-class _KnownKinds:
-    """What was found out about kinds of modules, kept until the program changes."""
+class _Known:
+    """What was found out about modules and kinds of them, kept until the program changes."""
 
     def __init__(self) -> None:
         self.effects: dict[int, bool] = {}
-        self.writes: dict[int, bool] = {}
+        self.writes: dict[nn.Module, bool] = {}
         self.shares: dict[int, bool] = {}
         self.leaves_graph: dict[tuple[int, int], bool] = {}
 
     @classmethod
-    def compute(cls, program: Program) -> _KnownKinds:
+    def compute(cls, program: Program) -> _Known:
         return cls()
 
 
@@ -89,7 +89,7 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    known, key = program.analyses[_KnownKinds].leaves_graph, (program.analyses[Likeness].of(module), len(values))
+    known, key = program.analyses[_Known].leaves_graph, (program.analyses[Likeness].of(module), len(values))
     if key not in known:
         known[key] = _is_unlike_its_graph(node, module, capture)
     return known[key]
@@ -104,26 +104,24 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known = program.analyses[_KnownKinds].effects
-    return _holds_of_module(known, module, program, name, _leaf_has_effects, has_effects)
+    known, kind = program.analyses[_Known].effects, program.analyses[Likeness].of(module)
+    if kind not in known:
+        known[kind] = _holds_of_module(module, program, name, _leaf_has_effects, has_effects)
+    return known[kind]
 
 
 def _holds_of_module(
-    known: dict[int, bool],
     module: nn.Module,
     program: Program,
     name: str,
     of_leaf: Callable[[nn.Module], bool],
     of_node: Callable[[fx.Node, Program, str], bool],
 ) -> bool:
-    """Say, once for each kind of module, whether something holds of it or of a node in it; hooks may do anything."""
-    kind = program.analyses[Likeness].of(module)
-    if kind not in known:
-        nodes = _nodes_inside(module)
-        known[kind] = has_hooks(module) or (
-            of_leaf(module) if nodes is None else any(of_node(node, program, name) for node in nodes)
-        )
-    return known[kind]
+    """Say whether something holds of a module or of a node in it; hooks may do anything."""
+    nodes = _nodes_inside(module)
+    return has_hooks(module) or (
+        of_leaf(module) if nodes is None else any(of_node(node, program, name) for node in nodes)
+    )
 
 
 def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
@@ -158,8 +156,10 @@ def writes(node: fx.Node, program: Program, owner: str) -> bool:
 
 
 def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known = program.analyses[_KnownKinds].writes
-    return _holds_of_module(known, module, program, name, _leaf_writes, writes)
+    known = program.analyses[_Known].writes  # asked of all after each edit: kinds would take longer to tell
+    if module not in known:
+        known[module] = _holds_of_module(module, program, name, _leaf_writes, writes)
+    return known[module]
 
 
 def _leaf_writes(module: nn.Module) -> bool:
@@ -226,7 +226,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module may return what lies in the memory of an argument."""
-    known, kind = program.analyses[_KnownKinds].shares, program.analyses[Likeness].of(module)
+    known, kind = program.analyses[_Known].shares, program.analyses[Likeness].of(module)
     if kind not in known:
         known[kind] = has_hooks(module) or _kind_shares(module, program, name)
     return known[kind]

@@ -33,6 +33,7 @@ from ..state import Holder, holder_of
 from .effects import has_effects
 from .journal import Journal
 from .order import check_order_of_writes, has_write_between
+from .snapshot import Snapshot
 from .well_formed import check_well_formed, is_same_graph
 
 __all__ = ["GraphEdit"]
@@ -69,14 +70,14 @@ class GraphEdit:
         trainable: a rewrite for evaluation leaves the model as it is in training.
     """
 
-    def __init__(self, program: Program, site: Site, pass_name: str) -> None:
+    def __init__(self, program: Program, site: Site, pass_name: str, snapshot: Snapshot | None = None) -> None:
         self.program = program
         self.site: Site = site
         self.failed_at: Site | None = None
         self.pass_name = pass_name
         self.trainable = False
         self._whole = site
-        self._journal = Journal()
+        self._journal = Journal(snapshot or Snapshot())
         self._owners: dict[str, nn.Module] = {}
         self._holders: dict[str, Holder] = {}
         self._graphs: dict[str, _Graphs] = {}

@@ -93,7 +93,11 @@ def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -
     inside, writers = set(chosen), set(memory.writers)
     if not writers:
         return
-    between = [n for n in itertools.takewhile(lambda n: n is not chosen[-1], _from(chosen[0])) if n not in inside]
+    between = [
+        node
+        for node in itertools.takewhile(lambda n: n is not chosen[-1], _from(chosen[0]))
+        if node not in inside and node.op != "get_attr"  # whenever it is read, it is the same tensor
+    ]
     for other, mine in itertools.product(between, chosen):
         for writer, reader in ((other, mine), (mine, other)):
             if writer in writers and memory.written(writer) & memory.touched(reader):
@@ -118,12 +122,13 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
         return
     old = {node.name: (number, node) for number, node in enumerate(before.nodes)}
     new = {node.name: (number, node) for number, node in enumerate(graph.nodes)}
+    instead = {name: node for node in graph.nodes for name in node.meta.get("replaces", ())}
     for writer in memory.writers:
         if writer.name not in new:
             continue
         written, was, now = memory.written(writer), old[writer.name][0], new[writer.name][0]
         for name, (place, node) in new.items():
-            readers = [old[name][1]] if name in old else _stood_in_for(node, old, new)
+            readers = [old[name][1]] if name in old else _stood_in_for(node, old, new, instead)
             for reader in readers:
                 if reader.name == writer.name or not written & memory.touched(reader):
                     continue
@@ -137,12 +142,13 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
 _Places = Mapping[str, tuple[int, fx.Node]]
 
 
-def _stood_in_for(node: fx.Node, old: _Places, new: _Places) -> list[fx.Node]:
-    """Return the operations that are gone since a new node gives what they gave."""
+def _stood_in_for(node: fx.Node, old: _Places, new: _Places, instead: Mapping[str, fx.Node]) -> list[fx.Node]:
+    """Return the operations that are gone since a new node gives what they gave, and no other one does."""
     gone = [old[name][1] for name in node.meta.get("replaces", ()) if name in old and name not in new]
     found: dict[fx.Node, None] = {}
     for each in gone:
         if each not in found:
             found[each] = None
-            gone += [source for source in each.all_input_nodes if source.name not in new]
+            sources = (source for source in each.all_input_nodes if source.name not in new)
+            gone += [source for source in sources if instead.get(source.name, node) is node]
     return list(found)

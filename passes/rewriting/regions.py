@@ -15,7 +15,17 @@ from torch import fx, nn
 
 from ...compat import has_hooks
 from ...errors import MatchFailure, expect
-from ...tracing.graphs import Capture, Context, Opening, Region, Specialization, WrappedRegion, capture_of, install
+from ...tracing.graphs import (
+    Capture,
+    Context,
+    Opening,
+    Region,
+    Specialization,
+    Surrounding,
+    WrappedRegion,
+    capture_of,
+    install,
+)
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_leaves
 from .inlining import unmet_guard
@@ -24,8 +34,9 @@ from .tree_edit import TreeEdit
 
 __all__ = ["Opener", "Region", "Wrapper", "inline", "outline"]
 
-Opener = Context | Callable[[], AbstractContextManager[Any]]
-"""What a region runs under: a context of torch by its name, or a function that opens one."""
+Opener = Context | Surrounding | Callable[[], AbstractContextManager[Any]]
+"""What a region runs under: a context of torch by its name, what calls the region itself, or a function that opens one.
+"""
 
 Wrapper = Callable[[Region], nn.Module]
 """Makes the module to call in the place of a region, which it calls in turn."""
@@ -45,8 +56,8 @@ def outline(
         edit: of the site whose graph holds the nodes.
         nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
         name: of the child; numbered if it is taken.
-        context: what the child runs under: `Context("checkpoint")`, say, or a function that
-            returns a context manager; a saved model loads where the function can be pickled.
+        context: what the child runs under: `Context("checkpoint")`, say, a function that returns a context manager, or
+            an object whose `run` calls the region; a saved model loads where these can be pickled.
         wrapper: is given the child and returns the module to call in its place.
 
     Raises:
@@ -55,7 +66,7 @@ def outline(
         UsageError: the context cannot be opened, or the wrapper returned no module.
     """
     if not callable(context):
-        expect(context, (Context, type(None)), "context", "a Context, or a function that returns a context manager")
+        expect(context, (Surrounding, type(None)), "context", "a Context, or a function that returns a context manager")
     wanted = set(nodes)
     chosen = [n for n in edit.graph.nodes if n in wanted and n.op != "get_attr" and n.target is not require]
     if any(node.op in ("placeholder", "output") for node in chosen) or not chosen:
@@ -123,7 +134,8 @@ def _region(
     origins = {name: target for target, name in local.items()}
     if context is None:
         return Region(children, origins), graph
-    return WrappedRegion(context if isinstance(context, Context) else Opening(context), children, origins), graph
+    surrounding = context if isinstance(context, Surrounding) else Opening(context)
+    return WrappedRegion(surrounding, children, origins), graph
 
 
 def _call_region(

@@ -28,6 +28,7 @@ from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
 from ..state import Holder, StateMap, StateStep
 from .graph_edit import GraphEdit
+from .snapshot import Snapshot
 
 __all__ = ["TreeEdit"]
 
@@ -35,11 +36,12 @@ __all__ = ["TreeEdit"]
 class TreeEdit(GraphEdit):
     """Change the modules around one site: their graphs, children, attributes and tensors."""
 
-    def __init__(self, program: Program, site: Site, pass_name: str) -> None:
-        super().__init__(program, site, pass_name)
+    def __init__(self, program: Program, site: Site, pass_name: str, snapshot: Snapshot | None = None) -> None:
+        super().__init__(program, site, pass_name, snapshot)
         self._steps: list[tuple[Site, StateStep]] = []
         self._ties: list[tuple[str, str]] = []
         self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
+        self._removed: set[tuple[nn.Module, str]] = set()
 
     # -- children --------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class TreeEdit(GraphEdit):
         free = self._free_name(name)
         module.train(self.owner.training)
         self._set_child(free, module)
-        _set_apart(self.owner, free)
+        self._set_apart(self.owner, free)
         return free
 
     def add_owned(self, module: nn.Module, *, name: str) -> str:
@@ -70,7 +72,7 @@ class TreeEdit(GraphEdit):
         module.train(self.holder.module.training)
         with self._journal.changing(*holders):
             self.holder.share(free, module)
-        _set_apart(self.holder.module, free)
+        self._set_apart(self.holder.module, free)
         self.program.touch()
         return free
 
@@ -84,11 +86,17 @@ class TreeEdit(GraphEdit):
                 f"'{name}'; rewrite within its children, or replace one by edit.replace_module"
             )
 
+    def _set_apart(self, holder: nn.Module, child: str) -> None:
+        """Keep a new child from being an item of a container, unless it has the name of one that was taken out."""
+        if counts_items(type(holder)) and (holder, child) not in self._removed:
+            note_added(holder, child)
+
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the owner; nothing may call it any more."""
         with self._journal.changing(self.owner):
             delattr(self.owner, name)
-            note_removed(self.owner, name)
+            if not note_removed(self.owner, name):
+                self._removed.add((self.owner, name))
         self.program.touch()
 
     def replace_module(self, at: str | fx.Node, module: nn.Module) -> None:
@@ -339,6 +347,7 @@ class TreeEdit(GraphEdit):
             before = capture
             self._journal.note(lambda: install(owner, before))
             drop_specializations(owner, lambda each: path in each.reads, f"{self.pass_name} set '{path}'")
+            self._journal.accept(owner)
         self.program.touch()
 
     def undo(self) -> None:
@@ -347,12 +356,7 @@ class TreeEdit(GraphEdit):
         self._steps.clear()
         self._ties.clear()
         self._attributes.clear()
-
-
-def _set_apart(holder: nn.Module, child: str) -> None:
-    """Keep a new child from being an item of a container."""
-    if counts_items(type(holder)):
-        note_added(holder, child)
+        self._removed.clear()
 
 
 def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | None) -> Guard:

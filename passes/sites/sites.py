@@ -109,7 +109,7 @@ class Site:
         program: where the site is.
         owner: qualified name of the module whose graph holds the nodes ("" is the root); of a module without a graph,
             which is rewritten whole; of a site with parts, of the module around all of them.
-        nodes: label -> name of a node in that graph.
+        nodes: label -> name of a node in that graph; "call/node" is one in the graph of the child that `call` calls.
         specialization: which of the owner's graphs (0 unless training and evaluation differ).
         choices: the lowerings that `rewrite` can produce, in order of preference; empty if there is one only.
         choice: the lowering that `rewrite` shall produce now.

@@ -6,6 +6,7 @@ from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNam
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
 from .holders import Holder, holder_of
+from .in_parts import InParts, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
@@ -19,6 +20,7 @@ __all__ = [
     "VIEWS",
     "Concatenate",
     "Holder",
+    "InParts",
     "KeepsOriginalNames",
     "Rename",
     "Select",
@@ -37,5 +39,6 @@ __all__ = [
     "skeleton_of",
     "translate_optimizer",
     "twin",
+    "whole_state",
     "writes_files",
 ]

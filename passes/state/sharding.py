@@ -11,6 +11,7 @@ from ...compat import all_modules
 from ...compat_distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded, tensors_by_name
+from .in_parts import InParts
 from .state_map import StateMap
 
 __all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "writes_files"]
@@ -67,7 +68,7 @@ def writes_files(model: nn.Module) -> bool:
     """Say whether this process writes a model's files: of the ranks that share a sharded one, the first does."""
     from torch import distributed
 
-    is_shared = any(map(is_sharded, _stored(model).values()))
+    is_shared = isinstance(model, InParts) or any(map(is_sharded, _stored(model).values()))
     return not is_shared or distributed.get_rank() == 0
 
 
@@ -77,6 +78,8 @@ def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
     Raises:
         StateError: if the model has sharded tensors.
     """
+    if isinstance(model, InParts):
+        raise StateError(f"the model is in parts on several ranks, and {what}; {advice}")
     for name, tensor in _stored(model).items():
         if is_sharded(tensor):
             raise StateError(f"'{name}' is sharded, and {what}; {advice}")

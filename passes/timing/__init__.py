@@ -1,9 +1,10 @@
-"""Interleaved timing of candidates, and what all of it may take."""
+"""Interleaved timing of candidates, what all of it may take, and live bytes."""
 
 from __future__ import annotations
 
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .collection import collection_paused
+from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
 from .runner import Runner, forward_seconds, runner
 
@@ -13,11 +14,14 @@ __all__ = [
     "DEFAULT_BUDGET",
     "BudgetRequest",
     "Interval",
+    "LiveBytes",
+    "MemoryUse",
     "Runner",
     "TimeBudget",
     "Timings",
     "collection_paused",
     "forward_seconds",
+    "memory_use",
     "runner",
     "time_candidates",
 ]

@@ -20,6 +20,9 @@ _WHOLE_MODEL_FORWARDS = 20.0
 _COMPARING_FORWARDS = 4.0
 """Of these, what comparing takes."""
 
+_READY_FORWARDS = 4.0
+"""Of these, what making two models ready for timing takes."""
+
 _WHOLE_MODEL_SHARE = 0.5
 """More than this part of the time is not kept back for the whole model."""
 
@@ -28,6 +31,9 @@ _OF_TIMING = 0.75
 
 _OF_ONE_RACE = 0.7
 """No race takes more than this part of the time that is left for timing: others may follow."""
+
+_TELLING_SECONDS = 0.25
+"""A race of this time tells a small gain from none."""
 
 _OF_CLEAN_UPS = 0.5
 """Clean-ups save little, so they leave this part of the time for sites to other passes."""
@@ -124,12 +130,24 @@ class TimeBudget:
         """Say whether a site may still be checked."""
         return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
 
-    def for_a_race(self, *, whole: bool = False) -> float:
-        """Return the seconds that the next race may take; the `whole` model is then not raced again."""
+    def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True) -> float:
+        """Return the seconds that the next race may take, `among` so many that are still to come.
+
+        The `whole` model is then not raced again. Where there is no choice to make, a race that is too short to tell a
+        small gain is none: the whole model tells.
+        """
         kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
         for_sites = self.seconds - kept_back if whole and math.isfinite(self.seconds) else self.for_sites
         left = min(_OF_TIMING * for_sites - self.timing, for_sites - self.spent)
-        return max(0.0, _OF_ONE_RACE * left)
+        seconds = max(0.0, _OF_ONE_RACE * left) / among
+        return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0
+
+    @property
+    def for_the_whole(self) -> float:
+        """Return the seconds that timing the whole model may take, once it is ready to run."""
+        if math.isinf(self.seconds):
+            return math.inf
+        return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
 
     def __str__(self) -> str:
         return f"the time budget of {self.seconds:.3g} s"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
+from .tolerances import within
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -25,6 +26,8 @@ __all__ = [
     "check_sharing",
     "check_structure",
     "drifts",
+    "error_around",
+    "judged_twice",
     "largest_gap",
     "results_in",
 ]
@@ -85,13 +88,13 @@ def check_finite(before: Quantities, after: Quantities) -> None:
 
 
 def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:
-    """Return by what part narrow floats are larger than the exact ones on the whole, and the noise left besides."""
+    """Return by what part 16-bit floats are larger than the exact ones on the whole, and the noise left besides."""
     found: dict[str, tuple[float, float]] = {}
     for label, expected in exact.items():
         value = other.get(label)
         if not _is_floating(expected) or not _is_floating(value) or expected.shape != value.shape:
             continue
-        if expected.numel() >= _ENOUGH:
+        if expected.numel() >= _ENOUGH and value.dtype.itemsize == 2:
             found[label] = drift(expected, value)
     return found
 
@@ -107,7 +110,7 @@ def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance
     old = drifts(exact, before)
     for label, (now, noise) in drifts(exact, after).items():
         was, noise_before = old.get(label, (now, noise))
-        if after[label].dtype.itemsize != 2 or max(noise, noise_before) > _LOUD:
+        if max(noise, noise_before) > _LOUD:
             continue
         random = 4 * max(noise, noise_before) / math.sqrt(exact[label].numel())
         allowed = 4 * max(abs(was), chance.get(label, 0.0)) + 2 * torch.finfo(after[label].dtype).eps + random
@@ -153,6 +156,18 @@ def results_in(values: Quantities) -> Quantities:
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
+def error_around(expected: Quantities, found: Quantities, budget: float) -> float:
+    """Return the error of which gradients are the response: 4 times that of the results, but no more than `budget`.
+
+    It is 0 where the results are further off than that themselves.
+    """
+    wanted = results_in(expected)
+    try:
+        return min(4 * largest_gap(wanted, found, within(wanted, budget), ""), budget)
+    except TooFar:
+        return 0.0
+
+
 def check_bits(before: Quantities, after: Quantities) -> None:
     """Object to outputs, arguments or buffers that are not bitwise the same; gradients may be summed differently."""
     for label, expected in before.items():
@@ -185,3 +200,15 @@ def largest_gap(
             raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
         largest = max(largest, apart.error)
     return largest
+
+
+def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
+    try:
+        return judge(), None
+    except TooFar:
+        learn()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection

@@ -23,7 +23,7 @@ from ...tracing.guards import GuardMiss
 from ...tracing.values import Arguments
 from .tape import Tape
 
-__all__ = ["graph_forward", "region_forward"]
+__all__ = ["graph_forward", "only_forward", "region_forward"]
 
 
 def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
@@ -37,6 +37,18 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
         return None
     specializations = fitting(module, *arguments)
     return _Forward(module, specializations, capture, tape) if specializations else None
+
+
+def only_forward(module: nn.Module, tape: Tape | None, on_call: Callable[[], None]) -> Callable[..., Any]:
+    """Return a forward that interprets a module's only graph, past its guards; `on_call` is told of each call."""
+    capture = required_capture(module)
+    forward = _Forward(module, capture.specializations[:1], capture, tape)
+
+    def interpreted(*args: Any, **kwargs: Any) -> Any:
+        on_call()
+        return forward(*args, **kwargs)
+
+    return interpreted
 
 
 def region_forward(region: Region, tape: Tape | None) -> Callable[..., Any]:

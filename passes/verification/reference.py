@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
-from ...tracing.values import Arguments, Inputs
-from .inputs import few_rows, one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, zeros
+from ...tracing.values import Arguments, Inputs, flatten
+from .inputs import one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, smaller, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -83,6 +83,8 @@ class Reference:
         random: whether random operators ran; their draws then come from a tape.
         several: whether the calls run several graphs of the module.
         whole: whether the module is a model as it is handed over; see `ReferenceRuns`.
+        inner: modules inside whose graphs are interpreted in exact runs; see `Trial`.
+        called: those of them that ran.
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
         serving: what came of them.
@@ -102,6 +104,8 @@ class Reference:
     random: bool = False
     several: bool = False
     whole: bool = False
+    inner: Sequence[str] = ()
+    called: frozenset[str] = frozenset()
     stream: Run | None = None
     served: tuple[Arguments, ...] = ()
     serving: tuple[Run, ...] = ()
@@ -110,6 +114,13 @@ class Reference:
     def checked_in(self) -> str:
         """Name the type of the exact runs."""
         return "its own types" if self.wide is None else str(self.wide).removeprefix("torch.")
+
+    def runs_of(self, stage: Stage) -> ReferenceRuns:
+        """Return what runs another module as the original was run."""
+        return ReferenceRuns(
+            stage, self.training, self.gradients, self.seed, self.wide, keyed=self.keyed, random=self.random,
+            of_inputs=self.of_inputs, several=self.several, whole=self.whole, inner=self.inner,
+        )  # fmt: skip
 
 
 def reference(
@@ -122,6 +133,8 @@ def reference(
     keyed: bool | None = None,
     brief: bool = False,
     whole: bool = False,
+    small: bool = False,
+    inner: Sequence[str] = (),
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
@@ -137,13 +150,17 @@ def reference(
             that has no graph. By default where the module has a graph.
         brief: take no samples with noise.
         whole: run the module as it is handed over, and not its graph.
+        small: run calls with fewer rows, shorter sequences and smaller images, where the module takes them.
+        inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
+            their guards may hold in the module's own types only.
 
     Raises:
         InputError: if the module does not run on its recorded calls.
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
-    maker = _Maker(ReferenceRuns(Stage(module), training, gradients, seed, keyed=keyed, whole=whole), brief)
+    runs = ReferenceRuns(Stage(module), training, gradients, seed, keyed=keyed, whole=whole, inner=inner)
+    maker = _Maker(runs, brief, small)
     return maker.make([(call.args, call.kwargs) for call in calls])
 
 
@@ -156,13 +173,14 @@ def _spread(firsts: Sequence[int], count: int) -> list[int]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, runs: ReferenceRuns, brief: bool) -> None:
-        self.runs, self.brief = runs, brief
+    def __init__(self, runs: ReferenceRuns, brief: bool, small: bool) -> None:
+        self.runs, self.brief, self.small = runs, brief, small
         self.stage = runs.stage
         self.state = runs.stage.state
         self.reason = ""
         self.few: Arguments = ((), {})
         self.epsilon = 0.0
+        self._natives: dict[int, Run] = {}
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
@@ -183,6 +201,8 @@ class _Maker:
             random=runs.random,
             several=runs.several,
             whole=runs.whole,
+            inner=runs.inner,
+            called=frozenset(runs.called),
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
             serving=serving,
@@ -201,7 +221,7 @@ class _Maker:
 
     def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
         self.runs.several = len(firsts) > 1
-        calls = [all_calls[number] for number in _spread(firsts, len(all_calls))]
+        calls = [self._reduced(all_calls[number]) for number in _spread(firsts, len(all_calls))]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
@@ -210,6 +230,15 @@ class _Maker:
             return recorded
         noisy = (self._noisy(sample) for sample in recorded[: len(firsts)])
         return [*recorded, *itertools.chain.from_iterable(noisy), *self._derived(recorded[0])]
+
+    def _reduced(self, call: Arguments) -> Arguments:
+        """Return the smallest call that runs the same graph, where calls are to be small."""
+        for smaller_one in smaller(call) if self.small else ():
+            with suppress(Exception):  # the module need not take other sizes
+                if self._runs_same(smaller_one, call):
+                    self._natives[id(smaller_one)] = self.runs.native(smaller_one, self.state)
+                    return smaller_one
+        return call
 
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
@@ -226,15 +255,16 @@ class _Maker:
         raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
-        return Sample(data, arguments, state, exact, self.runs.native(arguments, state))
+        known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
+        return Sample(data, arguments, state, exact, known or self.runs.native(arguments, state))
 
     def _noisy(self, first: Sample) -> list[Sample]:
         """Run a call again with noise; where the module does not take it, with less of it, or not at all.
 
-        A few rows of it are enough, and cheaper.
+        A few rows of it are enough, and cheaper; so is a shorter sequence, or a smaller image.
         """
         state = perturbed_state(self.state, self.runs.seed)
-        for arguments in (few_rows(first.arguments), first.arguments):
+        for arguments in (*(() if self.small else smaller(first.arguments)), first.arguments):
             for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
                 run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
                 if run is not None and run.structure == first.exact.structure:
@@ -245,10 +275,10 @@ class _Maker:
     def _derived(self, first: Sample) -> list[Sample]:
         """Run calls that are derived from one, each the farthest from it that the module takes."""
         tables, seed = first.exact.tables, self.runs.seed + 2
-        far = [*other_rows(first.arguments, tables, seed), perturbed_inputs(first.arguments, seed)]
+        far = [*other_rows(self.few, tables, seed), perturbed_inputs(self.few, seed)]
         far.insert(0, other_strides(far[0]))
         rows = self._first_taken(Data.ROWS, far, first)
-        one = self._first_taken(Data.ONE_ROW, one_row(first.arguments, tables, seed), first)
+        one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
         zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, _is_finite_in_value)
         found = (rows, one and self._second(one), zero)
@@ -260,6 +290,8 @@ class _Maker:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
                 continue
+            if not self.runs.gradients and _are_same(arguments, first.arguments):
+                return None
             run = self._attempt(arguments, self.state, first.exact, is_finite)
             if run is not None and run.structure == first.exact.structure:
                 return Sample(data, arguments, self.state, run)
@@ -283,7 +315,7 @@ class _Maker:
     def _served(self, first: Sample) -> tuple[tuple[Arguments, ...], tuple[Run, ...]]:
         """Make calls in a row: as recorded, of the same sizes with noise, and with a row more, large and negative."""
         near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
-        more = next(other_rows(first.arguments, first.exact.tables, self.runs.seed, more=True), None)
+        more = next(other_rows(self.few, first.exact.tables, self.runs.seed, more=True), None)
         for calls in (near if more is None else (*near, more), near):
             # The module may not take such calls, or not run without gradients: then nobody asks for that.
             with suppress(Exception):
@@ -306,6 +338,15 @@ class _Maker:
             return None
         is_finite = is_finite or _is_finite
         return run if is_finite(run) or not is_finite(usual) else None
+
+
+def _are_same(call: Arguments, other: Arguments) -> bool:
+    """Say whether two calls of one form have the same tensors, or equal ones."""
+    tensors, others = ([v for v in flatten(each).values() if isinstance(v, Tensor)] for each in (call, other))
+    return len(tensors) == len(others) and all(
+        one is two or (one.layout is torch.strided and one.stride() == two.stride() and torch.equal(one, two))
+        for one, two in zip(tensors, others, strict=True)
+    )
 
 
 def _is_zero(run: Run) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class ReferenceRuns:
         random: whether the draws come from a tape.
         several: whether calls run several graphs, so that the first run does not tell what the others take.
         whole: run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served.
+        inner: modules inside whose graphs are interpreted in exact runs; see `Trial`.
+        called: those of them that ran.
         census: what the first exact run was made of.
     """
 
@@ -49,6 +51,11 @@ class ReferenceRuns:
     of_inputs: bool = True
     several: bool = False
     whole: bool = False
+    inner: Sequence[str] = ()
+    called: set[str] = field(default_factory=set[str])
+    _kept: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = field(
+        default_factory=dict[tuple[int, torch.dtype], tuple[Tensor, int]]
+    )
     census: Float64Mode | None = None
 
     def exact(
@@ -89,7 +96,10 @@ class ReferenceRuns:
     def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
         tape = Tape(self.seed, keyed=self.keyed) if self.random else None
         by_node = (wide is not None or self.random) and not self.whole
-        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node)
+        return Trial(
+            self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node,
+            inner=self.inner if by_node else (), called=self.called, kept=self._kept,
+        )  # fmt: skip
 
 
 def coarsest_epsilon(arguments: Arguments, state: Mapping[str, Tensor]) -> float:

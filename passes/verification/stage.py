@@ -43,6 +43,7 @@ class Stage:
     state: dict[str, Tensor] = field(init=False)
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
+    _plain: list[tuple[str, dict[str, Any], str]] = field(init=False)
     _elsewhere: list[Tensor] = field(init=False)
     """Buffers that a part of a fused ensemble reads and writes in a module outside of it."""
 
@@ -53,16 +54,37 @@ class Stage:
         self.buffers = self._named("_buffers")
         self.state = {**self.parameters, **self.buffers}
         self._belongings = [_Belongings(module) for module in dict.fromkeys(self._modules.values())]
+        self._plain = [
+            (qualified(prefix, name), vars(module), name)
+            for prefix, module in self._modules.items()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
         self._elsewhere = [buffer for name, buffer in self.module.named_buffers() if name not in self.buffers]
 
     def _named(self, kind: str) -> dict[str, Tensor]:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
-    @property
-    def regions(self) -> list[Region]:
-        """Return the parts of graphs that run as modules of their own."""
-        return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
+    def regions(self, inner: Iterable[str] = ()) -> dict[Region, bool]:
+        """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted graph.
+
+        Args:
+            inner: the names of modules whose graphs are interpreted, too.
+        """
+        interpreted: set[nn.Module] = {self.module, *(self._modules[name] for name in inner)}
+        found: dict[Region, bool] = {}
+        for name, module in self._modules.items():
+            if isinstance(module, Region) and capture_of(module):
+                found[module] = self._around(name) in interpreted
+                interpreted.update((module,) if found[module] else ())
+        return found
+
+    def _around(self, name: str) -> nn.Module:
+        """Return the module around another that runs from a graph, which a wrapper does not; or the outermost."""
+        outer = name.rpartition(".")[0]
+        module = self._modules[outer]
+        return module if not outer or capture_of(module) else self._around(outer)
 
     @property
     def lasting(self) -> dict[str, Tensor]:
@@ -75,12 +97,7 @@ class Stage:
     @property
     def plain(self) -> dict[str, Tensor]:
         """Return the tensors that modules hold as plain attributes, by name."""
-        return {
-            qualified(prefix, name): value
-            for prefix, module in self._modules.items()
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        }
+        return {name: own[key] for name, own, key in self._plain if isinstance(own.get(key), Tensor)}
 
     @contextmanager
     def playing(

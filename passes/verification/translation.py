@@ -106,7 +106,7 @@ class Translation:
 
     def check_way_back(self) -> None:
         """Object unless any checkpoint comes back from the rewritten module as it went in, bit by bit."""
-        if self.steps is None:
+        if self.steps is None or not self.steps.steps:
             return
         state = _told_apart(self.reference.state, self.reference.seed)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from ...compat import reentrant_checkpoints_off, version_of
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened
-from .interpret import graph_forward, region_forward
+from .interpret import graph_forward, only_forward, region_forward
 from .sharing import is_expanded, shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
@@ -72,6 +73,10 @@ class Trial:
         tape: serves the random draws; None leaves them to the generator.
         by_node: interpret the module's graph, where it has one, instead of running its code.
         second: take second derivatives: how the gradients of float arguments depend on these and on parameters.
+        inner: modules inside, by name, each of whose only graph is interpreted too, whatever its guards say.
+        called: the names of those of them that ran.
+        kept: stand-ins of the module's own tensors that earlier trials left unchanged, by their ids and types: what
+            code derives from tensors, and keeps while these are the same, is then made once.
     """
 
     stage: Stage
@@ -84,6 +89,11 @@ class Trial:
     tape: Tape | None = None
     by_node: bool = False
     second: bool = False
+    inner: Sequence[str] = ()
+    called: set[str] = field(default_factory=set[str])
+    kept: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = field(
+        default_factory=dict[tuple[int, torch.dtype], tuple[Tensor, int]]
+    )
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
@@ -127,11 +137,13 @@ class Trial:
     def _interpret(self, arguments: Arguments) -> None:
         module = self.stage.module
         forward = graph_forward(module, arguments, self.tape)
-        if forward is None:
-            return
-        module.__dict__["forward"] = forward
-        for region in self.stage.regions:
-            region.__dict__["forward"] = region_forward(region, self.tape)
+        if forward is not None:
+            module.__dict__["forward"] = forward
+            for region, is_part in self.stage.regions(self.inner).items():  # others draw as calls of their modules
+                region.__dict__["forward"] = region_forward(region, self.tape if is_part else None)
+        for name in self.inner:
+            inside = module.get_submodule(name)
+            inside.__dict__["forward"] = only_forward(inside, self.tape, partial(self.called.add, name))
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._type(tensor), copy=True)
@@ -144,12 +156,25 @@ class Trial:
         for name, original in self.stage.state.items():
             if id(original) in made:
                 continue
-            if isinstance(original, nn.Parameter):
-                tensor = state[name].detach()
-                made[id(original)] = nn.Parameter(tensor.to(self._type(tensor)), original.requires_grad)
-            else:
-                made[id(original)] = self._convert(state[name])
+            made[id(original)] = self._proxy(state[name], original)
         return {name: made[id(original)] for name, original in self.stage.state.items()}
+
+    def _proxy(self, value: Tensor, original: Tensor) -> Tensor:
+        """Return what stands for a tensor in this trial; of its own value, what an earlier trial left as it was."""
+        wanted = self._type(value)
+        known, version = self.kept.get((id(original), wanted), (None, 0)) if value is original else (None, 0)
+        is_same = known is not None and _version(known) == version and known.requires_grad == original.requires_grad
+        if known is not None and is_same and isinstance(original, nn.Parameter):
+            return known  # whatever is written to it is taken back after each trial
+        if isinstance(original, nn.Parameter):
+            made: Tensor = nn.Parameter(value.detach().to(wanted), original.requires_grad)
+        else:
+            made = self._convert(value)
+            if known is not None and is_same and torch.equal(known, made):
+                return known
+        if value is original:
+            self.kept[id(original), wanted] = made, _version(made)
+        return made
 
     def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
         leaves, (args, kwargs) = self._arguments(arguments)
@@ -163,15 +188,17 @@ class Trial:
         random_state = torch.get_rng_state()
         outputs = flatten(result, "output")
         gradients = self._gradients(outputs, leaves, stand_ins)
+        shared = shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values())))
+        lent = {name for name, _ in shared}  # later trials may write into memory of stand-ins that are kept
         return Run(
             structure=structure(result),
-            outputs={name: _detached(value) for name, value in outputs.items()},
+            outputs={name: _taken(value) if name in lent else _detached(value) for name, value in outputs.items()},
             attached=frozenset(name for name, value in outputs.items() if _requires_grad(value)),
             inputs={name: _detached(given[name]) for name, was in before.items() if _is_written(given[name], *was)},
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.stage.parameters},
-            buffers={name: _detached(tensor) for name, tensor in self.stage.buffers_now.items()},
-            shared=shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values()))),
+            buffers={name: _taken(tensor) for name, tensor in self.stage.buffers_now.items()},
+            shared=shared,
             rewritten=frozenset(name for name, (tensor, at) in held.items() if _version(tensor) != at),
             random_state=random_state,
             expanded=frozenset(name for name, v in outputs.items() if isinstance(v, Tensor) and is_expanded(v)),
@@ -262,6 +289,11 @@ def _is_written(given: Tensor, original: Tensor, version: int) -> bool:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _taken(value: Any) -> Any:
+    """Return a tensor as it is now, whatever is written into it later."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _requires_grad(value: Any) -> bool:

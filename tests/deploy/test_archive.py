@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import sys
 import zipfile
@@ -158,6 +159,13 @@ def test_a_class_that_needs_arguments_wants_a_factory_or_a_model(zoo: Any, tmp_p
 def test_a_factory_that_is_not_there_is_refused_when_saving(zoo: Any, tmp_path: Path):
     with pytest.raises(UsageError, match=r"zoo has no 'build'"):
         save(zoo.Tied(), tmp_path / "m", factory="zoo:build")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_pass_that_would_not_be_found_again_is_refused_when_saving(zoo: Any, tmp_path: Path):
+    made = dataclasses.replace(record(zoo.Tied()), plan=dataclasses.replace(PLAN, pipeline=("of_a_notebook{size=3}",)))
+    with pytest.raises(UsageError, match=r"'of_a_notebook\{size=3\}' would not be found: unknown pass .*; register it"):
+        save(zoo.Tied(), tmp_path / "m", record=made)
     assert not (tmp_path / "m").exists()
 
 

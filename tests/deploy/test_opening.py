@@ -39,7 +39,8 @@ class Bomb:
 def test_the_content_tells_the_kind_whatever_the_name(zoo: Any, tmp_path: Path):
     model = fxopt.optimize(zoo.Net(), [], example_inputs=(torch.randn(2, 3),))
     fxopt.save(model, tmp_path / "a.pt2")
-    fxopt.export(model, tmp_path / "b.pkl", (torch.randn(2, 3),))
+    with pytest.warns(UserWarning, match=r"'b\.pkl' is written in the format of \.pt2 files, .*name it 'b\.pt2'"):
+        fxopt.export(model, tmp_path / "b.pkl", (torch.randn(2, 3),))
     torch.save(zoo.Net(), tmp_path / "c.fxopt")
     (tmp_path / "d").write_bytes(pickle.dumps(zoo.Net()))
     torch.save(zoo.Net(), tmp_path / "e", _use_new_zipfile_serialization=False)

@@ -77,6 +77,7 @@ def test_a_recorded_run_generates_from_graphs(make: Callable[[], nn.Module], run
     with fxopt.recording(model) as calls:
         _generated(model, first, sampled=False)
     assert 2 <= len(calls) <= 4  # a prompt, and steps: not one for each token
+    assert [call.module for call in calls if call.module] == (["encoder"] if make is t5 else [])
     fast = run(model, calls)
     for prompt, sampled in ((first, False), (second, False), (second, True)):
         assert torch.equal(_generated(fast, prompt, sampled), _generated(model, prompt, sampled))

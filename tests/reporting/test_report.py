@@ -70,14 +70,12 @@ def test_everything_is_in_the_plain_table():
 
 
 def test_what_was_left_alone_says_why():
-    text = str(
-        report(
-            decision("refused", "towers", reason="members share the parameter 'w'"),
-            *(decision("undone", f"layer.{i}", reason="no faster: 0.9x") for i in range(12)),
-            opaque=(("encoder.mask", "model.py:12", "the branch depends on a tensor's value"),),
-            messages=("eval only: fold_batchnorm",),
-        )
+    known = report(
+        decision("refused", "towers", reason="members share the parameter 'w'"),
+        *(decision("undone", f"layer.{i}", reason="no faster: 0.9x") for i in range(12)),
+        opaque=(("encoder.mask", "model.py:12", "the branch depends on a tensor's value"),),
     )
+    text = str(Report(known.record, notes=("eval only: fold_batchnorm",)))
     assert "0 rewrites applied for inference, 12 undone, 1 refused\n" in text
     assert "refused      fuse_ensembles at towers: members share the parameter 'w'" in text
     assert "undone       fuse_ensembles at layer.0 and 11 more: no faster: 0.9x" in text
@@ -228,15 +226,15 @@ def test_reasons_of_several_lines_become_one():
 
 
 def test_notes_stand_in_the_table_and_in_the_json():
-    shown = Report(report(APPLIED, messages=("kept",)).record, notes=("told",))
-    assert str(shown).endswith("kept\ntold\n")
-    assert shown.to_json()["messages"] == ["kept", "told"]
+    shown = Report(report(APPLIED).record, notes=("first", "second"))
+    assert str(shown).endswith("first\nsecond\n")
+    assert shown.to_json()["messages"] == ["first", "second"]
 
 
 def test_html_is_escaped_and_says_the_same():
     evil = "<script>alert(1)</script>\x1b[2J"
-    shown = report(APPLIED, decision(label=evil, detail=evil), decision("undone", evil, reason=evil), messages=(evil,))
-    html = shown._repr_html_()
+    shown = report(APPLIED, decision(label=evil, detail=evil), decision("undone", evil, reason=evil))
+    html = Report(shown.record, notes=(evil,))._repr_html_()
     assert "<script>" not in html and "\x1b" not in html
     assert html.count("&lt;script&gt;") >= 4
     assert "2 rewrites applied for inference, 1 undone; checked: float64" in html

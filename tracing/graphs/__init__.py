@@ -17,7 +17,7 @@ from .captured import (
     with_graph,
     with_specializations,
 )
-from .contexts import Context, Opening
+from .contexts import Context, Opening, Surrounding
 from .inactive import FOUND
 from .items import note_added, note_removed
 from .misses import HANDLER, Miss
@@ -43,6 +43,7 @@ __all__ = [
     "RegionPlan",
     "SharedSlices",
     "Specialization",
+    "Surrounding",
     "WrappedRegion",
     "autocast_state_now",
     "capture_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,13 +12,14 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import CaptureError
+from ...operators import Derived
 from ..guards import SELF, Argument, Guard, Source, is_training, reader
 from ..values import Signature, class_recipe, signature_of
 from .contexts import Context
 from .inactive import is_as_found
 from .portable import PortableGraph, copy_graph
 
-__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "required_capture"]
+__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "required_capture"]
 
 
 @dataclass
@@ -120,6 +122,12 @@ class Capture:
         """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
         return frozenset(name for specialization in self.specializations for name in specialization.reads)
 
+    def forget_derived(self) -> None:
+        """Let the tensors that rewritten graphs derive from others be made anew."""
+        for node in (node for each in self.specializations if self.rewritten for node in each.graph.nodes):
+            if isinstance(node.target, Derived):
+                node.target.forget_all()
+
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self.owner = None
@@ -161,11 +169,25 @@ class Capture:
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
+        check_picklable(self.base)
         specializations = [
             (v.guards, PortableGraph(v.graph), dict(v.arguments), v.reads, v.volatile) for v in self.specializations
         ]
         kept = (self.signature, self.misses, self.dropped, self.lost, self.rewritten, self.inactive, self.regions)
         return _rebuild_capture, (class_recipe(self.base), specializations, *kept)
+
+
+def check_picklable(base: type[nn.Module]) -> None:
+    """Make sure that a captured module of this class can be pickled.
+
+    Raises:
+        PicklingError: it is a `GraphModule`, whose class is made for itself alone.
+    """
+    if issubclass(base, fx.GraphModule):
+        raise pickle.PicklingError(
+            "an optimized torch.fx.GraphModule cannot be pickled; use fxopt.save(model, path), fxopt.export, or "
+            "torch.save(model.state_dict(), path)"
+        )
 
 
 def _rebuild_capture(

@@ -17,7 +17,7 @@ from ...compat import own_children
 from ...errors import CaptureError, GuardError, ModeError
 from ..guards import Guard, GuardMiss
 from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_kind, user_class
-from .capture import Capture, Specialization, capture_of, required_capture
+from .capture import Capture, Specialization, capture_of, check_picklable, required_capture
 from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
 from .items import ADDED, item_methods
@@ -117,12 +117,19 @@ class Captured(_Module):
             recompile(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        check_picklable(_under(type(self)))
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
 
     def train(self, mode: bool = True) -> Any:
-        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only."""
+        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only.
+
+        Derived tensors are made anew: torch does not count what was written into `.data` since.
+        """
         if mode:
             _refuse_training(self)
+        capture: Capture | None = self.__dict__.get("_fxopt_capture")
+        if capture is not None:
+            capture.forget_derived()
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +395,6 @@ def _fxopt_names(base: type[nn.Module]) -> dict[str, Any]:
 
 def _copied_as_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a captured `GraphModule` as any other module: its own way would compile the old code anew."""
-    make, arguments, state = cast("tuple[Any, ...]", module.__reduce__())
-    memo[id(module)] = copied = make(*arguments)
-    copied.__setstate__(copy.deepcopy(state, memo))
+    memo[id(module)] = copied = _rebuild_module(*class_recipe(_under(type(module))))
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     return copied

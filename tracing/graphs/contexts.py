@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from ...compat import checkpoint
 from ...errors import UsageError
 
-__all__ = ["Context", "Opening"]
+__all__ = ["Context", "Opening", "Surrounding"]
+
+
+@runtime_checkable
+class Surrounding(Protocol):
+    """What a region runs under."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function`, a bound method of the region, under the context."""
+        ...
+
 
 _OPENERS: Mapping[str, Callable[..., AbstractContextManager[Any]]] = {
     "autocast": torch.autocast,
@@ -67,9 +77,20 @@ class Opening:
 
     Attributes:
         factory: returns a new context manager at each call.
+
+    Raises:
+        UsageError: it returns none.
     """
 
     factory: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        opened = cast("object", self.factory())
+        if not isinstance(opened, AbstractContextManager):
+            raise UsageError(
+                f"context={self} returned {type(opened).__name__}, which is no context manager; give a function that "
+                "returns a new one at each call: lambda: torch.no_grad()"
+            )
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function` under the context."""

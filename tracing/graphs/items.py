@@ -31,13 +31,12 @@ def note_added(container: nn.Module, name: str) -> None:
     container.__dict__[ADDED] = container.__dict__.get(ADDED, frozenset()) | {name}
 
 
-def note_removed(container: nn.Module, name: str) -> None:
-    """Forget a child that is taken out of a container."""
-    left = container.__dict__.get(ADDED, frozenset()) - {name}
-    if left:
-        container.__dict__[ADDED] = left
-    else:
-        container.__dict__.pop(ADDED, None)
+def note_removed(container: nn.Module, name: str) -> bool:
+    """Note that a child is taken out of a container, and say whether it was none of the items."""
+    added = container.__dict__.pop(ADDED, frozenset())
+    if added - {name}:
+        container.__dict__[ADDED] = added - {name}
+    return name in added
 
 
 def item_methods(base: type[nn.Module]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from ...errors import CaptureError
-from .contexts import Context
+from .contexts import Context, Surrounding
 
 __all__ = ["ContextRegion", "Region", "WrappedRegion", "context_regions"]
 
@@ -54,14 +54,6 @@ class Region(nn.Module):
             state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
 
 
-class _Surrounding(Protocol):
-    """What a region runs under."""
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call `function` under the context."""
-        ...
-
-
 class WrappedRegion(Region):
     """A part of its owner's graph that runs under a context; calling the region opens it.
 
@@ -69,7 +61,7 @@ class WrappedRegion(Region):
         context: what it runs under.
     """
 
-    def __init__(self, context: _Surrounding, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+    def __init__(self, context: Surrounding, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
         super().__init__(children, origins)
         self.context = context
 

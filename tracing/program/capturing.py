@@ -29,6 +29,7 @@ from ..values import (
     runs_as_sequential,
     signature_of,
 )
+from .extra_arguments import ExtraArguments
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
 
@@ -98,6 +99,7 @@ def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
                     result.captured[name] = found
                 elif found is not None:
                     result.opaque[name] = found
+        capturer.extra.relax(result.captured)
         result.uncertain = capturer.uncertain
     return result
 
@@ -123,6 +125,7 @@ class _Capturer:
         self._likeness = Likeness()
         self._active: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
+        self.extra = ExtraArguments(names)
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
 
     def capture(self, name: str, module: nn.Module) -> Capture | Opaque | None:
@@ -220,11 +223,15 @@ class _Capturer:
         while pending and len(tried) < _MAX_VARIANTS:
             case = pending.pop(0)
             tried.append(case)
-            tracer = ModuleTracer(
-                self._session, self._names, name, call, self._is_stateful, assigned, case.answers, case.attributes
-            )
+            rest = self._is_stateful, assigned, case.answers, case.attributes
+
+            def traced(call: Call | None, rest: Any = rest) -> tuple[ModuleTracer, Specialization]:
+                tracer = ModuleTracer(self._session, self._names, name, call, *rest)
+                return tracer, tracer.trace(signature)
+
             try:
-                specialization = tracer.trace(signature)
+                tracer, specialization = traced(call)
+                self.extra.ask(self._names.modules[name], signature, call, specialization, lambda c: traced(c)[1])
                 self.uncertain |= bool(tracer.decisions.by_data)
                 yield specialization
             except Exception:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...compat import has_lazy_parameters
-from ...errors import InputError
+from ...compat import has_lazy_parameters, submodule
+from ...errors import InputError, UsageError
 from ..graphs import capture_of, install, uninstall
 from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
 from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
@@ -27,13 +27,19 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
         UsageError: if `example_inputs` is none of the forms it may have.
     """
     inputs = normalize_inputs(example_inputs, model)
+    for call in inputs:
+        if submodule(model, call.module) is None:
+            raise UsageError(f"example_inputs has a call of {call.module!r}, which is no part of the model")
+    if inputs and all(call.module for call in inputs):
+        raise UsageError("example_inputs has calls of parts of the model only; give a call of the model itself, too")
     if not is_meta(model):
         return inputs
 
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("meta")
 
-    return tuple(Inputs(*args, **kwargs) for args, kwargs in map_tensors(to_meta, tuple(map(tuple, inputs))))
+    moved = map_tensors(to_meta, tuple((call.args, call.kwargs) for call in inputs))
+    return tuple(Inputs.of_part(call.module, *a, **kw) for call, (a, kw) in zip(inputs, moved, strict=True))
 
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:

@@ -93,6 +93,11 @@ class Program:
         self._nodes: dict[tuple[str, int], tuple[fx.Graph, dict[str, fx.Node]]] = {}
         self._recordings: dict[frozenset[nn.Module] | None, Recording] = {}
 
+    @property
+    def whole_calls(self) -> tuple[Inputs, ...]:
+        """Return those of the example inputs that are calls of the model itself, and not of a part of it."""
+        return tuple(call for call in self.inputs if not call.module)
+
     def touch(self) -> None:
         """Note that a module or graph has changed: analyses, names and recordings are worked out anew."""
         self.version += 1

@@ -11,7 +11,7 @@ from .held_tensors import change_count, plain_tensors
 from .likeness import Alike, Described, Likeness
 from .output_check import disagreeing, expectations
 from .parameter_data import ParameterData
-from .preserve import AttributeState, ModelState, in_phase, preserved, restoring
+from .preserve import AttributeState, Contents, ModelState, in_phase, preserved, restoring
 from .random_effects import (
     function_uses_host_random,
     has_random_effects,
@@ -30,6 +30,7 @@ __all__ = [
     "Change",
     "Changes",
     "Computed",
+    "Contents",
     "Described",
     "Likeness",
     "ModelState",

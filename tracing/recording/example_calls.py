@@ -5,15 +5,17 @@ from __future__ import annotations
 import enum
 import threading
 import warnings
-from collections.abc import Generator, Hashable
-from contextlib import contextmanager
+from collections.abc import Generator, Hashable, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import UsageError
-from ..values import Inputs, has_attributes, map_tensors, parts_of
+from ...compat import modules_by_name
+from ...errors import FusedMemberError, UsageError
+from ..graphs import Region
+from ..values import Inputs, has_attributes, is_container, is_leaf, map_tensors, parts_of
 
 __all__ = ["recording"]
 
@@ -29,6 +31,9 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
     have the same structure, types and plain values, and tensors of the same dtypes, devices and ranks; of each size of
     a tensor counts whether it is 0, 1 or more, and of numbers that objects hold (caches, say) only their types.
 
+    Calls of its parts that are made around its own forward are noted, too, as `Inputs.of_part`: `generate` calls the
+    encoder of a T5 so.
+
     Args:
         model: the module whose calls are noted, in every thread; it is left as it was.
         limit: how many kinds are kept at the most; a warning says if there were more.
@@ -41,16 +46,14 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
     """
     if not isinstance(cast("object", model), nn.Module) or limit < 1:
         raise UsageError(f"recording takes a torch.nn.Module and a limit of at least 1, not {type(model)}, {limit}")
-    notes = _Notes(limit)
-    handles = (
-        model.register_forward_pre_hook(notes, prepend=True, with_kwargs=True),
-        model.register_forward_hook(notes.returned),
-    )
-    try:
+    notes = _Notes(limit, {module: name for name, module in modules_by_name(model).items() if _is_noted(name, module)})
+    with ExitStack() as hooks:
+        for module in notes.names:
+            with suppress(FusedMemberError):  # nobody calls a fused member by itself
+                hooks.callback(module.register_forward_pre_hook(notes, prepend=True, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(notes.returned).remove)
+                hooks.callback(module.register_forward_hook(notes.ended, always_call=True).remove)
         yield notes.calls
-    finally:
-        for handle in handles:
-            handle.remove()
     if notes.left_out:
         warnings.warn(
             f"the {type(model).__name__} was called in {limit + notes.left_out} ways; the first {limit} were kept",
@@ -58,11 +61,17 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
         )
 
 
-class _Notes:
-    """Keep one call of each kind that returned; called as a hook before the model's forward."""
+def _is_noted(name: str, module: nn.Module) -> bool:
+    """Say whether calls of a module are noted: of the model's parts, of those that may have graphs."""
+    return not name or not (is_leaf(module) or is_container(module) or isinstance(module, Region))
 
-    def __init__(self, limit: int) -> None:
+
+class _Notes:
+    """Keep one call of each kind that returned; called as a hook before each forward."""
+
+    def __init__(self, limit: int, names: Mapping[nn.Module, str]) -> None:
         self.calls: list[Inputs] = []
+        self.names = names
         self._limit = limit
         self._kinds: set[Hashable] = set()
         self._adding = threading.Lock()
@@ -75,19 +84,22 @@ class _Notes:
         """Return how many kinds were met beyond the limit."""
         return len(self._kinds) - len(self.calls)
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kind = _kind((args, kwargs), 0)
-        vars(self._running).setdefault("kinds", []).append(kind)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running, name = self._calls_now(), self.names.get(module)
+        kind = None if name is None or (running and name) else (name, _kind((args, kwargs), 0))
+        running.append((module, kind))  # a call of a part inside of another call has no kind
+        if kind is None or name is None:
+            return
         with self._adding:
             if kind not in self._kinds:
-                self._begun[kind] = _kept(args, kwargs) if len(self.calls) < self._limit else None
+                self._begun[kind] = _kept(name, args, kwargs) if len(self.calls) < self._limit else None
 
-    def returned(self, *_: object) -> None:
+    def returned(self, module: nn.Module, *_: object) -> None:
         """Keep the call that returned just now, if it is the first of its kind; one that raised stays out."""
-        running: list[Hashable] = vars(self._running).get("kinds", [])
-        if not running:
-            return  # a call that had begun before
-        kind = running.pop()
+        running = self._calls_now()
+        kind = running[-1][1] if running and running[-1][0] is module else None
+        if kind is None:
+            return  # a call that had begun before, or inside of another
         with self._adding:
             call = self._begun.pop(kind, None)
             if kind not in self._kinds:
@@ -95,12 +107,21 @@ class _Notes:
                 if call is not None and len(self.calls) < self._limit:
                     self.calls.append(call)
 
+    def ended(self, module: nn.Module, *_: object) -> None:
+        """Forget a call that returned or raised."""
+        running = self._calls_now()
+        if running and running[-1][0] is module:
+            running.pop()
+
+    def _calls_now(self) -> list[tuple[nn.Module, Hashable]]:
+        return vars(self._running).setdefault("calls", [])
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies of the model, made meanwhile, note nothing in this list."""
-        return _Notes, (0,)
+        return _Notes, (0, {})
 
 
-def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+def _kept(module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Return a call with copies of its tensors and objects; a tensor that is there twice is copied once."""
 
     def copy(tensor: Tensor) -> Tensor:
@@ -108,7 +129,7 @@ def _kept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 
     with torch.inference_mode(False):
         args, kwargs = map_tensors(copy, (args, kwargs))
-    return Inputs(*args, **kwargs)
+    return Inputs.of_part(module, *args, **kwargs)
 
 
 def _kind(value: Any, depth: int, *, held: bool = False) -> Hashable:

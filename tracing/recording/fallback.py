@@ -82,7 +82,8 @@ class Fallback:
             graphs = required_capture(module).specializations
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
                 return
-            advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if graphs else _AGAIN
+            settles = graphs and not reason.startswith("self.")  # what a module holds comes with no call
+            advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if settles else _AGAIN
             warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 
     def during_call(self) -> AbstractContextManager[None]:

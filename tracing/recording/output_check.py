@@ -168,8 +168,7 @@ def _trains_twice(model: nn.Module, inputs: Inputs, state: ModelState) -> bool:
 
 
 def _run(model: nn.Module, inputs: Inputs, grad: bool) -> Any:
-    copy = copy_inputs(inputs, grad=grad)
-    return model(*copy.args, **copy.kwargs)
+    return copy_inputs(inputs, grad=grad).run(model)
 
 
 def same_outputs(given: Any, expected: Any) -> bool:

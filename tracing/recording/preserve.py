@@ -21,6 +21,7 @@ from .parameter_data import ParameterData, storage_of
 
 __all__ = [
     "AttributeState",
+    "Contents",
     "ModelState",
     "in_phase",
     "memory_of",
@@ -54,13 +55,14 @@ class AttributeState:
     What `install` keeps on a module (`_fxopt_capture`, and regions among its children) is left alone.
     """
 
-    __slots__ = ("_attributes", "_copies", "_copy", "_others", "_registries")
+    __slots__ = ("_attributes", "_copies", "_copy", "_lengths", "_others", "_registries")
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = attributes = module.__dict__
         self._copy = attributes.copy()
         self._registries: tuple[dict[str, Any], ...] = _registries_of(attributes)
         self._copies = [registry.copy() if registry else _NOTHING for registry in self._registries]
+        self._lengths = list(map(len, self._registries))
         self._others: list[tuple[str, Any, Any]] = []
         for name, value in attributes.items():
             if name not in INTERNAL and isinstance(value, _CONTAINERS):
@@ -73,6 +75,16 @@ class AttributeState:
             for item in list(items):
                 if isinstance(item, _CONTAINERS):
                     self._keep(name, item, depth - 1)
+
+    @property
+    def copy(self) -> dict[str, Any]:
+        """Return what the attributes were."""
+        return self._copy
+
+    @property
+    def registered(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the parameters and the buffers were."""
+        return self._copies[0], self._copies[1]
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -88,6 +100,18 @@ class AttributeState:
     def _kept(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield name, container and copy of each."""
         return chain(zip(_REGISTRIES, self._registries, self._copies, strict=True), self._others)
+
+    def is_same(self) -> bool:
+        """Say whether nothing has changed: the quick question, for many modules."""
+        now, before = self._attributes, self._copy
+        if list(now) != list(before) or not all(map(operator.is_, now.values(), before.values())):
+            return False
+        if list(map(len, self._registries)) != self._lengths:
+            return False
+        for held, copy in zip(self._registries, self._copies, strict=True):
+            if copy and not _same(held, copy):  # most are empty
+                return False
+        return not self._others or all(_same(held, copy) for _, held, copy in self._others)
 
     def changed(self) -> str | None:
         """Return the name of an attribute that is no longer what it was, or None."""
@@ -160,7 +184,7 @@ def _same(container: Any, copy: Any) -> bool:
     return all(map(operator.is_, container, copy))
 
 
-class _Contents:
+class Contents:
     """Hold what is in many containers, to see in one go that none of them has changed.
 
     Args:
@@ -210,8 +234,8 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.modules = modules = all_modules(model)
         self._attributes = [AttributeState(module) for module in modules]
-        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
-        self._containers = _Contents([held for state in self._attributes for held in state.containers])
+        self._namespaces = Contents([state.namespace for state in self._attributes], named=True)
+        self._containers = Contents([held for state in self._attributes for held in state.containers])
         self._parameters = {id(p): p for module in modules for p in own_parameters(module).values() if p is not None}
         held = [b for module in modules for b in own_buffers(module).values() if b is not None]
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
@@ -228,7 +252,7 @@ class ModelState:
 
     def accept_graphs(self) -> None:
         """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
-        self._namespaces = _Contents([state.namespace for state in self._attributes], named=True)
+        self._namespaces = Contents([state.namespace for state in self._attributes], named=True)
 
     def _assigned(self) -> dict[nn.Module, frozenset[str]]:
         pairs = zip(self.modules, self._attributes, strict=True)

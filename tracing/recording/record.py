@@ -237,7 +237,7 @@ class _Recorder:
 
     def _run_once(self, model: nn.Module, call: Inputs) -> None:
         try:
-            output = model(*call.args, **call.kwargs)
+            output = call.run(model)
             self.recording.outputs.append(copied(output) if self.spare else self._kept(output))
         except (Exception, SystemExit) as error:
             culprit = self.culprit if error is self.error and self.culprit is not None else model
@@ -328,7 +328,7 @@ def copy_inputs(call: Inputs, *, grad: bool = False) -> Inputs:
         return copied(tensor).requires_grad_(grad and tensor.requires_grad)
 
     args, kwargs = map_tensors(copy, (call.args, call.kwargs))
-    return Inputs(*args, **kwargs)
+    return Inputs.of_part(call.module, *args, **kwargs)
 
 
 def _failure(model: nn.Module, culprit: nn.Module, error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .arguments import VARYING
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
 
-__all__ = ["ModuleTracer", "TracingSession", "with_regions"]
+__all__ = ["VARYING", "ModuleTracer", "TracingSession", "with_regions"]

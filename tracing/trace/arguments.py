@@ -34,8 +34,10 @@ from ..guards import (
 from ..recording import Computed
 from ..values import Absent, Signature, Untraceable, is_namedtuple
 
-__all__ = ["Arguments"]
+__all__ = ["VARYING", "Arguments"]
 
+VARYING = "num_items_in_batch"
+"""What transformers' `Trainer` gives to every model that takes `**kwargs`: a number, another one at each step."""
 _TAKEN = frozenset(("self", "getattr"))
 """Names that generated code needs."""
 _LITERALS = (bool, int, float, str, bytes)
@@ -156,12 +158,14 @@ class Arguments:
             self._guard(equal(Call(tuple, (source,)), keys, f"{source} has its keys in the order {keys}"))
         return items
 
-    def _item(self, source: Source, name: str, key: Any, value: Any, *, named: bool = False) -> Any:
+    def _item(self, source: Source, name: str, key: Any, item: Any, *, named: bool = False) -> Any:
         if not isinstance(key, (str, int)):
             raise Untraceable(f"its argument {source} has a key of type {type(key).__name__}")
         if named:
             self._guard(Guard(source, Has(key_of(key)), f"{source} has the key {key!r}"))
-        return self._walk(item_of(source, key), f"{name}_{key}", value)
+        if key == VARYING and type(item) in (int, float):
+            item = Computed(item)
+        return self._walk(item_of(source, key), f"{name}_{key}", item)
 
     def _object(self, source: Source, name: str, value: Any) -> Any:
         """Let an object in whole: the graph reads what it needs of it and calls its methods."""

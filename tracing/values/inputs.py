@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ...errors import InputError, UsageError, one_line
@@ -29,13 +29,30 @@ _FORMS = (
 
 
 class Inputs:
-    """Hold the positional and keyword arguments of one call of a model."""
+    """Hold the positional and keyword arguments of one call of a model.
 
-    __slots__ = ("args", "kwargs")
+    Attributes:
+        module: the qualified name of the part of the model that is called around the model's own forward, as `generate`
+            calls an encoder; "" is the model itself.
+    """
+
+    __slots__ = ("args", "kwargs", "module")
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         self.args = args
         self.kwargs = kwargs
+        self.module = ""
+
+    @classmethod
+    def of_part(cls, module: str, /, *args: Any, **kwargs: Any) -> Inputs:
+        """Return a call of the part of a model that has this qualified name."""
+        call = cls(*args, **kwargs)
+        call.module = module
+        return call
+
+    def run(self, model: nn.Module) -> Any:
+        """Call the model, or the part of it, with these very arguments."""
+        return model.get_submodule(self.module)(*self.args, **self.kwargs)
 
     def __iter__(self) -> Iterator[Any]:
         yield self.args
@@ -43,6 +60,8 @@ class Inputs:
 
     def __repr__(self) -> str:
         parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        if self.module:
+            return f"Inputs.of_part({', '.join([repr(self.module), *parts])})"
         return f"Inputs({', '.join(parts)})"
 
 

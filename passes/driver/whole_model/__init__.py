@@ -1,9 +1,11 @@
-"""The whole model, after all passes: compared with the original, and timed."""
+"""The whole model: rewrites verified on it together; after all passes it is compared, timed, its memory measured."""
 
 from __future__ import annotations
 
 from .finishing import finished
 from .handed_over import HandedOver
+from .memory import measured_memory, memory_figures
 from .timed import WholeModel
+from .together import Together
 
-__all__ = ["HandedOver", "WholeModel", "finished"]
+__all__ = ["HandedOver", "Together", "WholeModel", "finished", "measured_memory", "memory_figures"]

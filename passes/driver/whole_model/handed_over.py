@@ -17,7 +17,7 @@ from ...sites import Numerics, Phase
 from ...state import copied_module, twin
 from ...verification import Original, modes_to_check
 from ..history import History, Rewrite
-from ..surroundings import switches_kept
+from ..switches import switches_kept
 from ..tuner import Tuner
 
 __all__ = ["HandedOver"]
@@ -95,7 +95,7 @@ class HandedOver:
 
     def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
-        inputs = self.tuner.program.inputs
+        inputs = self.tuner.program.whole_calls
         chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
         calls = [inputs[number] for number in chosen]
         try:
@@ -162,7 +162,7 @@ class HandedOver:
             rewrite.edit.undo()
         kept = [rewrite for rewrite in self._all[:first] if rewrite in standing]
         self.history.rewrites = kept + [r for r in self._all[first:] if r in wanted and self._is_written_again(r)]
-        self.tuner.calls.forget()
+        self.tuner.forget()
 
     def _is_written_again(self, rewrite: Rewrite) -> bool:
         try:

@@ -79,17 +79,17 @@ class WholeModel:
         program, budget, training = self._tuner.program, self._tuner.budget, self._tuner.program.training
         with budget.spending():
             runs = {
-                "before": timing.runner(self._baseline, program.inputs, training=training),
-                "after": timing.runner(program.model, program.inputs, training=training),
+                "before": timing.runner(self._baseline, program.whole_calls, training=training),
+                "after": timing.runner(program.model, program.whole_calls, training=training),
             }
-            return timing.time_candidates(runs, limit=budget.left)
+            return timing.time_candidates(runs, limit=budget.for_the_whole)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
         unwound = self._around(unwanted)
         for rewrite in reversed(unwound):
             rewrite.edit.undo()
-        self._tuner.calls.forget()
+        self._tuner.forget()
         self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
         for rewrite in unwound:
             if rewrite in unwanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .derived import few_rows, one_row, other_rows, other_strides, zeros
+from .derived import few_rows, one_row, other_rows, other_strides, smaller, zeros
 from .noise import jittered, perturbed_inputs, perturbed_state
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "other_strides",
     "perturbed_inputs",
     "perturbed_state",
+    "smaller",
     "zeros",
 ]

@@ -10,11 +10,14 @@ from torch import Tensor
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
 from .noise import stands_for_infinity
 
-__all__ = ["few_rows", "one_row", "other_rows", "other_strides", "zeros"]
+__all__ = ["few_rows", "one_row", "other_rows", "other_strides", "smaller", "zeros"]
 
 _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
 
+
+_LEAST = 3
+"""No dimension of a smaller call is made shorter than this."""
 
 _FEW, _ODD, _SHORT = 8, 3, 8
 """So many rows are few, so many are few and odd; so many elements along another dimension are few.
@@ -67,6 +70,24 @@ def few_rows(arguments: Arguments) -> Arguments:
     """Return the call with its first rows alone."""
     rows = _rows(arguments)
     return _resized(arguments, {0: {rows: _FEW}}) if rows > _FEW else arguments
+
+
+def smaller(arguments: Arguments) -> Iterator[Arguments]:
+    """Yield the call with its first rows alone: at first with inner sizes of about a quarter, then with its own.
+
+    What a module means seldom hangs on how long a sequence or how wide an image is; what a run of it costs does.
+    """
+    few = few_rows(arguments)
+    for inner in _inner_sizes(few):
+        sizes = {size: _quarter(size) for size in inner}
+        if any(size != quarter for size, quarter in sizes.items()):
+            yield _resized(few, dict.fromkeys(range(1, 6), sizes))
+    yield few
+
+
+def _quarter(size: int) -> int:
+    """Return an odd size of about a quarter, where that is less; one stays one."""
+    return min(size, max(_LEAST, size // 4 // 2 * 2 + 1))
 
 
 def other_strides(arguments: Arguments) -> Arguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ __all__ = ["jittered", "perturbed_inputs", "perturbed_state", "stands_for_infini
 
 _STRENGTH = 0.25
 """How far values move, relative to the tensor's own scale: far enough to tell things apart, and rarely too far."""
+
+_PERIOD = 65537
+"""After so many elements noise repeats: a prime, so that no two rows, columns or members get the same."""
 
 _HUGE = 1e4
 """Values that stand for infinity (masks of -1e4, -1e9 or finfo.min) are kept as they are."""
@@ -74,8 +77,12 @@ def _can_move(tensor: Tensor) -> bool:
 
 
 def _noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-    return noise.to(device=tensor.device)
+    """Return normal noise of a tensor's shape; what is drawn for a large one repeats, which costs a tenth."""
+    count = tensor.numel()
+    noise = torch.randn(min(count, _PERIOD), generator=generator, dtype=torch.float32)
+    if count > _PERIOD:
+        noise = noise.repeat(-(-count // _PERIOD))[:count]
+    return noise.view(tensor.shape).to(device=tensor.device)
 
 
 def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -90,7 +97,8 @@ def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> float:
-    return math.sqrt(float(tensor.abs().double().square().sum()))
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(cast("Any", torch.linalg).vector_norm(tensor, dtype=kind))
 
 
 def _scale(norm: float, tensor: Tensor) -> float:

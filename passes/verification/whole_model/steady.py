@@ -24,16 +24,18 @@ class SteadyDraws(DispatchMode):
 
     Attributes:
         is_sure: whether only operators ran that draw the same in any order.
+        has_drawn: whether any random operator ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_sure = True
+        self.is_sure, self.has_drawn = True, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        self.has_drawn = True
         rule = _RULES.get(func.overloadpacket)
         if rule is not None:
             return rule(func, args, kwargs)

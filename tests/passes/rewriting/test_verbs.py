@@ -170,6 +170,14 @@ NO_ARGUMENTS: dict[str, tuple[Callable[[Site, Edit], Any], str]] = {
         lambda _, edit: edit.add_module(None, name="part"),  # pyright: ignore[reportArgumentType]
         r": module is of type NoneType; give the torch\.nn\.Module to add",
     ),
+    "a function that returns no context": (
+        lambda site, edit: edit.outline([site["head"]], name="part", context=lambda: 5),  # pyright: ignore[reportArgumentType]
+        r": context=<lambda> returned int, which is no context manager; give a function that returns a new one",
+    ),
+    "no such node": (
+        lambda *_: None,
+        r"find yielded a site with a node that is not there: the graph of '\(root\)' has no node 'haed'; did you",
+    ),
     "no such owner": (
         lambda *_: None,
         r"pass 'no_argument': find yielded a site whose owner is not there: the model has no module 'haed'; did you",
@@ -190,6 +198,8 @@ def test_an_argument_that_is_none_is_named_in_one_line(case: str) -> None:
         def find(self, program: Program) -> Iterator[Site | Refusal]:
             if case == "no such owner":
                 yield Site(program, "haed", {})
+            if case == "no such node":
+                yield Site(program, "", {"head": "haed"})
             call = next(node for node in program.graph("").nodes if node.target == "head")
             yield Site(program, "", {"head": call.name})
 

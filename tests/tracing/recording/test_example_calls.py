@@ -199,3 +199,66 @@ def test_a_call_that_raised_is_not_kept():
         model(torch.ones(3))
     assert [call.args[0].dtype for call in calls] == [torch.float32]
     assert not model._forward_hooks
+
+
+class Pipeline(nn.Module):
+    """A model with a method that calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Net(), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self.encoder(x, times=3)) + self.head(x)
+
+
+def test_parts_that_are_called_around_the_model_are_noted_and_get_graphs() -> None:
+    model = Pipeline()
+    with fxopt.recording(model) as calls:
+        model.generate(X)
+    assert [(call.module, call.kwargs) for call in calls] == [("encoder", {"times": 3}), ("", {})]
+    assert repr(calls[0]).startswith("Inputs.of_part('encoder', tensor(")
+    fast: Any = fxopt.capture(model, calls).model
+    assert torch.equal(fast.generate(X), model.generate(X))
+    assert misses_in(fast.modules()) == []
+    done: Any = fxopt.optimize(model, "training", example_inputs=calls, measure=False)
+    assert torch.equal(done.generate(X), model.generate(X))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_part_that_raises_hides_no_later_call() -> None:
+    model = Pipeline()
+    with fxopt.recording(model) as calls:
+        for call in (model.encoder, model):
+            with pytest.raises(RuntimeError):
+                call(torch.ones(2, 5))
+        model.generate(X)
+    assert [call.module for call in calls] == ["encoder", ""]
+
+
+def test_calls_of_parts_alone_and_of_no_part_are_refused() -> None:
+    part = fxopt.Inputs.of_part("encoder", X)
+    with pytest.raises(UsageError, match="calls of parts of the model only; give a call of the model itself, too"):
+        fxopt.optimize(Pipeline(), "training", example_inputs=part)
+    with pytest.raises(UsageError, match="has a call of 'encodr', which is no part of the model"):
+        fxopt.optimize(Pipeline(), "training", example_inputs=[(X,), fxopt.Inputs.of_part("encodr", X)])
+    with pytest.raises(UsageError, match="example call 0 is one of 'encoder'; give calls of the model itself"):
+        fxopt.export(Pipeline(), "never.pt2", part)
+
+
+def test_a_model_with_fused_members_is_recorded_too() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(Net() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([head(x) for head in self.heads], -1)
+
+    fast = fxopt.optimize(Heads(), "fuse_ensembles{lowering=bmm}", example_inputs=(X,), measure=False)
+    with fxopt.recording(fast) as calls:
+        fast(X)
+    assert [call.module for call in calls] == [""]

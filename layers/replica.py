@@ -1,0 +1,169 @@
+"""A model of which every process has a replica: gradients are averaged over all of them while they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compat_distributed import after_backward, after_forward, before_forward, broadcast_together
+from ..errors import StateError
+from ..tracing.recording import is_rank_local
+
+__all__ = ["REPLICA", "Replica", "no_sync", "replicate"]
+
+REPLICA = "_fxopt_replica"
+"""The entry of a model's `__dict__` that holds its replica."""
+
+
+class Replica:
+    """What one process does so that its copy of a model stays like those of the others.
+
+    The first backward that is synchronized shows which parameters get gradients, and in which order. From then on
+    torch's reducer, the one behind `DistributedDataParallel`, averages these and no others, in buckets of that order,
+    while the backward goes on. A copy of the model (`copy.deepcopy`, pickle) is no replica.
+
+    Args:
+        named: the parameters that are trained, by name; none, for a copy.
+        state: everything that starts as it is in process 0.
+        buffers: those that a forward writes: each one in training starts from those of process 0.
+        search: let torch's reducer look at every forward which parameters it used.
+        bucket_cap_mb: of torch's reducer.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]] = (),
+        state: Sequence[Tensor] = (),
+        buffers: Sequence[Tensor] = (),
+        *,
+        search: bool = False,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        self.syncs = True
+        self._search, self._bucket_cap_mb = search, bucket_cap_mb
+        self._names = {parameter: name for name, parameter in named}
+        self._state, self._buffers = state, buffers
+        self._arrived: dict[nn.Parameter, None] = {}
+        self._reduces = self._waits = False
+        self._reducer: DistributedDataParallel | None = None
+        self._handles = {p: p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names}
+
+    def __deepcopy__(self, memo: Any) -> Replica:
+        return Replica()
+
+    def __reduce__(self) -> Any:
+        return Replica, ()
+
+    # -- around a forward ------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the model like that of process 0, and start the reducer; a hook before the forward."""
+        if not self._takes_part:
+            return None
+        self._reduces, self._waits = self.syncs, False
+        if self.syncs and module.training:
+            broadcast_together(self._state or self._buffers)
+            self._state = ()
+        if self._reducer is None:
+            return None
+        return before_forward(self._reducer, args, kwargs, syncs=self.syncs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Show the reducer what came out; a hook after the forward."""
+        return after_forward(self._reducer, output) if self._reducer is not None and self._takes_part else None
+
+    @property
+    def _takes_part(self) -> bool:
+        return bool(self._names) and torch.is_grad_enabled() and not is_rank_local()
+
+    # -- the first backward ----------------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Note that a gradient has come; the first one of a backward has its end waited for."""
+        if is_rank_local():
+            return
+        if self._reducer is not None:
+            name = self._names[cast("nn.Parameter", parameter)]
+            raise StateError(
+                f"'{name}' got no gradient in the first synchronized backward, and gets one now, which ddp would not "
+                "average; use ddp{find_unused_parameters=true}"
+            )
+        self._arrived[cast("nn.Parameter", parameter)] = None
+        if self._reduces and not self._waits:
+            self._waits = True
+            after_backward(self._finish_first)
+
+    @torch.no_grad()
+    def _finish_first(self) -> None:
+        """Average what the first synchronized backward left, and hand over to the reducer."""
+        self._waits = False
+        everything = list(self._names)
+        flags = torch.tensor([float(p.grad is not None) for p in everything], device=everything[0].device)
+        distributed.all_reduce(flags)
+        used = [parameter for parameter, flag in zip(everything, flags, strict=True) if flag]
+        for parameter in used:
+            _average(parameter)
+        self._start_reducer(self._in_order(everything if self._search else used))
+
+    def _in_order(self, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return parameters in the order of a forward in process 0: gradients come the other way round."""
+        numbers = {parameter: number for number, parameter in enumerate(self._arrived)}
+        keys = torch.tensor([numbers.get(parameter, len(numbers)) for parameter in used], device=used[0].device)
+        distributed.broadcast(keys, 0)
+        return [used[int(number)] for number in keys.argsort(stable=True).flip(0)]
+
+    def _start_reducer(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._handles.pop(parameter).remove()
+        self._reducer = DistributedDataParallel(
+            nn.ParameterList(parameters), init_sync=False, gradient_as_bucket_view=True,
+            find_unused_parameters=self._search, bucket_cap_mb=self._bucket_cap_mb,
+        )  # fmt: skip
+        self._arrived.clear()
+
+
+def replicate(model: nn.Module, replica: Replica) -> None:
+    """Let a model be a replica: by hooks, so that its class and all names stay."""
+    vars(model)[REPLICA] = replica
+    model.register_forward_pre_hook(replica.before, with_kwargs=True)
+    model.register_forward_hook(replica.after)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Generator[None]:
+    """Accumulate gradients in each process by itself: nothing is sent in backward passes whose forward runs in here.
+
+    For all batches but the last one before an optimizer step. In one process, or of a model that is neither
+    replicated nor sharded, it does nothing.
+
+    Args:
+        model: what `fxopt.optimize` returned, with `ddp` or `fsdp` among the passes or not.
+    """
+    replica: Replica | None = vars(model).get(REPLICA)
+    sharded: Any = getattr(model, "set_requires_gradient_sync", None)
+    synced = replica.syncs if replica is not None else True
+    _set_sync(replica, sharded, False)
+    try:
+        yield
+    finally:
+        _set_sync(replica, sharded, synced)
+
+
+def _set_sync(replica: Replica | None, sharded: Any, syncs: bool) -> None:
+    if replica is not None:
+        replica.syncs = syncs
+    if sharded is not None:
+        sharded(syncs)
+
+
+def _average(parameter: nn.Parameter) -> None:
+    """Average a gradient over all processes; one that has none adds zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad.div_(distributed.get_world_size())
+    distributed.all_reduce(parameter.grad)

@@ -1,0 +1,166 @@
+"""Verify many rewrites of one pass at once, on the whole model: by halves where they are wrong together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ....errors import CaptureError, MatchFailure, PassError
+from ....tracing.graphs import capture_of
+from ... import verification
+from ...contract import Pass
+from ...rewriting import Edit
+from ...sites import Goal, Phase, Refusal
+from ...state import StateMap
+from ..equal_blocks import kinds_to_time
+from ..groups import Group, keeps_function
+from ..history import History
+from ..tuner import Candidate, Tuner
+
+__all__ = ["Together"]
+
+_FEWEST = 4
+"""Fewer kinds of blocks are decided one by one: what is wrong is then known at once, and equal blocks follow."""
+
+_FORWARDS = 10.0
+"""A check of the whole model takes about as long as so many forwards; with less time left it is not begun."""
+
+
+_VERIFYING = 0.8
+"""Verifying takes this part of the time that the runs before took: nothing is tried that the model may not take."""
+
+
+@dataclass
+class Together:
+    """Write the groups of a pass that leave nothing to choose, and verify them in one go.
+
+    In float64 a fault inside shows at the outputs of the whole model as it does around its site. What holds in training
+    too is verified site by site: gradients of all parameters of a model, many times, take longer than those of a site.
+
+    Attributes:
+        tuner: writes the groups.
+        history: what stands.
+        seed: of verification's random inputs.
+    """
+
+    tuner: Tuner
+    history: History
+    seed: int = 0
+    _pass: Pass = field(init=False)
+    _references: list[verification.Reference] = field(init=False)
+    _standing: list[Edit] = field(init=False)
+    _seconds: float = field(default=0.0, init=False)
+
+    def undecided(self, pass_: Pass, found: Sequence[Group | Refusal]) -> list[Group | Refusal]:
+        """Return what is left to be decided one by one, after what stands now, verified together."""
+        groups = [item for item in found if isinstance(item, Group)]
+        if len(groups) < _FEWEST or not self.tuner.checks:
+            return list(found)
+        self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
+        decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
+        return [item for item in found if item not in decided]
+
+    def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
+        suitable = self._suitable(pass_, groups)
+        if len(suitable) < _FEWEST or not self._has_time(_FORWARDS * self.tuner.budget.forward):
+            return []
+        self._pass, self._standing = pass_, []
+        start = self.tuner.budget.spent
+        with self.tuner.budget.spending():
+            self._references = self._taken(suitable)
+        self._seconds = self.tuner.budget.spent - start
+        return self._right([group for group in suitable if self._is_called(group)]) if self._references else []
+
+    def _suitable(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups of a pass that can be verified together."""
+        if not keeps_function(pass_) or not self.tuner.program.inputs or not self.tuner.checks:
+            return []
+        owners = Counter(group.owner for group in groups)
+        return [
+            group
+            for group in groups
+            if group.owner and owners[group.owner] == 1 and group.choices == (None,) and group.is_single
+            and not group.sites[0].parts and (group.phase or pass_.phase) is Phase.EVAL
+            and self._has_one_graph(group) and not self.tuner.seconds_to_time(pass_, group)
+        ]  # fmt: skip
+
+    def _has_one_graph(self, group: Group) -> bool:
+        capture = capture_of(self.tuner.program.module(group.owner))
+        return capture is not None and len(capture.specializations) == 1
+
+    def _is_called(self, group: Group) -> bool:
+        return all(group.owner in reference.called for reference in self._references)
+
+    def _has_time(self, seconds: float) -> bool:
+        budget = self.tuner.budget
+        return budget.spent + seconds <= budget.for_sites
+
+    def _taken(self, groups: Sequence[Group]) -> list[verification.Reference]:
+        """Return the runs of the whole model as it is; none where random draws hang on the order of its nodes."""
+        program, inner = self.tuner.program, [group.owner for group in groups]
+        modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
+        references = [
+            verification.reference(
+                program.model, program.inputs, training=mode, gradients=False, seed=self.seed, small=True, inner=inner
+            )
+            for mode in modes
+        ]
+        return [] if any(each.random or each.wide is None for each in references) else references
+
+    def _right(self, groups: Sequence[Group]) -> list[Group]:
+        """Write groups beside those that stand, and keep those of them that are right."""
+        written = self._written(groups)
+        if not written:
+            return []
+        if self._has_time(_VERIFYING * self._seconds):
+            verdict = self._verdict([edit for _, edit in written])
+            if verdict.ok and not verdict.is_rounded:
+                return self._kept(written, verdict)
+        for _, edit in reversed(written):
+            edit.undo()
+        if len(written) < _FEWEST or not self._has_time(self._seconds):
+            return []
+        rest, half = [group for group, _ in written], len(written) // 2
+        return [*self._right(rest[:half]), *self._right(rest[half:])]
+
+    def _written(self, groups: Sequence[Group]) -> list[tuple[Group, Edit]]:
+        """Write groups; those that cannot be are left for later."""
+        written: list[tuple[Group, Edit]] = []
+        try:
+            for group in groups:
+                try:
+                    written.append((group, self.tuner.apply(self._pass, group)))
+                except (MatchFailure, CaptureError):
+                    continue
+        except PassError:
+            for _, edit in reversed(written):
+                edit.undo()
+            raise
+        return written
+
+    def _verdict(self, edits: Sequence[Edit]) -> verification.Verdict:
+        """Return the worst verdict on the whole model with some more edits."""
+        total = StateMap()
+        for edit in (*self._standing, *edits):
+            total = total.compose(edit.state_map_of_model())
+        start, model = self.tuner.budget.spent, self.tuner.program.model
+        with self.tuner.budget.spending():
+            verdicts = [
+                verification.verify(each, model, map_state=total.forward, numerics=self._pass.numerics)
+                for each in self._references
+            ]
+        self._seconds = self.tuner.budget.spent - start
+        return min(verdicts, key=lambda verdict: (verdict.ok and not verdict.is_rounded, -verdict.meaning_error))
+
+    def _kept(self, written: Sequence[tuple[Group, Edit]], verdict: verification.Verdict) -> list[Group]:
+        figures = {
+            "checked": verdict.checked_in, "meaning_error": verdict.meaning_error,
+            "precision_error": verdict.precision_error, "checked_together": len(written),
+        }  # fmt: skip
+        if self._pass.goal is Goal.SPEED:
+            figures["untimed"] = "judged with the whole model"
+        for group, edit in written:
+            self.history.keep(self._pass, Candidate(group, verdict=verdict, edit=edit, figures=figures), edit)
+            self._standing.append(edit)
+        return [group for group, _ in written]

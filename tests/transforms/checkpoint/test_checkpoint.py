@@ -1,0 +1,266 @@
+"""checkpoint: the same gradients bit by bit, in as much memory as the budget allows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import PassError, UsageError
+from fxopt.passes.pipeline import parse
+from fxopt.passes.timing import memory_use
+from fxopt.tracing.values import normalize_inputs
+from fxopt.transforms.checkpoint import Checkpoint, recomputation
+from fxopt.transforms.checkpoint.choices import Choices, choices
+
+Made = tuple[nn.Module, Tensor]
+
+
+def checkpointed(made: Made, budget: float | str, **options: object) -> nn.Module:
+    return fxopt.optimize(made[0], Checkpoint(budget), example_inputs=(made[1],), measure=False, **options)
+
+
+def looked_up(made: Made) -> Choices:
+    return choices(fxopt.capture(copy.deepcopy(made[0]), (made[1],)))
+
+
+def decisions(model: nn.Module) -> list[tuple[str, str]]:
+    return [(d.status, d.reason) for d in fxopt.plan(model).decisions]
+
+
+def step(model: nn.Module, x: Tensor, steps: int = 2) -> dict[str, Tensor]:
+    """Return all that training changes, after some steps without an optimizer."""
+    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    torch.manual_seed(7)
+    for _ in range(steps):
+        output = model(x)
+        output.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"output": output, "input": x.grad, "random": torch.rand(3), **gradients, **dict(model.named_buffers())}
+
+
+def assert_bit_equal(a: nn.Module, b: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(step(a, x), step(b, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [0.7, 0])
+def test_gradients_statistics_and_dropout_are_the_same(made: Made, budget: float) -> None:
+    fast = checkpointed(made, budget)
+    assert {status for status, _ in decisions(fast)} == {"applied"}
+    assert list(fast.state_dict()) == list(made[0].state_dict())
+    assert_bit_equal(made[0], fast, made[1])
+
+
+def test_memory_is_what_was_expected_and_less_for_less(made: Made) -> None:
+    found, calls = looked_up(made), normalize_inputs((made[1],))
+    assert memory_use(made[0], calls).live == found.problem.saved
+    peaks: list[int] = []
+    for budget in (1.0, 0.75, 0.6, 0):
+        expected = Checkpoint(budget)._chosen(found).schedule
+        used = memory_use(checkpointed(made, budget, verify=False), calls)
+        assert used.live == pytest.approx(expected.live, rel=0.1)
+        assert expected.live <= expected.peak <= found.problem.saved
+        peaks.append(used.peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+
+
+def targets(model: nn.Module, owner: str) -> list[str]:
+    return [str(node.target) for node in fxopt.graphs(model)[owner].nodes]
+
+
+def graphs(model: nn.Module) -> dict[str, str]:
+    return {name: str(graph) for name, graph in fxopt.graphs(model).items()}
+
+
+def test_the_graph_before_and_after() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Tanh(), nn.Linear(64, 4)).train()
+    x = torch.randn(32, 4)
+    fast = checkpointed((model, x), 0.5)
+    plain = fxopt.optimize(model, [], example_inputs=(x,), measure=False)
+    assert targets(plain, "") == ["input", "0", "1", "2", "3", "output"]
+    assert targets(fast, "") == ["input", "checkpointed", "2", "3", "output"]
+    assert targets(fast, "checkpointed") == ["input_1", "0", "1", "output"]
+    assert len(fast) == 4
+
+
+def test_in_evaluation_and_without_gradients_regions_just_run(
+    transformer: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = checkpointed(transformer, 0)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("checkpointed")
+
+    monkeypatch.setattr(recomputation, "checkpoint", refuse)
+    with torch.no_grad():
+        fast(transformer[1])
+    torch.testing.assert_close(fast.eval()(transformer[1]), transformer[0].eval()(transformer[1]), rtol=0, atol=0)
+    with pytest.raises(AssertionError, match="checkpointed"):
+        fast.train()(transformer[1])
+
+
+def test_the_same_autocast_holds_when_a_region_runs_again(transformer: Made) -> None:
+    fast = checkpointed(transformer, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = (model(transformer[1]) for model in map(seeded, (transformer[0], fast)))
+    for model, output in ((transformer[0], expected), (fast, found)):
+        output.float().square().sum().backward()
+        assert output.dtype is torch.bfloat16
+        assert model is not None
+    gradients = [[p.grad for p in model.parameters()] for model in (transformer[0], fast)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return model
+
+
+def test_second_derivatives(residual_network: Made) -> None:
+    fast = checkpointed(residual_network, 0, verify=False)
+
+    def penalty(model: nn.Module) -> list[Tensor]:
+        x = residual_network[1].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(slope.square().sum(), list(model.parameters()), allow_unused=True))
+
+    torch.testing.assert_close(penalty(fast), penalty(copy.deepcopy(residual_network[0])), rtol=0, atol=0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_refuses_a_model_in_evaluation(transformer: Made) -> None:
+    fast = checkpointed((transformer[0].eval(), transformer[1]), 0.5)
+    assert [status for status, _ in decisions(fast)] == ["refused"]
+    assert "the model is in evaluation; call model.train() first" in decisions(fast)[0][1]
+
+
+def test_refuses_what_is_checkpointed_already(transformer: Made) -> None:
+    fast = checkpointed(transformer, 0.7)
+    again = fxopt.optimize(fast, Checkpoint(0), example_inputs=(transformer[1],), measure=False)
+    assert "it is checkpointed already" in decisions(again)[-1][1]
+
+
+def test_a_block_with_hooks_is_in_no_region(transformer: Made) -> None:
+    model, called = transformer[0], []
+    model.blocks[1].register_forward_hook(lambda *_: called.append(1))
+    fast = checkpointed(transformer, 0, verify=False)
+    called.clear()
+    fast(transformer[1]).sum().backward()
+    assert called == [1]
+    assert ("refused", "it has hooks, which would run twice") in decisions(fast)
+
+
+def test_a_value_that_is_written_into_later_is_given_to_no_region() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            z = torch.sigmoid(torch.tanh(torch.exp(y)))
+            return z + y.mul_(2)
+
+    model, x = Writes().train(), torch.randn(64, 4)
+    fast = fxopt.optimize(model, Checkpoint(0), example_inputs=(x,), measure=False)
+    assert_bit_equal(model, fast, x)
+
+
+def test_a_module_that_is_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.BatchNorm1d(8), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(self.part(x))
+
+    made = Twice().train(), torch.randn(16, 8)
+    fast = checkpointed(made, 0)
+    assert "applied" in {status for status, _ in decisions(fast)}
+    assert_bit_equal(*((made[0], fast)), made[1])
+
+
+def test_a_budget_that_cannot_be_met_says_what_can(transformer: Made) -> None:
+    with pytest.raises(PassError, match=r"budget=0.001 allows .* the least that can be is .* KiB, 0\.\d+ of"):
+        checkpointed(transformer, 0.001)
+    with pytest.raises(PassError, match="budget=1KiB allows 1 KiB of activations"):
+        checkpointed(transformer, "1KiB")
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5, "lots", "2", "3 parsecs", True, float("nan")])
+def test_a_budget_is_a_share_or_bytes(budget: object) -> None:
+    with pytest.raises(UsageError, match="give a share of what the model saves, from 0 to 1, or bytes with a unit"):
+        Checkpoint(budget)
+
+
+def test_bytes_and_shares_mean_the_same(transformer: Made) -> None:
+    found = looked_up(transformer)
+    share = Checkpoint(0.5)._chosen(found)
+    assert Checkpoint(f"{found.problem.saved / 2048:.3f}KiB")._chosen(found) == share
+
+
+# -- afterwards --------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_both_ways(residual_network: Made) -> None:
+    model, fast = residual_network[0], checkpointed(residual_network, 0)
+    other = copy.deepcopy(model)
+    fast(residual_network[1])
+    other.load_state_dict(fast.state_dict())
+    fast.load_state_dict(model.state_dict())
+    assert_bit_equal(model, fast, residual_network[1])
+    restored = fxopt.restore(fast)
+    assert [type(module) for module in restored.modules()] == [type(module) for module in model.modules()]
+    assert_bit_equal(model, restored, residual_network[1])
+
+
+def test_plans_and_archives_repeat_the_regions(transformer: Made, tmp_path: object) -> None:
+    fast = checkpointed(transformer, 0.7)
+    again = fxopt.optimize(transformer[0], plan=fxopt.plan(fast), example_inputs=(transformer[1],))
+    assert graphs(again) == graphs(fast)
+    assert_bit_equal(transformer[0], again, transformer[1])
+    fxopt.save(fast, f"{tmp_path}/model.fxopt")
+    loaded = fxopt.load(f"{tmp_path}/model.fxopt", model=transformer[0])
+    assert graphs(loaded) == graphs(fast)
+    assert_bit_equal(transformer[0], loaded.train(), transformer[1])
+
+
+def test_the_report_says_what_memory_is_taken(transformer: Made) -> None:
+    fast = fxopt.optimize(transformer[0], "checkpoint{budget=0.5}", example_inputs=(transformer[1],))
+    memory = fxopt.report(fast).to_json()["memory"]
+    assert memory["live_after"] <= 0.5 * memory["live_before"]
+    assert "of activations after a forward" in str(fxopt.report(fast).table())
+
+
+def test_fused_ensembles_are_checkpointed() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(4))
+            self.last = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.stack([head(x) for head in self.heads]).mean(0))
+
+    model, x = Heads().train(), torch.randn(32, 8)
+    fast = fxopt.optimize(
+        model, "fuse_ensembles{lowering=bmm},checkpoint{budget=0}", example_inputs=(x,), measure=False
+    )
+    fused = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
+    assert {status for status, _ in decisions(fast)} == {"applied"}
+    assert_bit_equal(fused, fast, x)
+
+
+@given(st.one_of(st.floats(0, 1), st.integers(1, 10**6).map(lambda n: f"{n}MiB")).map(Checkpoint))
+def test_text_round_trip(pass_: Checkpoint) -> None:
+    assert parse(str(pass_)) == (pass_,)
+
+
+def test_in_a_pipeline_text() -> None:
+    assert parse("checkpoint{budget=2GiB}") == (Checkpoint("2GiB"),)
+    assert parse("checkpoint{budget=0.25}") == (Checkpoint(0.25),)

@@ -1,0 +1,120 @@
+"""The solver: exact on chains, near the best of all choices on small graphs, and monotonic."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from fxopt.transforms.checkpoint.orders import as_run, dataflow, depth_first
+from fxopt.transforms.checkpoint.problem import Problem, Region, Schedule, Step
+from fxopt.transforms.checkpoint.solver import front, frontier
+
+
+def problem(seed: int, count: int, *, chain: bool) -> Problem:
+    """Return a forward of `count` steps, each of which makes what others read and something for itself."""
+    draw = random.Random(seed)
+    steps: list[Step] = []
+    sizes: dict[int, int] = {}
+    for number in range(count):
+        reads = {number - 1} - {-1} if chain else set(draw.sample(range(number), min(number, draw.choice((1, 1, 2)))))
+        if number == count - 1:
+            reads |= set(range(number)) - {read for step in steps for read in step.reads}  # a model has one result
+        own, inner = number, count + number
+        sizes |= {own: draw.randint(1, 9), inner: draw.randint(0, 9)}
+        saves = {a for a in (*reads, own) if draw.random() < 0.7} | {inner}
+        operations = float(draw.randint(1, 20))
+        is_product = draw.random() < 0.4
+        steps.append(
+            Step(
+                frozenset(reads), frozenset({own, inner}), frozenset(saves), operations,
+                operations if own in saves else operations * draw.random(),
+                frozenset({own} if is_product else ()), operations * (0.1 if is_product else 1.0), operations * 0.1,
+            )
+        )  # fmt: skip
+    stretches = [(a, b) for a in range(count) for b in range(a + 1, count + 1)]
+    spans = [Region(a, b, selective) for a, b in stretches for selective in (False, True)]
+    return Problem(steps, sizes, spans, overhead=0.5)
+
+
+def every_choice(given: Problem) -> Iterator[Schedule]:
+    """Yield what is to be expected of every set of stretches that do not overlap."""
+
+    def choices(place: int) -> Iterator[tuple[Region, ...]]:
+        if place == len(given.steps):
+            yield ()
+            return
+        yield from choices(place + 1)
+        for region in given.spans:
+            if region.start == place:
+                for rest in choices(region.stop):
+                    yield (region, *rest)
+
+    for regions in choices(0):
+        yield given.schedule(regions)
+
+
+def every_convex_choice(given: Problem) -> Iterator[Schedule]:
+    """Yield what is to be expected of all disjoint sets of steps that can run as one, next to each other or not."""
+    count = len(given.steps)
+
+    def labels(number: int, used: int) -> Iterator[list[int]]:
+        if number == count:
+            yield []
+            return
+        for label in range(used + 2):  # 0 is in no region
+            for rest in labels(number + 1, max(used, label)):
+                yield [label, *rest]
+
+    for labelled in labels(0, 0):
+        groups = [frozenset(n for n in range(count) if labelled[n] == label) for label in sorted({*labelled} - {0})]
+        for kinds in itertools.product((False, True), repeat=len(groups)):
+            schedule = as_run(given, list(zip(groups, kinds, strict=True)))
+            if schedule is not None:
+                yield schedule
+
+
+def best_for(schedules: Sequence[Schedule], limit: int) -> float:
+    return min((each.operations for each in schedules if each.peak <= limit), default=float("inf"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chains_are_solved_exactly(seed: int) -> None:
+    given = problem(seed, 6, chain=True)
+    found, known = frontier(given), list(every_choice(given))
+    assert found[-1].peak == min(each.peak for each in known)
+    for limit in range(found[-1].peak, given.saved + 1):
+        assert best_for(found, limit) == pytest.approx(best_for(known, limit))
+
+
+def in_both_orders(given: Problem) -> list[Schedule]:
+    """Return what is found in the order in which the steps run, and in that where branches are finished first."""
+    order = depth_first(dataflow(given.steps))
+    moved = replace(given, steps=[given.steps[number] for number in order])
+    regions = (
+        [(frozenset(order[region.start : region.stop]), region.selective) for region in schedule.regions]
+        for schedule in frontier(moved)
+    )
+    others = [schedule for each in regions if (schedule := as_run(given, each)) is not None]
+    return front([*frontier(given), *others])
+
+
+def test_small_graphs_are_solved_within_a_twentieth_of_the_best_there_is() -> None:
+    spent = best = 0.0
+    for seed in range(30):
+        given = problem(100 + seed, 4 + seed % 2, chain=False)
+        found, known = in_both_orders(given), list(every_convex_choice(given))
+        for limit in range(found[-1].peak, given.saved + 1):
+            spent += best_for(found, limit)
+            best += best_for(known, limit)
+    assert best <= spent <= 1.05 * best
+
+
+def test_less_memory_never_costs_less() -> None:
+    for seed in range(6):
+        found = frontier(problem(200 + seed, 9, chain=bool(seed % 2)))
+        assert all(a.peak > b.peak and a.operations < b.operations for a, b in itertools.pairwise(found))
+        assert found[0].operations == 0

@@ -1,0 +1,170 @@
+"""Arguments that training loops add to every call: a graph holds with them, too, where the forward never reads them.
+
+transformers' `Trainer` gives `num_items_in_batch` to each model that takes `**kwargs`, for the sake of those that scale
+their own loss by it. Whether a forward reads it is found by tracing it once more, with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..graphs import Capture, Specialization
+from ..guards import Argument, Guard, Has, Source, item_of, key_of, length_of
+from ..guards import Call as CallOf
+from ..recording import Call
+from ..trace import VARYING
+from ..values import ModelNames, Signature
+
+__all__ = ["ExtraArguments"]
+
+
+class ExtraArguments:
+    """Find out which graphs hold with an argument more.
+
+    Args:
+        names: of the model.
+    """
+
+    def __init__(self, names: ModelNames) -> None:
+        self._names = names
+        root = names.modules[""]
+        self._reached = {root} if root.training else set[nn.Module]()
+        self._passed_on: dict[int, set[str] | None] = {}
+        """Of each graph that was asked: the children that are given the argument; None where it is read."""
+
+    def ask(
+        self,
+        module: nn.Module,
+        signature: Signature,
+        call: Call | None,
+        found: Specialization,
+        trace: Callable[[Call], Specialization],
+    ) -> None:
+        """Trace a forward once more, with the argument, where a call may come to it.
+
+        Args:
+            module: whose forward it is.
+            signature: of the forward.
+            call: that `found` was traced for.
+            found: its graph.
+            trace: gives the graph of another call.
+        """
+        rest = _rest(signature)
+        if call is None or rest is None or module not in self._reached or VARYING in call.forward_arguments[1]:
+            return
+        try:
+            passed_on = _passed_on(found, trace(_with_extra(call)), rest)
+        except Exception:  # whatever a forward raises that takes no such argument
+            passed_on = None
+        self._passed_on[id(found.graph)] = passed_on
+        self._reached.update(module.get_submodule(path) for path in passed_on or ())
+
+    def relax(self, captured: Mapping[str, Capture]) -> None:
+        """Let the graphs that hold with the argument take it."""
+        unread = {id(capture): capture for capture in captured.values() if self._is_unread(capture)}
+        while True:
+            reading = {
+                id(capture)
+                for name, capture in captured.items()
+                if id(capture) in unread and not self._is_unread_below(name, capture, captured, unread.keys())
+            }
+            if not reading:
+                break
+            unread = {key: capture for key, capture in unread.items() if key not in reading}
+        for capture in unread.values():
+            rest = _rest(capture.parameters)
+            if rest is not None:
+                specializations = capture.specializations
+                specializations[:] = [dataclasses.replace(v, guards=_relaxed(v.guards, rest)) for v in specializations]
+
+    def _is_unread(self, capture: Capture) -> bool:
+        graphs = [each.graph for each in capture.specializations]
+        return bool(graphs) and all(self._passed_on.get(id(graph)) is not None for graph in graphs)
+
+    def _is_unread_below(
+        self, name: str, capture: Capture, captured: Mapping[str, Capture], unread: Iterable[int]
+    ) -> bool:
+        module = self._names.modules[name]
+        paths = {path for each in capture.specializations for path in self._passed_on[id(each.graph)] or ()}
+        below = (captured.get(self._names.name(module.get_submodule(path))) for path in paths)
+        return all(found is not None and id(found) in unread for found in below)
+
+
+def _rest(signature: Signature) -> Argument | None:
+    """Return the forward's `**kwargs`, if it has one."""
+    found = (p.name for p in signature.parameters if p.kind is inspect.Parameter.VAR_KEYWORD)
+    return next(map(Argument, found), None)
+
+
+def _with_extra(call: Call) -> Call:
+    args, kwargs = call.forward_arguments
+    more = {**kwargs, VARYING: torch.tensor(2)}
+    received = None if call.received is None else (args, more)
+    return dataclasses.replace(call, kwargs={**call.kwargs, VARYING: more[VARYING]}, received=received)
+
+
+def _passed_on(found: Specialization, probed: Specialization, rest: Argument) -> set[str] | None:
+    """Return which children are given the argument, if that is all that becomes of it and of its being there."""
+    graph, place = probed.graph, item_of(rest, VARYING)
+    paths: set[str] = set()
+    for node in [node for node in graph.find_nodes(op="placeholder") if probed.argument(node) == place]:
+        for user in list(node.users):
+            user.kwargs = {key: value for key, value in user.kwargs.items() if key != VARYING}
+            if user.op != "call_module" or node in user.all_input_nodes:
+                return None
+            paths.add(str(user.target))
+        graph.erase_node(node)
+    same = _are_same(found.graph, graph) and _others(found.guards, rest) == _others(probed.guards, rest)
+    return paths if same and found.reads == probed.reads else None
+
+
+def _are_same(one: fx.Graph, other: fx.Graph) -> bool:
+    if len(one.nodes) != len(other.nodes):
+        return False
+    twins = dict(zip(other.nodes, one.nodes, strict=True))
+
+    def described(node: fx.Node, of: Callable[[fx.Node], fx.Node]) -> tuple[Any, ...]:
+        return node.op, node.target, fx.map_arg((node.args, node.kwargs), of)
+
+    return all(described(b, twins.__getitem__) == described(a, lambda node: node) for b, a in twins.items())
+
+
+def _others(guards: Iterable[Guard], rest: Argument) -> set[Guard]:
+    """Return the guards that are not about which arguments are given."""
+    asked = {length_of(rest), _names_of(rest), item_of(rest, VARYING)}
+    extra = Has(key_of(VARYING))
+    return {g for g in guards if asked.isdisjoint(g.sources()) and not (g.source == rest and g.check == extra)}
+
+
+def _names_of(rest: Source) -> Source:
+    return CallOf(tuple, (rest,))
+
+
+def _relaxed(guards: Iterable[Guard], rest: Argument) -> tuple[Guard, ...]:
+    """Return guards that hold with the argument, too."""
+    return tuple(_relaxed_one(guard, rest) for guard in guards)
+
+
+def _relaxed_one(guard: Guard, rest: Argument) -> Guard:
+    key = key_of(VARYING)
+    if guard.source == length_of(rest):
+        return dataclasses.replace(guard, source=CallOf(count_besides, (rest, key)))
+    if guard.source == _names_of(rest):
+        return dataclasses.replace(guard, source=CallOf(names_besides, (rest, key)))
+    return guard
+
+
+def count_besides(arguments: Mapping[str, Any], name: str) -> int:
+    """Return how many arguments there are, one of them not counted."""
+    return len(arguments) - (name in arguments)
+
+
+def names_besides(arguments: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the names of arguments in their order, one of them left out."""
+    return tuple(each for each in arguments if each != name)

@@ -1,0 +1,7 @@
+"""Compute activations again in the backward: the pass, its cost model, its solver, what regions run under."""
+
+from __future__ import annotations
+
+from .checkpointing import Checkpoint
+
+__all__ = ["Checkpoint"]

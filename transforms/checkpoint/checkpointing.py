@@ -1,0 +1,107 @@
+"""The pass: regions of a model whose activations are computed again for the backward, as a budget of memory asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...errors import UsageError
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...storage import byte_text
+from ...tracing.graphs import WrappedRegion
+from ...tracing.program import Program
+from .budget import limit_of
+from .choices import Choice, Choices, choices
+from .recomputation import Recomputation, counts
+from .spans import Stretch
+
+__all__ = ["Checkpoint"]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Pass):
+    """Compute activations again in the backward pass instead of keeping them, as far as a budget of memory asks.
+
+    Before: h = block(x)        After: h = checkpoint(block, x)
+    Refuses: a model in evaluation; what cannot run twice: modules with hooks, modules without a graph, nodes that write
+    into memory that is read elsewhere or draw random numbers from outside of torch.
+
+    Gradients are the same bit by bit, dropout included, and running statistics are updated once.
+
+    Options:
+        budget: bytes of activations that a training step may hold at once: a share of what the plain model saves (0 is
+            as little as possible), or with a unit, such as 2GiB or 512MiB.
+    """
+
+    budget: float | str = 0.5
+
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    goal: ClassVar[Goal] = Goal.MEMORY
+    phase: ClassVar[Phase] = Phase.TRAIN
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    def __post_init__(self) -> None:
+        limit_of(self.budget, 0)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        reason = _obstacle(program)
+        if reason:
+            yield Refusal(reason, at="(root)")
+            return
+        found = choices(program)
+        choice = self._chosen(found)
+        for stretch in choice.stretches:
+            yield _site(program, stretch)
+        if choice.stretches:
+            for name, why in found.obstacles.items():
+                yield Refusal(why, at=name)
+
+    def _chosen(self, found: Choices) -> Choice:
+        """Return what the budget asks for.
+
+        Raises:
+            UsageError: if nothing meets it; the message says what the least is.
+        """
+        saved, least = found.problem.saved, found.frontier[-1]
+        limit = limit_of(self.budget, saved)
+        choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)
+        if choice is None:
+            peak = least.schedule.peak
+            raise UsageError(
+                f"budget={self.budget} allows {byte_text(limit)} of activations, and the least that can be is "
+                f"{byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
+                "give no less, or 0 for the least"
+            )
+        return choice
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        nodes = [site[label] for label in site.nodes]
+        called = [edit.owner.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+        counting = any(counts(inner) for module in called for inner in module.modules())
+        context = Recomputation(selective=bool(site.data["selective"]), counting=counting)
+        edit.outline(nodes, name="checkpointed", context=context)
+
+
+def _obstacle(program: Program) -> str:
+    if not program.training:
+        return "it is for training, and the model is in evaluation; call model.train() first, or give phase='train'"
+    if not program.inputs:
+        return "what the model saves is learned from a run; give example_inputs"
+    regions = (module for module in program.names.distinct if isinstance(module, WrappedRegion))
+    if any(isinstance(region.context, Recomputation) for region in regions):
+        return "it is checkpointed already; for another budget begin with the original (fxopt.restore)"
+    return ""
+
+
+def _site(program: Program, stretch: Stretch) -> Site:
+    units, region = stretch.units, stretch.region
+    detail = f"{byte_text(stretch.kept)} kept of {byte_text(stretch.saved)}"
+    data: dict[str, Any] = {"selective": region.selective}
+    nodes = {f"node_{number}": unit.node.name for number, unit in enumerate(units)}
+    how = ", with its matrix products" if region.selective else ""
+    return Site(
+        program, units[0].owner, nodes, units[0].specialization, detail=f"{len(units)} nodes: {detail}{how}", data=data
+    )

@@ -1,0 +1,129 @@
+"""What a region runs under so that its backward computes it again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import DispatchMode, all_modules, checkpoint, own_buffers
+from ...tracing.values import map_tensors
+
+__all__ = ["PRODUCTS", "Recomputation", "counts"]
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)  # fmt: skip
+"""Matrix products, convolutions and attention: what selective recomputation keeps."""
+
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Run a region again for its backward; in evaluation, and without gradients, just run it.
+
+    The second run draws the same random numbers under the same autocast (torch's checkpoint sees to that), and leaves
+    running statistics alone.
+
+    Attributes:
+        selective: keep matrix products and convolutions, and compute the rest again.
+        counting: the region has running statistics.
+    """
+
+    selective: bool = False
+    counting: bool = False
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call the region."""
+        region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
+        if not (region.training and torch.is_grad_enabled()):
+            return function(*args)
+        special = self.selective or self.counting
+        return checkpoint(function, args, {"context_fn": partial(self._contexts, region)} if special else {})
+
+    def _contexts(self, region: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return what the first run and the later ones happen under."""
+        kept: _Kept = defaultdict(list)
+        keep = _Keep(kept) if self.selective else nullcontext()
+        reuse = _Reuse(kept) if self.selective else nullcontext()
+        return keep, (_Again(region, reuse) if self.counting else reuse)
+
+    def __str__(self) -> str:
+        return "recomputation of all but matrix products" if self.selective else "recomputation"
+
+
+_Kept = defaultdict[Any, list[Any]]
+
+
+def counts(module: nn.Module) -> bool:
+    """Say whether a module keeps running statistics, which do not change what it computes in training."""
+    return isinstance(module, _NORMS) and bool(module.track_running_stats)
+
+
+class _Again:
+    """Let running statistics be copies while a region runs again; second derivatives run it more than once."""
+
+    def __init__(self, region: nn.Module, reuse: AbstractContextManager[Any]) -> None:
+        self._region, self._reuse = region, reuse
+        self._originals: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        registers = [own_buffers(module) for module in all_modules(self._region) if counts(module)]
+        self._originals = [(register, dict(register)) for register in registers]
+        for register, held in self._originals:
+            register.update({name: None if buffer is None else buffer.clone() for name, buffer in held.items()})
+        self._reuse.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._reuse.__exit__(*exception)
+        for register, held in self._originals:
+            register.update(held)
+        self._originals.clear()
+
+
+class _Keep(DispatchMode):
+    """Keep the results of products, in their order."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._kept[func].append(map_tensors(Tensor.detach, result))
+        return result
+
+
+class _Reuse(DispatchMode):
+    """Give the results that were kept; unlike torch's own, as often as a backward is asked for."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+        self._used: dict[Any, int] = defaultdict(int)
+
+    def __enter__(self) -> Any:
+        self._used.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        self._used[func] += 1
+        return map_tensors(Tensor.detach, self._kept[func][self._used[func] - 1])

@@ -1,0 +1,169 @@
+"""Which parts of a forward may be run again: stretches of the nodes of one graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...compat import has_hooks
+from ...operators import has_random_effects, mutates
+from ...passes.rewriting import has_effects, writes
+from ...tracing.graphs import Region as GraphRegion
+from ...tracing.graphs import capture_of
+from ...tracing.guards import require
+from ...tracing.program import Program
+from ...tracing.values import is_leaf, qualified
+from .forward import Forward, Unit
+from .problem import Problem, Region
+from .recomputation import counts
+
+__all__ = ["Search", "Stretch"]
+
+_PLACES = 40
+"""Of one graph so many places, those that the least memory crosses, may be where a region begins or ends."""
+
+_LEAST_GAIN = 2e-4
+"""A region that frees less than this part of what the model saves is not worth looking at."""
+
+_UNKNOWN = "it may do more than give a value"
+_OURS = f"{__name__.split('.', maxsplit=1)[0]}.layers."
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Nodes of one graph, next to each other, that may be a region.
+
+    Attributes:
+        region: the steps that they are.
+        units: the nodes.
+        saved: bytes that they save for the backward as they are.
+        kept: bytes that are kept where they are a region.
+    """
+
+    region: Region
+    units: tuple[Unit, ...]
+    saved: int
+    kept: int
+
+
+@dataclass
+class Search:
+    """Look for stretches in every graph that one call alone runs.
+
+    Attributes:
+        obstacles: name of a node or module -> why it is in no region.
+    """
+
+    program: Program
+    forward: Forward
+    obstacles: dict[str, str] = field(default_factory=dict[str, str])
+    problem: Problem = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.problem = Problem(self.forward.steps, self.forward.sizes, ())
+
+    def stretches(self) -> dict[Region, Stretch]:
+        """Return what may be a region, by its steps; of what has the same steps, the outermost."""
+        found: dict[Region, Stretch] = {}
+        for units in self.sequences():
+            for run in self.runs(units):
+                for stretch in self.among(run):
+                    found.setdefault(stretch.region, stretch)
+        return found
+
+    def sequences(self) -> Iterator[list[Unit]]:
+        """Yield the units of each graph; of a module that is called twice neither call can be told from the other."""
+        found: list[list[Unit]] = []
+        pending = [self.forward.units]
+        for units in pending:
+            found.append(units)
+            pending += [unit.inside for unit in units if unit.inside]
+        calls = Counter(units[0].owner for units in found if units)
+        for units in found:
+            owner = self.program.module(units[0].owner) if units else None
+            if owner is not None and calls[units[0].owner] == 1 and not isinstance(owner, GraphRegion):
+                yield units
+
+    def runs(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
+        """Yield the longest stretches of units that may all be run again."""
+        run: list[Unit] = []
+        for unit in units:
+            if self.repeats(unit) and not any(user.target is require for user in unit.node.users):
+                run.append(unit)
+                continue
+            yield run
+            run = []
+        yield run
+
+    def repeats(self, unit: Unit) -> bool:
+        """Say whether running a node again does the same once more, and nothing else."""
+        name = qualified(unit.owner, unit.node.name)
+        reason = self._obstacle(unit)
+        if reason and unit.stop > unit.start:
+            self.obstacles.setdefault(name, reason)
+        return not reason and all(map(self.repeats, unit.inside))
+
+    def _obstacle(self, unit: Unit) -> str:
+        node = unit.node
+        if node.meta.get("draws") == "host":
+            return "it draws random numbers from outside of torch"
+        if node.op != "call_module":
+            known = mutates(node) or has_random_effects(node) or _is_ours(node)
+            return "" if known or not has_effects(node, self.program, unit.owner) else _UNKNOWN
+        module = self.program.callee(unit.owner, node)
+        if has_hooks(module):
+            return "it has hooks, which would run twice"
+        if unit.inside:
+            return ""
+        if capture_of(module) is not None or not is_leaf(module):
+            return "it has no graph for this call"
+        harmless = counts(module) or getattr(module, "inplace", False) or not writes(node, self.program, unit.owner)
+        return "" if harmless else _UNKNOWN
+
+    def among(self, run: Sequence[Unit]) -> Iterator[Stretch]:
+        """Yield the stretches of a run."""
+        places = self._places(run)
+        starts = {unit.start: number for number, unit in reversed(list(enumerate(run))) if unit.stop > unit.start}
+        stops = {unit.stop: number + 1 for number, unit in enumerate(run)}
+        for start in places:
+            for stop in places:
+                if start < stop and start in starts and stop in stops and self._is_sound(start, stop):
+                    units = tuple(run[starts[start] : stops[stop]])
+                    for selective in (False, True):
+                        stretch = self._stretch(Region(start, stop, selective), units)
+                        if stretch is not None:
+                            yield stretch
+
+    def _places(self, run: Sequence[Unit]) -> list[int]:
+        """Return where regions may begin and end, if need be only where the least memory crosses."""
+        places = sorted({place for unit in run for place in (unit.start, unit.stop)})
+        crossing = self.problem.crossing
+        if len(places) > _PLACES:
+            narrow = sorted(places, key=lambda place: (self.problem.bytes_of(crossing[place]), place))
+            places = sorted(narrow[:_PLACES])
+        return places
+
+    def _is_sound(self, start: int, stop: int) -> bool:
+        """Say whether all that the steps read is still there, as it was, when they are run again."""
+        steps = range(start, stop)
+        made = {activation for step in steps for activation in self.forward.steps[step].makes}
+        given = {memory for step in steps for memory in self.forward.touched[step]} - made
+        return not any(when >= start for memory in given for when in self.forward.written.get(memory, ()))
+
+    def _stretch(self, region: Region, units: tuple[Unit, ...]) -> Stretch | None:
+        """Return a stretch, where it can be a region and is worth looking at."""
+        steps = self.forward.steps[region.start : region.stop]
+        products = {activation for step in steps for activation in step.products}
+        if region.selective and (not products or products & self.forward.written.keys()):
+            return None
+        saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
+        kept = self.problem.bytes_of(self.problem.recomputed(region).keeps)
+        return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Say whether a node calls what a pass has put into the graph; what that writes is seen as it runs."""
+    return str(getattr(node.target, "__module__", "")).startswith(_OURS)

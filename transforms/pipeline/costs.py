@@ -1,0 +1,197 @@
+"""What each node of an opened graph costs, and what kind of value it gives: seen in one run on the example inputs."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...tracing.graphs import capture_of, fitting
+from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
+from ...tracing.values import Inputs, is_leaf, is_library, is_plain_structure, tensors_within
+from .opening import Holds, Opened
+from .running import function_of_node, last_uses
+
+__all__ = ["Cost", "Kind", "Seen", "measured"]
+
+Cost = Literal["flops", "time"]
+"""What the stages are balanced by: floating-point operations, or seconds on this machine."""
+
+_REPEATS = 3
+"""So often a node is timed; the fastest counts, since whatever else the machine does only makes it slower."""
+
+
+class Kind(enum.Enum):
+    """How a value gets from one stage to the next."""
+
+    TENSOR = "tensor"
+    PLAIN = "plain"
+    """A number, a size, a device: told once for each shape of the batch."""
+    OTHER = "other"
+    """An object: it stays in its stage."""
+
+
+@dataclass
+class Seen:
+    """What is known of one node.
+
+    Attributes:
+        cost: of running it forward.
+        kind: of its value.
+        size: of its value, in bytes.
+        repeatable: it hangs on inputs and buffers alone: every stage that needs it computes it for itself.
+        written: the last node that writes into its memory, if any.
+        length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
+    """
+
+    cost: float = 0.0
+    kind: Kind = Kind.OTHER
+    size: int = 0
+    repeatable: bool = False
+    written: fx.Node | None = None
+    length: int | None = None
+
+
+@dataclass
+class _Run:
+    """One run of an opened graph."""
+
+    opened: Opened
+    model: nn.Module
+    cost: Cost
+    seen: dict[fx.Node, Seen] = field(default_factory=dict[fx.Node, Seen])
+    fits: dict[str, int] = field(default_factory=dict[str, int])
+    values: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    versions: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict[fx.Node, "tuple[int, ...]"])
+
+
+def measured(
+    opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
+) -> tuple[dict[fx.Node, Seen], dict[str, int]]:
+    """Run an opened graph, and return what is known of each node, and which graph each captured module would run.
+
+    Args:
+        opened: the graph.
+        model: whose it is; left as it was.
+        call: an example.
+        cost: what is counted.
+        training: the mode to run in.
+    """
+    run = _Run(opened, model, cost)
+    with ExitStack() as around:
+        around.enter_context(preserved(model))
+        around.enter_context(in_phase(model, training))
+        around.enter_context(torch.enable_grad())
+        meter = _flops(around) if cost == "flops" else None
+        run.values.update(opened.given(call.args, call.kwargs))
+        nodes = [node for node in opened.graph.nodes if node.op not in ("placeholder", "output")]
+        for node in run.values:
+            _note(run, node, 0.0, repeatable=True)
+        last = last_uses(nodes, ())
+        for node in nodes:
+            _step(run, node, meter)
+            for over in last.get(node, ()):
+                run.values.pop(over)
+    return run.seen, run.fits
+
+
+def _flops(around: ExitStack) -> Callable[[], int]:
+    on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    counter = FlopCounterMode(display=False, custom_mapping={} if on_cpu is None else {on_cpu: _attention})
+    around.enter_context(counter)
+    return counter.get_total_flops
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Count attention on a CPU, which the counter does not know; of shapes."""
+    return cast("Any", flop_counter).sdpa_flop_count(query, key, value)
+
+
+def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
+    """Run one node."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), run.values.__getitem__)
+    function = function_of_node(node, run.model)
+    if isinstance(function, nn.Module) and capture_of(function) is not None:
+        _note_graph(run, node, function, args, kwargs)
+    random, before = torch.get_rng_state(), flops() if flops else 0
+    run.values[node], seconds = _timed(function, args, kwargs, 1 if flops or not _is_heavy(node) else _REPEATS)
+    draws = not torch.equal(random, torch.get_rng_state())
+    wrote = _written_by(run, node)
+    cost = float(flops() - before) if flops else seconds
+    _note(run, node, cost, repeatable=not (draws or wrote) and _is_repeatable(run, node))
+
+
+def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
+    """Return a function's value, and the seconds of the fastest call."""
+    value, fastest = None, float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        value = function(*args, **kwargs)
+        fastest = min(fastest, time.perf_counter() - start)
+    return value, fastest
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Say whether a node is worth timing more than once; a function might write into its arguments."""
+    return node.op == "call_module"
+
+
+def _note_graph(run: _Run, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> None:
+    capture = capture_of(module)
+    found = fitting(module, args, kwargs)
+    if found and capture is not None and node.name in run.opened.paths:
+        run.fits[run.opened.paths[node.name]] = capture.specializations.index(found[0])
+
+
+def _note(run: _Run, node: fx.Node, cost: float, *, repeatable: bool) -> None:
+    value = run.values[node]
+    kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if is_plain_structure(value) else Kind.OTHER
+    size = value.nbytes if isinstance(value, Tensor) else 0
+    run.seen[node] = Seen(cost, kind, size, repeatable, length=_length(value) if kind is Kind.OTHER else None)
+    run.versions[node] = _versions(value)
+
+
+def _length(value: Any) -> int | None:
+    items = cast("tuple[Any, ...]", value) if type(value) is tuple else ()
+    return len(items) if all(isinstance(item, Tensor) or is_plain_structure(item) for item in items) and items else None
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    # Writing into a tensor is counted by its version, which views share; tensors of inference mode have none.
+    return tuple(tensor._version for tensor in tensors_within(value) if not tensor.is_inference())  # pyright: ignore[reportPrivateUsage]
+
+
+def _written_by(run: _Run, writer: fx.Node) -> bool:
+    """Note the values that a node has just written into."""
+    wrote = False
+    for node, value in run.values.items():
+        if node in run.versions and _versions(value) != run.versions[node]:
+            run.versions[node] = _versions(value)
+            run.seen[node].written = writer
+            wrote = True
+    return wrote
+
+
+def _is_repeatable(run: _Run, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return not isinstance(run.values[node], nn.Parameter)
+    if not all(run.seen[used].repeatable for used in node.all_input_nodes):
+        return False
+    if node.op == "call_module":
+        module = run.model.get_submodule(str(node.target))
+        return next(module.parameters(), None) is None and not any(map(_may_draw, module.modules()))
+    return isinstance(node.target, Holds) or not has_random_effects(node)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Say whether a module of torch may draw random numbers, now or in the other mode."""
+    return is_leaf(module) and is_library(type(module)) and module_has_random_effects(module)

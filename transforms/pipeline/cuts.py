@@ -1,0 +1,194 @@
+"""Where a graph is cut into stages: balanced by cost, and where few bytes cross."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import fx, nn
+
+from ...tracing.guards import require
+from .costs import Kind, Seen
+
+__all__ = ["BALANCE", "Line", "Stages", "line_of"]
+
+BALANCE = 0.05
+"""A stage may cost so much more than the mean where fewer bytes cross then."""
+
+_PICKS = (getattr, operator.getitem, len, require)
+"""What only picks from a value, or checks it: it stays with that value."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A division of a line into stages.
+
+    Attributes:
+        starts: position of the first item of each stage.
+        costs: of each stage.
+        crossing: bytes that cross, over all cuts.
+    """
+
+    starts: tuple[int, ...]
+    costs: tuple[float, ...]
+    crossing: int
+
+    @property
+    def imbalance(self) -> float:
+        """Return by which share the slowest stage costs more than the mean."""
+        mean = sum(self.costs) / len(self.costs)
+        return max(self.costs) / mean - 1 if mean else 0.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """The nodes of an opened graph in the order in which they run.
+
+    Attributes:
+        items: nodes that belong to one stage each.
+        place: node -> position of the item that it goes with; of all that is in one stage only.
+        costs: of each item.
+        crossing: bytes that cross a cut before an item; None where there can be no cut.
+    """
+
+    items: Sequence[fx.Node]
+    place: Mapping[fx.Node, int]
+    costs: Sequence[float]
+    crossing: Sequence[int | None]
+
+    def cut(self, stages: int) -> Stages | None:
+        """Return the division that crosses the fewest bytes among those with the best balance, or nearly; None if none.
+
+        Two runs of dynamic programming over the positions: the first finds the least cost of the slowest stage, the
+        second the fewest bytes with no stage over that, or over the mean and `BALANCE`.
+        """
+        sums = [0.0, *accumulate(self.costs)]
+        cuts = [number for number, crossing in enumerate(self.crossing) if crossing is not None and number]
+        slowest = _slowest(sums, cuts, stages)
+        if slowest is None:
+            return None
+        limit = max(slowest, sums[-1] / stages * (1 + BALANCE))
+        starts = _fewest_bytes(sums, cuts, stages, limit * (1 + 1e-9), self.crossing)
+        ends = (*starts[1:], len(self.items))
+        costs = tuple(sums[end] - sums[start] for start, end in zip(starts, ends, strict=True))
+        return Stages(starts, costs, sum(self.crossing[start] or 0 for start in starts[1:]))
+
+    def straddling(self, stages: int) -> list[fx.Node]:
+        """Return the items inside which an ideal division would cut."""
+        sums = [0.0, *accumulate(self.costs)]
+        ideal = [sums[-1] * stage / stages for stage in range(1, stages)]
+        pairs = zip(self.items, sums, sums[1:], strict=False)
+        return [item for item, start, end in pairs if any(start < point < end for point in ideal)]
+
+
+def _slowest(sums: Sequence[float], cuts: Sequence[int], stages: int) -> float | None:
+    """Return the cost of the slowest stage in the best division, or None if there is none."""
+    end = len(sums) - 1
+    best: dict[int, float] = {0: 0.0}
+    for stage in range(1, stages + 1):
+        ends = [end] if stage == stages else cuts
+        found = {
+            stop: min(
+                (max(before, sums[stop] - sums[start]) for start, before in best.items() if start < stop), default=None
+            )
+            for stop in ends
+        }
+        best = {stop: cost for stop, cost in found.items() if cost is not None}
+    return best.get(end)
+
+
+def _fewest_bytes(
+    sums: Sequence[float], cuts: Sequence[int], stages: int, limit: float, crossing: Sequence[int | None]
+) -> tuple[int, ...]:
+    """Return where the stages start in the division that crosses the fewest bytes; of such, in the most even one."""
+    end = len(sums) - 1
+    best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
+    for stage in range(1, stages + 1):
+        found: dict[int, tuple[int, float, tuple[int, ...]]] = {}
+        for stop in [end] if stage == stages else cuts:
+            for start, (size, squares, starts) in best.items():
+                cost = sums[stop] - sums[start]
+                if start < stop and cost <= limit:
+                    bytes_ = size + (0 if stop == end else crossing[stop] or 0)
+                    mine = (bytes_, squares + cost * cost, (*starts, start))
+                    found[stop] = min(found.get(stop, mine), mine)
+        best = found
+    return best[end][2]
+
+
+def line_of(graph: fx.Graph, seen: Mapping[fx.Node, Seen], model: nn.Module) -> Line:
+    """Return the nodes of an opened graph as a line that can be cut.
+
+    Args:
+        graph: the graph.
+        seen: what is known of its nodes.
+        model: whose it is.
+    """
+    items: list[fx.Node] = []
+    place: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable:
+            continue
+        stays = _stays_with(node, seen)
+        if stays:
+            place[node] = max(place[source] for source in stays)
+        else:
+            place[node] = len(items)
+            items.append(node)
+    return Line(items, place, [seen[item].cost for item in items], _crossing(graph, items, place, seen, model))
+
+
+def _stays_with(node: fx.Node, seen: Mapping[fx.Node, Seen]) -> list[fx.Node]:
+    """Return the values whose stage a node belongs to, since it picks from them; none if it is an item itself."""
+    if node.op != "call_function" or node.target not in _PICKS:
+        return []
+    sources = [source for source in node.all_input_nodes if not seen[source].repeatable and source.op != "get_attr"]
+    picks = node.target is require or any(seen[source].kind is Kind.OTHER for source in sources)
+    return sources if picks else []
+
+
+def _crossing(
+    graph: fx.Graph,
+    items: Sequence[fx.Node],
+    place: Mapping[fx.Node, int],
+    seen: Mapping[fx.Node, Seen],
+    model: nn.Module,
+) -> list[int | None]:
+    crossing: list[int | None] = [0] * len(items)
+
+    def forbid(first: int, last: int) -> None:
+        crossing[first + 1 : last + 1] = [None] * (last - first)
+
+    for node, first in place.items():
+        last = max((place.get(user, len(items) - 1) for user in node.users), default=first)
+        if seen[node].kind is Kind.OTHER:
+            forbid(first, last)
+        written = seen[node].written
+        if written is not None and written in place:
+            forbid(first, place[written])
+        for position in range(first + 1, last + 1):
+            before = crossing[position]
+            crossing[position] = None if before is None else before + seen[node].size
+    for calls in _calls_of_stateful(graph, place, model):
+        forbid(min(calls), max(calls))
+    return crossing
+
+
+def _calls_of_stateful(graph: fx.Graph, place: Mapping[fx.Node, int], model: nn.Module) -> list[list[int]]:
+    """Return, for each module that is called more than once and must be on one stage, where it is called.
+
+    A layer that only has parameters may be on two stages: its weights are tied then.
+    """
+    calls: dict[nn.Module, list[int]] = {}
+    for node in graph.find_nodes(op="call_module"):
+        module: Any = model.get_submodule(str(node.target))
+        if node in place and next(module.parameters(), None) is not None:
+            calls.setdefault(module, []).append(place[node])
+    return [found for module, found in calls.items() if len(found) > 1 and not _is_plain_layer(module)]
+
+
+def _is_plain_layer(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and next(module.buffers(), None) is None

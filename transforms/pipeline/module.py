@@ -1,0 +1,273 @@
+"""What `optimize` returns: one rank's part of a model that is trained in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed, fx, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ...compat import own_buffers, own_children, own_parameters
+from ...errors import FxoptError, UsageError
+from ...passes.state import InParts
+from ...tracing.recording import preserved
+from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
+from .batches import divided, divided_target, rows_of
+from .exchange import Relay
+from .layout import Layout
+from .norms import check_norms
+from .placement import Placement
+from .running import Feed, Repeated, StageModule
+
+__all__ = ["PipelineModule", "Schedule"]
+
+Schedule = Literal["1f1b", "gpipe", "interleaved"]
+"""The order of forwards and backwards; classes of `torch.distributed.pipelining` run them."""
+
+Loss = Callable[[Any, Any], Tensor]
+"""Gives the loss of one microbatch from what the model returns and the target."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is ready for batches of one form.
+
+    Attributes:
+        schedule: of torch.
+        plain: the values from other stages that are no tensors.
+    """
+
+    schedule: Any
+    plain: Mapping[fx.Node, Any]
+
+
+class PipelineModule(InParts):
+    """One rank's stages of a model: `step` trains all stages together, a call evaluates them.
+
+    Its parameters, buffers and children are those of the model that are on this rank, under the original names; a child
+    that is elsewhere is an `Elsewhere`. Attributes of the model (`config`) are read through.
+
+    Attributes:
+        stages: the numbers of this rank's stages.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, schedule: Schedule, microbatches: int) -> None:
+        super().__init__()
+        names = list(model.state_dict())
+        placement = Placement.of(model, layout)
+        placement.free(model)
+        layout.forget_unreadable()
+        # The very registries: what is moved, loaded or replaced in one is so in the other.
+        vars(self).update(_modules=own_children(model), _parameters=own_parameters(model), _buffers=own_buffers(model))
+        vars(self).update(_whole=model, training=model.training)
+        self._layout, self._schedule, self._microbatches, self._placement = layout, schedule, microbatches, placement
+        self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
+        self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
+        self._repeated = Repeated(layout, model)
+        self.stages = placement.own
+        vars(self)["_runs"] = {
+            number: StageModule(layout.parts[number], model, layout.plain, self._feed) for number in self.stages
+        }
+
+    @property
+    def stage(self) -> int:
+        """Return the number of this rank's stage; of several, of the first."""
+        return self.stages[0]
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: object, target: Any, loss: Loss, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+        """Run forward and backward of a whole batch through all stages; return its loss, on every rank.
+
+        Every rank calls this with the same batch. Gradients are added to those that are there, as `backward` does.
+
+        Args:
+            batch: as for `example_inputs` of `optimize`; one call.
+            target: its first dimensions are the rows of the batch.
+            loss: of what the model returns and the target, for some rows.
+            reduction: whether the loss of the batch is the mean or the sum of that of its microbatches.
+
+        Raises:
+            UsageError: the batch does not divide into microbatches; batch norms in training.
+            GuardError: the batch is of another kind than the example inputs.
+        """
+        calls, failed = self._divided(batch, target)
+        if not self._prepared:
+            self._agree(calls, failed)
+        if failed is not None:
+            raise failed
+        prepared = self._ready(calls[0])
+        self._feed.plain = prepared.plain
+        self._loss, self._scale = loss, len(calls) if reduction == "mean" else 1
+        losses: list[Tensor] = []
+        numbers = torch.arange(len(calls))
+        with self._placement.synchronised(), torch.enable_grad():
+            prepared.schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        self._feed.repeated, self._feed.targets = (), ()
+        return self._told(losses)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages to a norm of at most `max_norm`; return on every rank what it was."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        gradients = self._placement.counted(parameters)
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
+        for gradient in gradients:
+            total += gradient.detach().double().square().sum()
+        distributed.all_reduce(total)
+        norm = total.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def _divided(self, batch: object, target: Any) -> tuple[Sequence[Inputs], FxoptError | None]:
+        """Feed the microbatches of a batch; return them, or why it cannot be taken."""
+        try:
+            call = _one_call(batch)
+            check_norms(self._whole)
+            calls = divided(call, self._microbatches)
+            self._feed.targets = divided_target(target, rows_of(call), len(calls))
+            self._feed.repeated = [self._repeated.values(self._here(each)) for each in calls]
+        except FxoptError as error:
+            return (), error
+        return calls, None
+
+    def _agree(self, calls: Sequence[Inputs], failed: FxoptError | None) -> None:
+        """Make sure, before the first step, that no rank waits for one that was given something else.
+
+        Raises:
+            UsageError: another rank was.
+        """
+        everyone: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, (None if failed is None else str(failed), list(map(_form, calls[:1]))))
+        for rank, (message, form) in enumerate(everyone):
+            if message is not None and failed is None:
+                raise UsageError(f"rank {rank} cannot take its batch: {message}")
+            if message is None and failed is None and form != everyone[0][1]:
+                raise UsageError(
+                    f"rank {rank} was given a batch of another form than rank 0; all stages take the same batch: the "
+                    "ranks of one pipeline need no DistributedSampler"
+                )
+
+    def _ready(self, call: Inputs) -> _Prepared:
+        """Return the schedule for batches of a form; the first one of a form goes through all stages once before."""
+        key = (_form(call), self.training)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare()
+        return self._prepared[key]
+
+    def _prepare(self) -> _Prepared:
+        with preserved(self._whole), torch.enable_grad():
+            self._feed.plain = {}
+            forms = self._relay.run(0)
+        self._feed.results.clear()
+        count, loss_form = len(self._layout.parts), (torch.empty((), device="meta"),)
+        stages = [
+            PipelineStage(
+                run, number, count, self._device, input_args=forms[number], output_args=forms.get(number + 1, loss_form)
+            )
+            for number, run in self._runs.items()
+        ]
+        classes = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+        # The loss is divided: torch would divide all gradients, those of earlier steps, too, and tied ones twice.
+        given: Any = stages if self._schedule == "interleaved" else stages[0]
+        schedule: Any = classes[self._schedule]
+        made = schedule(given, n_microbatches=self._microbatches, loss_fn=self._loss_of, scale_grads=False)
+        return _Prepared(made, dict(self._feed.plain))
+
+    def _loss_of(self, _: Any, number: Tensor) -> Tensor:
+        result = self._feed.results.pop(int(number))
+        return self._loss(result, self._feed.targets[int(number)]) / self._scale
+
+    def _told(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the loss on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in losses:
+            total += loss.detach()
+        distributed.broadcast(total, src=self._last_rank)
+        return total
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return on every rank what the model returns, without gradients; all ranks call this with the same batch."""
+        call = _one_call(Inputs(*args, **kwargs))
+        with torch.no_grad():
+            self._feed.repeated, self._feed.plain = [self._repeated.values(self._here(call))], {}
+            self._relay.run(0)
+        results = [map_tensors(lambda tensor: tensor.cpu(), self._feed.results.pop(0, None))]
+        distributed.broadcast_object_list(results, src=self._last_rank)
+        return self._here(results[0])
+
+    def _here(self, value: Any) -> Any:
+        """Return a call, or a result, with its tensors on this rank's device."""
+        if isinstance(value, Inputs):
+            return Inputs(*self._here(value.args), **self._here(value.kwargs))
+        return map_tensors(lambda tensor: tensor.to(self._device), value)
+
+    @property
+    def _relay(self) -> Relay:
+        return Relay(self._runs, len(self._layout.parts), self._device)
+
+    @property
+    def _last_rank(self) -> int:
+        return (len(self._layout.parts) - 1) % distributed.get_world_size()
+
+    @property
+    def _device(self) -> torch.device:
+        tensor = next(self.parameters(), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of this rank's stages under the original names; `fxopt.state_dict` gathers all of it."""
+        return self._whole.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part, or the whole model's: what belongs to other ranks is passed over."""
+        own = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
+        return self._whole.load_state_dict(own, strict=strict, assign=assign)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Return the state of all stages; every rank calls this, and gets it all."""
+        own: dict[str, Tensor] = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        everyone: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in own.items()})
+        found: dict[str, Tensor] = {}
+        for rank, forms in enumerate(everyone):
+            for name, (shape, dtype) in forms.items():
+                if name in found:
+                    continue
+                has = rank == distributed.get_rank()
+                found[name] = own[name].contiguous() if has else torch.empty(shape, dtype=dtype, device=self._device)
+                distributed.broadcast(found[name], src=rank)
+        return {name: found.pop(name) for name in self._names if name in found} | found
+
+    # -- a module --------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """Set the mode of this rank's modules."""
+        self._whole.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_whole" in self.__dict__:
+                return getattr(self.__dict__["_whole"], name)
+            raise
+
+
+def _form(call: Inputs) -> tuple[Any, ...]:
+    return tuple((tuple(t.shape), t.dtype) for t in tensors_within((call.args, call.kwargs)))
+
+
+def _one_call(batch: object) -> Inputs:
+    calls = normalize_inputs(batch)
+    if len(calls) != 1:
+        raise UsageError("step takes one batch: a tuple (positional), a dict (keywords), fxopt.Inputs or a tensor")
+    return calls[0]

@@ -1,0 +1,241 @@
+"""One graph of a whole model, in which some modules are looked into and all others stay one call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import fx, nn
+from torch.fx.node import map_arg
+from torch.nn.utils import parametrize
+
+from ...compat import has_hooks, submodule
+from ...errors import GuardError, MatchFailure
+from ...passes.rewriting import unmet_guards
+from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of
+from ...tracing.guards import NOT_HELD, Argument, Attribute, Constant, Guard, Item, Source, reader, require
+from ...tracing.values import keep, qualified, user_class
+
+__all__ = ["Holds", "Opened", "opened_graph", "why_closed"]
+
+
+class Holds:
+    """Check, in the middle of a graph, the guards under which the graph of an opened module holds.
+
+    Args:
+        module: the opened one.
+        capture: its graphs.
+        guards: those that are not met for certain.
+        name: of the module, for the message.
+    """
+
+    __name__ = "holds"
+
+    def __init__(self, module: nn.Module, capture: Capture, guards: Sequence[Guard], name: str) -> None:
+        self.module, self.capture, self.guards, self.name = module, capture, tuple(guards), name
+
+    def forget_unreadable(self) -> None:
+        """Drop the guards that read a part of the module which is on another rank: they are checked there."""
+        self.guards = tuple(guard for guard in self.guards if self._can_read(guard))
+
+    def _can_read(self, guard: Guard) -> bool:
+        read = reader({"self": self.module})
+        for source in guard.sources():
+            if not any(isinstance(part, Argument) and part.name != "self" for part in source.all()):
+                try:
+                    read(source)
+                except NOT_HELD:
+                    return False
+        return True
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        names = {"self": self.module, **self.capture.parameters.bind(args, dict(kwargs))}
+        failed = next((guard for guard in self.guards if not guard.holds(names)), None)
+        if failed is not None:
+            raise GuardError(
+                f"the graph of {self.name or '(root)'!r}, which the pipeline cuts, holds only where {failed} "
+                f"({failed.reason}); optimize with example_inputs of this kind, in this mode"
+            )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as one graph.
+
+    Attributes:
+        graph: calls modules by their qualified names; modules that are looked into are not called.
+        chosen: path of calls ("" is the root, then names of nodes) -> which graph of the module there is looked into.
+        unpacked: name of a node that gives a tuple -> its length; its items are values by themselves.
+        sources: name of a placeholder -> where its value is in the arguments of the model's forward.
+        holds: checks the guards of the root.
+        paths: name of a call of a captured module -> the path by which it may be opened.
+    """
+
+    graph: fx.Graph
+    chosen: Mapping[str, int]
+    unpacked: Mapping[str, int]
+    sources: Mapping[str, Source]
+    holds: Holds
+    paths: Mapping[str, str]
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
+        """Return the values of the placeholders in one call of the model.
+
+        Raises:
+            GuardError: the call is not of the kind that the graph is for.
+        """
+        self.holds(args, kwargs)
+        read = reader({"self": self.holds.module, **self.holds.capture.parameters.bind(args, dict(kwargs))})
+        return {node: read(self.sources[node.name]) for node in self.graph.find_nodes(op="placeholder")}
+
+
+def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> Opened:
+    """Return a model as one graph.
+
+    Args:
+        model: captured; its root is always looked into.
+        chosen, unpacked: see `Opened`.
+
+    Raises:
+        MatchFailure: one of the modules cannot be looked into.
+    """
+    reason = why_closed(model)
+    capture = capture_of(model)
+    if reason is not None or capture is None:
+        raise MatchFailure(f"the model's own forward cannot be cut: {reason}")
+    return _Opener(model, chosen, unpacked).result(capture)
+
+
+def why_closed(module: nn.Module) -> str | None:
+    """Return why a module must stay one call, or None."""
+    capture = capture_of(module)
+    if capture is None or not capture.specializations:
+        return "it has no graph"
+    if any(specialization.volatile for specialization in capture.specializations):
+        return "its attributes change while it runs"
+    if isinstance(module, WrappedRegion):
+        return f"it opens {module.context}"
+    if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, (fx.GraphModule, Region)):
+        return "it has a __call__ of its own"
+    if has_hooks(module):
+        return "it has hooks"
+    if any(guard.asks_for_training for specialization in capture.specializations for guard in specialization.guards):
+        return "training and evaluation differ in it"
+    return "it has parametrizations" if parametrize.is_parametrized(module) else None
+
+
+class _Opener:
+    """Write the graph, module by module."""
+
+    def __init__(self, model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> None:
+        self.model = model
+        self.chosen, self.unpacked = dict(chosen), dict(unpacked)
+        self.graph = fx.Graph()
+        self.paths: dict[str, str] = {}
+
+    def result(self, capture: Capture) -> Opened:
+        specialization = capture.specializations[self.chosen.get("", 0)]
+        values: dict[fx.Node, Any] = {}
+        sources: dict[str, Source] = {}
+        for node in specialization.graph.find_nodes(op="placeholder"):
+            values[node] = self.graph.placeholder(node.name)
+            sources[values[node].name] = specialization.argument(node)
+        # Nothing is known of the arguments: any node stands for a value that may be anything.
+        anything = fx.Graph().placeholder("anything")
+        unknown = {parameter.name: anything for parameter in capture.parameters.parameters}
+        guards = unmet_guards(self.model, specialization, unknown)
+        self.graph.output(self._inside("", "", specialization, values))
+        return Opened(
+            self.graph, self.chosen, self.unpacked, sources, Holds(self.model, capture, guards, ""), self.paths
+        )
+
+    def _inside(self, path: str, owner: str, specialization: Specialization, values: dict[fx.Node, Any]) -> Any:
+        """Add what a module does; return its result, in which nodes stand for values."""
+        for node in specialization.graph.nodes:
+            if node.op == "output":
+                return _mapped(node.args[0], values)
+            if node.op != "placeholder":
+                values[node] = self._added(path, owner, node, values)
+        raise MatchFailure(f"the graph of '{owner}' returns nothing")
+
+    def _added(self, path: str, owner: str, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Add what a node does; return its value, which is a node or known already."""
+        if node.target is keep:  # notes what to take back before the original forward runs, which is no more
+            return None
+        args: Any = _mapped(node.args, values)
+        kwargs: Any = _mapped(dict(node.kwargs), values)
+        if node.op == "call_module":
+            return self._called(path, owner, node, args, kwargs)
+        if node.target is require:
+            args, kwargs = (*args[:3], False), dict[str, Any]()
+        if node.target is getattr and args[1:] == ("device",):  # all of a stage is where its inputs are
+            args = (next(iter(self.graph.find_nodes(op="placeholder")), args[0]), "device")
+        if node.op == "call_function" and _is_known(node.target, args):
+            return _computed(node, args)
+        target = qualified(owner, str(node.target)) if node.op == "get_attr" else node.target
+        return self._unpacked(self.graph.create_node(node.op, target, args, kwargs, name=_name(path, node)))
+
+    def _unpacked(self, node: fx.Node) -> Any:
+        count = self.unpacked.get(node.name)
+        if count is None:
+            return node
+        return tuple(self.graph.call_function(operator.getitem, (node, number)) for number in range(count))
+
+    def _called(self, path: str, owner: str, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        inner, name = f"{path}/{node.name}" if path else node.name, qualified(owner, str(node.target))
+        if inner in self.chosen:
+            return self._opened(inner, name, args, kwargs)
+        call = self.graph.create_node("call_module", name, args, kwargs, name=_name(path, node))
+        self.paths[call.name] = inner
+        return self._unpacked(call)
+
+    def _opened(self, path: str, name: str, args: Any, kwargs: Any) -> Any:
+        module = submodule(self.model, name)
+        capture = None if module is None else capture_of(module)
+        if module is None or capture is None:
+            raise MatchFailure(f"'{name}' has no graph")
+        specialization = capture.specializations[self.chosen[path]]
+        given = capture.parameters.bind(args, kwargs)
+        guards = unmet_guards(module, specialization, given)
+        if guards:
+            self.graph.call_function(Holds(module, capture, guards, name), (tuple(args), dict(kwargs)))
+        placeholders = specialization.graph.find_nodes(op="placeholder")
+        values = {node: self._at(specialization.argument(node), given, name) for node in placeholders}
+        return self._inside(path, name, specialization, values)
+
+    def _at(self, source: Source, given: Mapping[str, Any], name: str) -> Any:
+        """Return what is passed at a source: a node, or a value that is known."""
+        match source:
+            case Argument(argument):
+                return given[argument]
+            case Item(owner, Constant(value=key)):
+                return self._picked(operator.getitem, self._at(owner, given, name), key)
+            case Attribute(owner, key):
+                return self._picked(getattr, self._at(owner, given, name), key)
+            case _:
+                raise MatchFailure(f"'{name}' is given '{source}' in a form that cannot be looked into")
+
+    def _picked(self, pick: Callable[[Any, Any], Any], around: Any, key: Any) -> Any:
+        return self.graph.call_function(pick, (around, key)) if isinstance(around, fx.Node) else pick(around, key)
+
+
+def _mapped(value: Any, values: Mapping[fx.Node, Any]) -> Any:
+    return map_arg(value, lambda node: values[node])
+
+
+def _name(path: str, node: fx.Node) -> str:
+    return "_".join((*path.split("/"), node.name)) if path else node.name
+
+
+def _is_known(target: Any, args: Sequence[Any]) -> bool:
+    """Say whether a function only picks from, or checks, what is known while the graph is written."""
+    return target in (operator.getitem, len, require) and not isinstance(args[0], fx.Node)
+
+
+def _computed(node: fx.Node, args: Sequence[Any]) -> Any:
+    try:
+        return cast("Any", node.target)(*args)
+    except GuardError as error:
+        raise MatchFailure(str(error)) from error

@@ -1,0 +1,113 @@
+"""Train a model in stages, each on its own rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import distributed, nn
+
+from ...errors import MatchFailure, UsageError
+from ...passes.contract import Pass
+from ...passes.sites import Goal, Numerics, Refusal, Site
+from ...tracing.program import Program
+from .costs import Cost
+from .layout import Layout
+from .module import PipelineModule, Schedule
+from .norms import check_norms
+from .rehearsal import rehearse
+from .search import find_stages
+
+__all__ = ["Pipeline"]
+
+
+@dataclass(frozen=True)
+class Pipeline(Pass):
+    """Train a model in stages, each on its own rank, with microbatches that follow each other through them.
+
+    Before: model(batch) on one device
+    After: a `PipelineModule` on each rank, that holds its stages; `model.step(batch, target, loss)` trains all of them
+    Refuses: no process group, or one that does not fit the stages; batch norms in training; a model whose rows depend
+        on each other, or whose forward could not be captured.
+
+    Options:
+        stages: how many; by default one for each process, two with the schedule `interleaved`.
+        schedule: `1f1b`, `gpipe` or `interleaved`, of `torch.distributed.pipelining`.
+        microbatches: how many a batch is divided into; by default two for each process.
+        cost: what the stages are balanced by: `flops`, or `time` as measured on rank 0.
+    """
+
+    stages: int | None = None
+    schedule: Schedule = "1f1b"
+    microbatches: int | None = None
+    cost: Cost = "flops"
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.PARALLEL
+
+    def check(self, model: nn.Module) -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise UsageError(
+                f"pass 'pipeline' needs a process group: run `torchrun --nproc-per-node={self._processes()} "
+                "your_script.py`, and call torch.distributed.init_process_group() first"
+            )
+        self._check_sizes(distributed.get_world_size())
+        check_norms(model)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        stages = self._stages(distributed.get_world_size())
+        try:
+            if not program.inputs:
+                raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
+            data = find_stages(program, stages, self.cost).data()
+            layout = Layout.of(program.model, data)
+            rehearse(program.model, layout, program.inputs[0], training=program.training)
+        except MatchFailure as failure:
+            yield Site(program, "", {}, data={"refused": str(failure)}, detail=str(failure))
+            return
+        mean = sum(data["costs"]) / stages
+        share = max(data["costs"]) / mean if mean else 1.0
+        detail = f"{stages} stages, the slowest {share:.2f} of the mean, {data['crossing']:,} bytes cross"
+        yield Site(program, "", {}, data=data, detail=detail)
+
+    def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
+        data = sites[0].data
+        if "refused" in data:
+            raise UsageError(f"pass 'pipeline': {data['refused']}")
+        layout = Layout.of(model, data)
+        return PipelineModule(model, layout, self.schedule, self._microbatches(distributed.get_world_size()))
+
+    def _stages(self, processes: int) -> int:
+        return self.stages or processes * (2 if self.schedule == "interleaved" else 1)
+
+    def _microbatches(self, processes: int) -> int:
+        return self.microbatches or 2 * processes
+
+    def _processes(self) -> int:
+        return max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1))
+
+    def _check_sizes(self, processes: int) -> None:
+        stages, microbatches = self._stages(processes), self._microbatches(processes)
+        if stages < 1 or microbatches < 1:
+            raise UsageError("pass 'pipeline': give a positive number of stages and of microbatches")
+        if self.schedule == "interleaved" and (stages % processes or stages < 2 * processes):
+            fits = f"a multiple of {processes}, at least {2 * processes}"
+            raise UsageError(
+                f"pass 'pipeline': {stages} stages do not fit {processes} interleaved processes; give {fits}"
+            )
+        if self.schedule != "interleaved" and stages != processes:
+            raise UsageError(
+                f"pass 'pipeline': {stages} stages do not fit {processes} processes; run `torchrun "
+                f"--nproc-per-node={stages} your_script.py`, or give stages={processes}"
+            )
+        if self.schedule == "1f1b" and microbatches < stages:
+            raise UsageError(
+                f"pass 'pipeline': schedule 1f1b needs at least as many microbatches as stages: {stages}, not "
+                f"{microbatches}"
+            )
+        if self.schedule == "interleaved" and microbatches % max(1, microbatches // processes):
+            raise UsageError(
+                f"pass 'pipeline': {microbatches} microbatches do not fit {processes} interleaved processes; give a "
+                f"multiple of {processes}"
+            )

@@ -1,0 +1,136 @@
+"""Which tensors stay on which rank, and how those that are on several are kept equal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ...compat import all_modules, own_buffers, own_children, own_parameters
+from ...errors import StateError
+from ...tracing.values import all_tensors
+from .layout import Layout
+
+__all__ = ["Elsewhere", "Placement"]
+
+
+class Elsewhere(nn.Module):
+    """Stand for a module that is on another rank.
+
+    Attributes:
+        stage: the first that it belongs to.
+    """
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to run."""
+        raise StateError(f"this module is on stage {self.stage}, on another rank; call the whole model, on every rank")
+
+    def extra_repr(self) -> str:
+        """Name the stage."""
+        return f"stage={self.stage}"
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several ranks hold.
+
+    Attributes:
+        parameter: this rank's.
+        group: of the ranks that hold it.
+        is_first: whether this rank is the first of them.
+    """
+
+    parameter: nn.Parameter
+    group: Any
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank's share of a model.
+
+    Attributes:
+        own: its stages.
+        stages_of: id of a tensor -> the stages that need it.
+        called: module that is called -> by which stages.
+        tied: the parameters that other ranks hold, too.
+    """
+
+    own: tuple[int, ...]
+    stages_of: Mapping[int, Collection[int]]
+    called: Mapping[nn.Module, Collection[int]]
+    tied: tuple[Tied, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout) -> Placement:
+        """Return this rank's share; every rank calls this."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        stages_of: dict[int, set[int]] = {}
+        for stage, tensors in layout.tensors(model).items():
+            for key in tensors:
+                stages_of.setdefault(key, set()).add(stage)
+        everything = all_tensors(all_modules(model))
+        for tensor in everything:
+            stages_of.setdefault(id(tensor), {0})  # nothing reads it, but checkpoints have it
+        shared = {
+            parameter: tuple(sorted({stage % size for stage in stages_of[id(parameter)]}))
+            for parameter in everything
+            if isinstance(parameter, nn.Parameter)
+        }
+        shared = {parameter: ranks for parameter, ranks in shared.items() if len(ranks) > 1}
+        groups: dict[tuple[int, ...], Any] = {
+            ranks: distributed.new_group(list(ranks)) for ranks in sorted(set(shared.values()))
+        }
+        tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
+        for parameter, ranks in shared.items():
+            if rank in ranks:
+                distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
+        return cls(tuple(range(rank, len(layout.parts), size)), stages_of, layout.called(model), tied)
+
+    def free(self, model: nn.Module) -> None:
+        """Take out of a model what no stage of this rank needs."""
+        needed = {module: self._stages(module) for module in all_modules(model)}
+        for module in needed:
+            for registry in (own_parameters(module), own_buffers(module)):
+                for name, tensor in registry.items():
+                    if tensor is not None and not self._is_own(self.stages_of[id(tensor)]):
+                        registry[name] = None
+            for name, child in own_children(module).items():
+                if child is not None and needed.get(child) and not self._is_own(needed[child]):
+                    own_children(module)[name] = Elsewhere(min(needed[child]))
+
+    def _stages(self, module: nn.Module) -> set[int]:
+        """Return the stages that need a module, or anything in it."""
+        inside = all_modules(module)
+        calls = {stage for each in inside for stage in self.called.get(each, ())}
+        return calls | {stage for tensor in all_tensors(inside) for stage in self.stages_of[id(tensor)]}
+
+    def _is_own(self, stages: Collection[int]) -> bool:
+        return any(stage in self.own for stage in stages)
+
+    @contextmanager
+    def synchronised(self) -> Generator[None]:
+        """Add up, on leaving, the gradients that the ranks have made meanwhile of the parameters that they share."""
+        trained = [tied for tied in self.tied if tied.parameter.requires_grad]
+        before = [tied.parameter.grad for tied in trained]
+        for tied in trained:
+            tied.parameter.grad = None
+        yield
+        for tied, earlier in zip(trained, before, strict=True):
+            made = tied.parameter.grad
+            gradient = torch.zeros_like(tied.parameter) if made is None else made
+            distributed.all_reduce(gradient, group=tied.group)
+            tied.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+
+    def counted(self, parameters: Collection[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients of some parameters; of those that several ranks hold, the first one's."""
+        others = {id(tied.parameter) for tied in self.tied if not tied.is_first}
+        return [p.grad for p in parameters if p.grad is not None and id(p) not in others]

@@ -1,0 +1,84 @@
+"""Run all stages in one process, before anything is cut, and compare them with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GuardError, MatchFailure
+from ...passes.verification import Tolerance, distance, scale_of
+from ...tracing.recording import copy_inputs, in_phase, preserved
+from ...tracing.values import Inputs, RandomState, tensors_in
+from .batches import divided, rows_of
+from .layout import Layout
+from .running import Feed, Repeated, StageModule
+
+__all__ = ["rehearse"]
+
+
+def rehearse(model: nn.Module, layout: Layout, call: Inputs, *, training: bool) -> None:
+    """Compare what the stages give, for the whole batch and for two halves of it, with what the model gives.
+
+    In evaluation, where the graphs hold there; dropout would draw otherwise for halves.
+
+    Raises:
+        MatchFailure: they differ.
+    """
+    rows = rows_of(call)
+    halves = 2 if rows % 2 == 0 else 1
+    for mode, count in ((False, halves), (False, 1), (training, 1)):
+        try:
+            problem = _difference(model, layout, call, count, mode)
+        except GuardError:
+            continue  # a half, or the other mode, takes another path; the next one may not
+        if problem and count > 1 and not _difference(model, layout, call, 1, mode):
+            raise MatchFailure(
+                f"the rows of a batch depend on each other: of two halves {problem} (statistics of the batch, say, "
+                "or a loss over it), so microbatches would train another model"
+            )
+        if problem:
+            raise MatchFailure(f"the stages do not give what the model gives: {problem}")
+        return
+
+
+def _difference(model: nn.Module, layout: Layout, call: Inputs, count: int, training: bool) -> str:
+    random = RandomState()
+    given = copy_inputs(call)
+    with preserved(model), in_phase(model, training), torch.no_grad():
+        whole = list(tensors_in(model(*given.args, **given.kwargs)))
+    random.restore()
+    with preserved(model), in_phase(model, training), torch.no_grad():
+        parts = [list(tensors_in(result)) for result in _results(model, layout, divided(copy_inputs(call), count))]
+    random.restore()
+    for number, tensor in enumerate(whole):
+        pieces = [part[number] for part in parts]
+        rows = sum(piece.shape[0] for piece in pieces if piece.ndim)
+        if count > 1 and (not tensor.ndim or rows != tensor.shape[0]):
+            continue
+        problem = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], _tolerance(tensor)).problem
+        if problem:
+            return f"output {number} {problem}"
+    return ""
+
+
+def _results(model: nn.Module, layout: Layout, calls: Sequence[Inputs]) -> list[Any]:
+    feed = Feed()
+    stages = [StageModule(part, model, layout.plain, feed) for part in layout.parts]
+    feed.repeated = list(map(Repeated(layout, model).values, calls))
+    found: list[Any] = []
+    for number in range(len(calls)):
+        crossed: Any = ((), ())
+        for stage in stages:
+            feed.plain = {**feed.plain, **dict(zip(stage.hears, crossed[1], strict=True))}
+            crossed = stage.run(crossed[0], number)
+        found.append(crossed)
+    return found
+
+
+def _tolerance(tensor: Tensor) -> Tolerance:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return Tolerance(0.0, 0.0)
+    return Tolerance(0.0, scale_of(tensor) * torch.finfo(tensor.dtype).eps ** 0.5)

@@ -1,0 +1,154 @@
+"""Run nodes of an opened graph one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from ...tracing.values import Inputs
+from .layout import Layout, Part
+
+__all__ = ["Feed", "Repeated", "StageModule", "Steps", "function_of_node", "last_uses"]
+
+
+def function_of_node(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
+    """Return what computes a node's value from its arguments."""
+    match node.op:
+        case "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            owner = model.get_submodule(path)
+            return lambda: getattr(owner, name)  # looked up at each call: it may have become another tensor
+        case "call_module":
+            return model.get_submodule(str(node.target))
+        case "call_method":
+            return partial(_call_method, str(node.target))
+        case _:
+            return node.target  # pyright: ignore[reportReturnType]
+
+
+def _call_method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(value, name)(*args, **kwargs)
+
+
+def last_uses(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return node -> the values that nothing after it reads, save those that are kept."""
+    seen, last = set(kept), dict[fx.Node, list[fx.Node]]()
+    for node in reversed(nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+class Steps:
+    """Some nodes of an opened graph, ready to run.
+
+    Args:
+        nodes: in the order of the graph.
+        model: holds the modules and tensors that they name.
+        results: what is wanted of them, or of what they are given: a structure in which nodes stand for values.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], model: nn.Module, results: Any) -> None:
+        self.results = results
+        wanted: list[fx.Node] = []
+        map_arg(results, wanted.append)
+        last = last_uses(nodes, wanted)
+        self._steps = [(node, function_of_node(node, model), last.get(node, [])) for node in nodes]
+
+    def run(self, values: Mapping[fx.Node, Any]) -> Any:
+        """Return the results, given the values that the nodes read from outside."""
+        known = dict(values)
+        for node, function, over in self._steps:
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+            known[node] = function(*args, **kwargs)
+            for used in over:
+                known.pop(used, None)
+        return map_arg(self.results, known.__getitem__)
+
+
+@dataclass
+class Feed:
+    """What the stages of this rank are given for one step, besides what they send to each other.
+
+    Schedules know microbatches by their numbers alone.
+
+    Attributes:
+        repeated: by microbatch, what hangs on its inputs and on buffers alone.
+        targets: by microbatch, what its results are compared with.
+        results: by microbatch, what the last stage returned.
+        plain: the values that are no tensors, from other stages; equal for all microbatches.
+    """
+
+    repeated: Sequence[Mapping[fx.Node, Any]] = ()
+    targets: Sequence[Any] = ()
+    results: dict[int, Any] = field(default_factory=dict[int, Any])
+    plain: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+
+
+class StageModule(nn.Module):
+    """Run one stage: what `torch.distributed.pipelining` calls. It owns no tensors; the model does.
+
+    Args:
+        part: what it runs.
+        model: holds the modules and tensors.
+        plain: the values that are no tensors.
+        feed: of this rank.
+    """
+
+    def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], feed: Feed) -> None:
+        super().__init__()
+        self.part, self.feed = part, feed
+        self.is_last = not part.sent
+        self.received = [node for node in part.received if node not in plain]
+        self.sent = [node for node in part.sent if node not in plain]
+        self.hears = [node for node in part.received if node in plain]
+        self.tells = [node for node in part.sent if node in plain]
+        self._steps = Steps(part.nodes, model, part.result if self.is_last else (self.sent, self.tells))
+
+    def run(self, received: Sequence[Tensor], number: int) -> Any:
+        """Return the result of the model, or what is sent and what is told to the next stage."""
+        values = {**self.feed.plain, **self.feed.repeated[number], **dict(zip(self.received, received, strict=True))}
+        return self._steps.run(values)
+
+    def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        """Run one microbatch; what the last stage returns is in the feed."""
+        result = self.run(received, int(number))
+        if not self.is_last:
+            return tuple(tensor.contiguous() for tensor in result[0])
+        self.feed.results[int(number)] = result
+        return (number.new_zeros((), dtype=torch.float32),)
+
+
+class Repeated:
+    """Compute what every stage computes for itself, from inputs and buffers; and check there what can be checked.
+
+    Args:
+        layout: of the stages.
+        model: holds the modules and buffers.
+    """
+
+    def __init__(self, layout: Layout, model: nn.Module) -> None:
+        repeated = set(layout.repeated)
+        needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
+        self._nodes = {node.name: node for node in needed}
+        self._opened = layout.opened
+        self._steps = Steps(layout.repeated, model, dict(self._nodes))
+
+    def values(self, call: Inputs) -> dict[fx.Node, Any]:
+        """Return what there is for one microbatch: the inputs of the model, and what hangs on them.
+
+        Raises:
+            GuardError: the microbatch is of another kind than the example inputs.
+        """
+        given = self._opened.given(call.args, call.kwargs)
+        with torch.no_grad():
+            found = self._steps.run(given)
+        return {**given, **{self._nodes[name]: value for name, value in found.items()}}
