@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -121,7 +122,7 @@ class _Run:
         self, name: str, module: nn.Module, specialization: Specialization, node: fx.Node, values: Any, bound: Any
     ) -> Any:
         def value(given: Any) -> Any:
-            return fx.node.map_aggregate(given, lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else None)
+            return _with_values(given, values)
 
         if node.op == "placeholder":
             return _read(bound, specialization, node)
@@ -190,6 +191,20 @@ class _Run:
             return parts[0]
         _stop_all(parts, Stop(f"'{name}' ({type(module).__name__}) needs the whole of it", is_near=False))
         return None
+
+
+def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the arguments of a node with values in the place of nodes; what else they hold is whole."""
+    if isinstance(given, fx.Node):
+        return values[given]
+    if isinstance(given, slice):
+        return slice(_with_values(given.start, values), _with_values(given.stop, values), None)
+    if isinstance(given, (tuple, list)):
+        return tuple(_with_values(item, values) for item in cast("Sequence[Any]", given))
+    if isinstance(given, Mapping):
+        pairs = cast("Mapping[str, Any]", given)
+        return {key: _with_values(item, values) for key, item in pairs.items()}
+    return None
 
 
 def _of_its_mode(module: nn.Module) -> Specialization | None:

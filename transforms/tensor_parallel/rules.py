@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -111,7 +111,7 @@ def _item(call: Call) -> Any:
 
 def _sliced(call: Call, part: Part, index: Any) -> Part:
     """Let a tensor keep its split dimension where an index takes all of it."""
-    picks = list(index) if isinstance(index, tuple) else [index]
+    picks: list[Any] = list(cast("tuple[Any, ...]", index)) if isinstance(index, tuple) else [index]
     shape = shape_of(call.node.args[0]) or ()
     plain = all(pick is Ellipsis or isinstance(pick, slice) for pick in picks)
     if Ellipsis in picks:
@@ -174,8 +174,8 @@ def _beside(operator: str, default: int = 0) -> Callable[[Call], Any]:
         dim = call.named(operator).get("dim", default)
         if dim is None or _integer(call, dim) % rank - rank == part.dim:
             raise Stop(f"'{call.node.name}' ({operator}) works along the dimension that is split")
-        meta = call.node.meta.get("val")
-        return type(meta)(part for _ in meta) if isinstance(meta, (tuple, list)) else part
+        meta: Any = call.node.meta.get("val")
+        return (part,) * len(cast("list[Any]", meta)) if isinstance(meta, (tuple, list)) else part
 
     return rule
 
