@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -214,6 +214,8 @@ class Original:
         for seed in range(_PROBES if error else 0):
             run = self._run(self._stage, *jittered((sample.arguments, state), error, None, seed))
             learn_response(responses, before, translation.quantities(run, state))
+            with suppress(TooFar):
+                return largest_gap(before, found, within(before, budget, responses), where)
         return largest_gap(before, found, within(before, budget, responses), where)
 
     def _looked_at_closely(self, sample: _Sample, model: nn.Module, translation: Translation) -> float:
