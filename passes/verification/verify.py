@@ -290,8 +290,10 @@ class _Check:
         self, sample: Sample, before: Measured, error: float, tolerances: Tolerances, judge: Callable[[], float]
     ) -> None:
         """Note how far gradients of the original move under an error of inputs and state, until it is enough."""
-        runs = self.reference.original if error else None
-        for number in range(0 if runs is None else _PROBES):
+        runs = self.reference.original
+        if runs is None or not error:
+            return
+        for number in range(_PROBES):
             arguments, state = jittered((sample.arguments, dict(sample.state)), error, runs.wide, number)
             run = runs.exact(arguments, state, like=sample.arguments)
             tolerances.learn_response(before.exact, self._translation().quantities(run, sample.state))
