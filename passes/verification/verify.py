@@ -151,9 +151,6 @@ class _Check:
         if self.numerics is Numerics.EXACT and self.reference.stream is not None:
             self._stream(samples[0], self.reference.stream, translation)
 
-    def _translation(self) -> Translation:
-        return Translation(self.reference, self.after, self.map_state)
-
     def _state(self, translation: Translation) -> None:
         if self.keeps_meaning:
             translation.check_state()
@@ -290,13 +287,13 @@ class _Check:
         self, sample: Sample, before: Measured, error: float, tolerances: Tolerances, judge: Callable[[], float]
     ) -> None:
         """Note how far gradients of the original move under an error of inputs and state, until it is enough."""
-        runs = self.reference.original
+        runs, translation = self.reference.original, Translation(self.reference, self.after, self.map_state)
         if runs is None or not error:
             return
         for number in range(_PROBES):
             arguments, state = jittered((sample.arguments, dict(sample.state)), error, runs.wide, number)
             run = runs.exact(arguments, state, like=sample.arguments)
-            tolerances.learn_response(before.exact, self._translation().quantities(run, sample.state))
+            tolerances.learn_response(before.exact, translation.quantities(run, sample.state))
             with suppress(TooFar):
                 judge()
                 return
