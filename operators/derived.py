@@ -25,9 +25,10 @@ class Derived:
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
     A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
-    Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward everything is
-    made anew. Where gradients are wanted, they flow to the originals. Compiled, exported and transformed code
-    (`torch.func`), and originals that are more than plain tensors, compute anew each time. `derived` makes these.
+    Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward, and after
+    `train()` or `eval()` of the module that computes with it, everything is made anew. Where gradients are wanted, they
+    flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that are more than
+    plain tensors, compute anew each time. `derived` makes these.
 
     Args:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
@@ -75,6 +76,10 @@ class Derived:
     def forget(self, first: int) -> None:
         """Let what was made of tensors, by the identity of the first, be made anew."""
         self._kept.pop(first, None)
+
+    def forget_all(self) -> None:
+        """Let everything be made anew."""
+        self._kept.clear()
 
     def for_members(self, stacked: Sequence[bool]) -> Derived:
         """Return the same for N members at once; where `stacked`, an original is [N, ...], and so are all results."""

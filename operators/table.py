@@ -131,6 +131,7 @@ TABLE: tuple[OpInfo, ...] = (
     *_batched("matmul", fresh=True),
     *_batched("bmm", fresh=True, has_dimensions=True),
     *_batched("einsum"),
+    *_rows("mm mv addmm addmv addbmm addr baddbmm", fresh=True),
     *_batched("cat|concat|concatenate stack", fresh=True, has_dimensions=True),
     # -- what a tensor looks like ----------------------------------------------------------------------------------
     *_batched("chunk flatten split tril triu unflatten unsqueeze", has_dimensions=True),

@@ -88,7 +88,7 @@ class Comparison:
         if self._references is not None:
             return
         with self._budget.spending():
-            brief = self._brief or self.pass_.numerics is Numerics.SEMANTIC
+            brief = self._brief or self.pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC)
             self._references = self._taken(self._owner, brief=brief)
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulations = self._taken(self._simulated, brief=True)

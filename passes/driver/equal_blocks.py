@@ -14,9 +14,9 @@ from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Refusal, Site
+from ..sites import Numerics, Refusal, Site
 from ..state import StateMap
-from .groups import Group, identity, keeps_function
+from .groups import Group, identity
 
 __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
@@ -72,7 +72,7 @@ class EqualBlocks:
 
     def block(self, pass_: Pass, step: int, group: Group, module: nn.Module, calls: Sequence[Inputs]) -> Block | None:
         """Describe the block around a group, or return None where it can have no equal."""
-        if not keeps_function(pass_) or not group.owner:
+        if pass_.numerics is Numerics.SEMANTIC or not group.owner:
             return None
         likeness, timed = Likeness(Alike.REWRITTEN, self._numbers), Likeness(Alike.TIMED, self._numbers)
         wanted = step, tuple(map(_wanted, group.sites))

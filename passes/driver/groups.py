@@ -97,8 +97,10 @@ class Group:
 
 
 def identity(site: Site) -> Hashable:
-    """Return what tells sites of one graph apart, whatever is chosen for them."""
-    return tuple(site.nodes.items()), tuple((part.owner, identity(part)) for part in site.parts), repr(site.data)
+    """Return what tells sites of one module apart, whatever is chosen for them; those of equal modules may be equal."""
+    inside = len(site.owner)
+    parts = ((part.owner[inside:], part.specialization, identity(part)) for part in site.parts)
+    return tuple(site.nodes.items()), tuple(parts), repr(site.data)
 
 
 def with_lowering(site: Site, choice: str | None) -> Site:

@@ -16,13 +16,13 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
-from ..sites import Goal, Refusal, Site, StaleSite
+from ..sites import Goal, Numerics, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order, keeps_function
+from .groups import Group, grouped, grouped_in_order
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
@@ -365,7 +365,7 @@ class Manager:
         return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
 
     def _note_change(self, pass_: Pass) -> None:
-        if not keeps_function(pass_):
+        if pass_.numerics is Numerics.SEMANTIC:  # within a budget, calls stay good inputs to compare on
             self._tuner.calls.forget()
 
     # -- what came of it -------------------------------------------------------------------------------------------

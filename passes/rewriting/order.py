@@ -122,12 +122,13 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
         return
     old = {node.name: (number, node) for number, node in enumerate(before.nodes)}
     new = {node.name: (number, node) for number, node in enumerate(graph.nodes)}
+    instead = {name: node for node in graph.nodes for name in node.meta.get("replaces", ())}
     for writer in memory.writers:
         if writer.name not in new:
             continue
         written, was, now = memory.written(writer), old[writer.name][0], new[writer.name][0]
         for name, (place, node) in new.items():
-            readers = [old[name][1]] if name in old else _stood_in_for(node, old, new)
+            readers = [old[name][1]] if name in old else _stood_in_for(node, old, new, instead)
             for reader in readers:
                 if reader.name == writer.name or not written & memory.touched(reader):
                     continue
@@ -141,12 +142,13 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
 _Places = Mapping[str, tuple[int, fx.Node]]
 
 
-def _stood_in_for(node: fx.Node, old: _Places, new: _Places) -> list[fx.Node]:
-    """Return the operations that are gone since a new node gives what they gave."""
+def _stood_in_for(node: fx.Node, old: _Places, new: _Places, instead: Mapping[str, fx.Node]) -> list[fx.Node]:
+    """Return the operations that are gone since a new node gives what they gave, and no other one does."""
     gone = [old[name][1] for name in node.meta.get("replaces", ()) if name in old and name not in new]
     found: dict[fx.Node, None] = {}
     for each in gone:
         if each not in found:
             found[each] = None
-            gone += [source for source in each.all_input_nodes if source.name not in new]
+            sources = (source for source in each.all_input_nodes if source.name not in new)
+            gone += [source for source in sources if instead.get(source.name, node) is node]
     return list(found)

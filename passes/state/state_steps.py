@@ -88,13 +88,9 @@ class StateStep(ABC):
 
 
 @dataclass(frozen=True)
-class Rename(StateStep):
-    """The tensor `old` is called `new`."""
-
+class _OfOne(StateStep):
     old: str
     new: str
-
-    kind: ClassVar[str] = "rename"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -103,6 +99,27 @@ class Rename(StateStep):
     @property
     def targets(self) -> tuple[str, ...]:
         return (self.new,)
+
+
+@dataclass(frozen=True)
+class _OfMany(StateStep):
+    olds: tuple[str, ...]
+    new: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.olds
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.new,)
+
+
+@dataclass(frozen=True)
+class Rename(_OfOne):
+    """The tensor `old` is called `new`."""
+
+    kind: ClassVar[str] = "rename"
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
@@ -114,24 +131,13 @@ class Rename(StateStep):
 
 
 @dataclass(frozen=True)
-class Stack(StateStep):
+class Stack(_OfMany):
     """The tensors `olds`, all of one shape [...], are the slices of `new`: [N, ...]."""
-
-    olds: tuple[str, ...]
-    new: str
 
     kind: ClassVar[str] = "stack"
 
     def __post_init__(self) -> None:
         _check_distinct(self)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.olds
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.new,)
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         _check_alike(self, tensors)
@@ -148,11 +154,9 @@ class Stack(StateStep):
 
 
 @dataclass(frozen=True)
-class Concatenate(StateStep):
+class Concatenate(_OfMany):
     """The tensors `olds` lie behind one another in `new` along `dim`, where they are `sizes` long."""
 
-    olds: tuple[str, ...]
-    new: str
     dim: int
     sizes: tuple[int, ...]
 
@@ -162,14 +166,6 @@ class Concatenate(StateStep):
         _check_distinct(self)
         if len(self.sizes) != len(self.olds):
             raise StateError(f"'{self.new}' concatenates {len(self.olds)} tensors of {len(self.sizes)} sizes")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.olds
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.new,)
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         for name, size, tensor in zip(self.olds, self.sizes, tensors, strict=True):
@@ -189,14 +185,12 @@ class Concatenate(StateStep):
 
 
 @dataclass(frozen=True)
-class Select(StateStep):
+class Select(_OfOne):
     """Of the tensor `old`, `size` long along `dim`, `new` has the slices `kept`; going back, the others are zeros.
 
     The name may stay; whether a tensor is whole or cut is then told by its length.
     """
 
-    old: str
-    new: str
     dim: int
     kept: tuple[int, ...]
     size: int
@@ -213,14 +207,6 @@ class Select(StateStep):
             raise StateError(
                 f"'{self.new}' keeps slices of '{self.old}' from 0 to {self.size - 1}, in order, each once"
             )
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (self.old,)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (self.new,)
 
     def is_old(self, tensors: Sequence[Tensor]) -> bool:
         return self._length(tensors[0]) == self.size
@@ -255,7 +241,7 @@ class Select(StateStep):
         return f"select {len(self.kept)} of {self.size} along {self.dim}: {self.old} -> {self.new}"
 
 
-def _check_distinct(step: Stack | Concatenate) -> None:
+def _check_distinct(step: _OfMany) -> None:
     if not step.olds:
         raise StateError(f"'{step.new}' is made of no tensors")
     if len(set(step.olds)) < len(step.olds):
@@ -263,7 +249,7 @@ def _check_distinct(step: Stack | Concatenate) -> None:
         raise StateError(f"'{repeated}' goes into '{step.new}' twice")
 
 
-def _check_alike(step: Stack | Concatenate, tensors: Sequence[Tensor], except_dim: int | None = None) -> None:
+def _check_alike(step: _OfMany, tensors: Sequence[Tensor], except_dim: int | None = None) -> None:
     first = tensors[0]
     for name, tensor in zip(step.olds, tensors, strict=True):
         for what, mine, others in (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
+from .tolerances import within
 from .translation import Objection, Quantities, is_gradient
 from .trial import Run
 
@@ -25,6 +26,8 @@ __all__ = [
     "check_sharing",
     "check_structure",
     "drifts",
+    "error_around",
+    "judged_twice",
     "largest_gap",
     "results_in",
 ]
@@ -153,6 +156,18 @@ def results_in(values: Quantities) -> Quantities:
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
+def error_around(expected: Quantities, found: Quantities, budget: float) -> float:
+    """Return the error of which gradients are the response: 4 times that of the results, but no more than `budget`.
+
+    It is 0 where the results are further off than that themselves.
+    """
+    wanted = results_in(expected)
+    try:
+        return min(4 * largest_gap(wanted, found, within(wanted, budget), ""), budget)
+    except TooFar:
+        return 0.0
+
+
 def check_bits(before: Quantities, after: Quantities) -> None:
     """Object to outputs, arguments or buffers that are not bitwise the same; gradients may be summed differently."""
     for label, expected in before.items():
@@ -185,3 +200,15 @@ def largest_gap(
             raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
         largest = max(largest, apart.error)
     return largest
+
+
+def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
+    try:
+        return judge(), None
+    except TooFar:
+        learn()
+    try:
+        return judge(), None
+    except TooFar as objection:
+        return objection.error, objection

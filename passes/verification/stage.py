@@ -66,10 +66,25 @@ class Stage:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
-    @property
-    def regions(self) -> list[Region]:
-        """Return the parts of graphs that run as modules of their own."""
-        return [module for module in self._modules.values() if isinstance(module, Region) and capture_of(module)]
+    def regions(self, inner: Iterable[str] = ()) -> dict[Region, bool]:
+        """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted graph.
+
+        Args:
+            inner: the names of modules whose graphs are interpreted, too.
+        """
+        interpreted: set[nn.Module] = {self.module, *(self._modules[name] for name in inner)}
+        found: dict[Region, bool] = {}
+        for name, module in self._modules.items():
+            if isinstance(module, Region) and capture_of(module):
+                found[module] = self._around(name) in interpreted
+                interpreted.update((module,) if found[module] else ())
+        return found
+
+    def _around(self, name: str) -> nn.Module:
+        """Return the module around another that runs from a graph, which a wrapper does not; or the outermost."""
+        outer = name.rpartition(".")[0]
+        module = self._modules[outer]
+        return module if not outer or capture_of(module) else self._around(outer)
 
     @property
     def lasting(self) -> dict[str, Tensor]:

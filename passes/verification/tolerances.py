@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -14,7 +14,7 @@ from .reference import Reference
 from .reference_runs import epsilon_of
 from .translation import Quantities, is_gradient
 
-__all__ = ["Measured", "Tolerances", "beside_neighbours", "within"]
+__all__ = ["Measured", "Tolerances", "beside_neighbours", "learn_response", "within"]
 
 _EXACT = {
     torch.float64: Tolerance(1e-10, 2e-13),
@@ -29,6 +29,9 @@ _SAFETY = 64.0
 
 _NATIVE_FACTOR = 4.0
 """In its own types a rewrite may err 4 times as much as the original, plus units in the last place of the scale."""
+
+_RESPONSE_FACTOR = 2.0
+"""Gradients may move twice as far as they were seen to where inputs and state are off by the error of the results."""
 
 _FLIPS_FACTOR = 4
 """Integers may differ in 4 times as many places as rounding was seen to change."""
@@ -89,6 +92,7 @@ class Tolerances:
         wide = epsilon_of(reference.wide)
         self.wide_epsilon = reference.native_epsilon if wide is None else wide
         self._exact, self._native = _Seen(), _Seen()
+        self._responses: dict[str, float] = {}
         for sample in measured:
             if sample.native is not None:
                 self.learn_native(sample.exact, sample.native)
@@ -111,6 +115,10 @@ class Tolerances:
         """Note how far `other`, an exact run with the last bits of its inputs changed, is from `exact`."""
         for label in _scales(exact):
             self._exact.note(label, *_moved(exact[label], other.get(label)))
+
+    def learn_response(self, exact: Quantities, other: Quantities) -> None:
+        """Note how far gradients are from `exact` where inputs and state are off by what a budget allows."""
+        learn_response(self._responses, exact, other)
 
     def for_meaning(
         self, sample: Measured, wide: torch.dtype | None, *, is_derived: bool = False
@@ -139,10 +147,10 @@ class Tolerances:
     def for_precision(self, sample: Measured, budget: float | None = None) -> dict[str, Tolerance]:
         """Return, for each tensor of a sample, what the rewritten module may err by in its own types.
 
-        A `budget` replaces what was seen; it is relative to the scale, see `within`.
+        A `budget` replaces what was seen of rounding; it is relative to the scale, see `within`.
         """
         if budget is not None:
-            return within(sample.exact, budget)
+            return within(sample.exact, budget, self._responses)
         typical = _typical(self._native.distance.values())
         least = Tolerance(0.0, 0.0) if self.native_is_coarser else _EXACT[torch.float64]
         return {
@@ -174,13 +182,26 @@ class Tolerances:
         return torch.finfo(native.dtype).eps
 
 
-def within(values: Quantities, budget: float) -> dict[str, Tolerance]:
+def learn_response(responses: dict[str, float], exact: Quantities, other: Quantities) -> None:
+    """Note in `responses` how far gradients of the original move where its inputs and state are off by an error."""
+    for label in filter(is_gradient, _scales(exact)):
+        responses[label] = max(responses.get(label, 0.0), _moved(exact[label], other.get(label))[0])
+
+
+def within(values: Quantities, budget: float, responses: Mapping[str, float] | None = None) -> dict[str, Tolerance]:
     """Return tolerances that allow each tensor an error of `budget`, relative to its scale.
 
     A gradient that is no larger than what its neighbours may be off by is judged beside them. Integers may change.
+
+    Args:
+        values: the tensors.
+        budget: the error.
+        responses: how far gradients move where inputs and state are off about as much as the results are: a ReLU that
+            flips makes them jump, whatever the error is. They may move twice as far, besides.
     """
-    units = beside_neighbours(values, budget)
-    return {label: Tolerance(0.0, budget * unit, unit, values[label].numel()) for label, unit in units.items()}
+    units, moved = beside_neighbours(values, budget), responses or {}
+    allowed = {label: budget * unit + _RESPONSE_FACTOR * moved.get(label, 0.0) for label, unit in units.items()}
+    return {label: Tolerance(0.0, allowed[label], unit, values[label].numel()) for label, unit in units.items()}
 
 
 def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:

@@ -139,8 +139,8 @@ class Trial:
         forward = graph_forward(module, arguments, self.tape)
         if forward is not None:
             module.__dict__["forward"] = forward
-            for region in self.stage.regions:
-                region.__dict__["forward"] = region_forward(region, self.tape)
+            for region, is_part in self.stage.regions(self.inner).items():  # others draw as calls of their modules
+                region.__dict__["forward"] = region_forward(region, self.tape if is_part else None)
         for name in self.inner:
             inside = module.get_submodule(name)
             inside.__dict__["forward"] = only_forward(inside, self.tape, partial(self.called.add, name))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...errors import GuardError
 from ..sites import Numerics
 from .demands import (
-    TooFar,
     check_attachment,
     check_bits,
     check_drift,
@@ -24,6 +23,8 @@ from .demands import (
     check_sharing,
     check_structure,
     drifts,
+    error_around,
+    judged_twice,
     largest_gap,
     results_in,
 )
@@ -239,7 +240,7 @@ class _Check:
             for run in self._jittered(sample, state, tolerances.wide_epsilon, _ECHOES):
                 tolerances.learn_exact(found, _quantities(run))
 
-        error, objection = _judged_twice(judge, learn)
+        error, objection = judged_twice(judge, learn)
         if objection is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
             self.meaning_error = max(self.meaning_error, error)
         if objection is not None:
@@ -268,15 +269,25 @@ class _Check:
             return largest_gap(expected, found, allowed, where, fewer_infinities=True)
 
         def learn() -> None:
+            if exact is None:
+                self._learn_response(sample, error_around(expected, found, self.budget), tolerances, state)
             for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
                 tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
-        error, objection = _judged_twice(judge, learn)
+        error, objection = judged_twice(judge, learn)
         self.precision_error = max(self.precision_error, error)
         if objection is not None:
             raise objection
         if self.keeps_meaning and exact is not None:
             self._drift(sample, expected, native, found, state)
+
+    def _learn_response(
+        self, sample: Sample, error: float, tolerances: Tolerances, state: Mapping[str, Tensor]
+    ) -> None:
+        """Note how far gradients move where inputs and state are off by an error that results have."""
+        exact = _quantities(self._exact(sample, state)) if error else {}
+        for run in self._jittered(sample, state, error, _PROBES if error else 0):
+            tolerances.learn_response(exact, _quantities(run))
 
     def _drift(
         self, sample: Sample, expected: Quantities, native: Quantities, found: Quantities, state: Mapping[str, Tensor]
@@ -325,7 +336,7 @@ class _Check:
             for run in self._jittered(sample, self.after.state, 4 * self.reference.native_epsilon, _PROBES):
                 tolerances.learn_native(exact, _quantities(run))
 
-        objection = _judged_twice(judge, learn)[1]
+        objection = judged_twice(judge, learn)[1]
         if objection is not None:
             raise objection
 
@@ -358,18 +369,6 @@ def _derived(sample: Sample) -> Generator[None]:
     except GuardError as refusal:
         if not sample.data.is_derived:
             raise Objection(f"the rewritten module raises GuardError: {refusal}") from refusal
-
-
-def _judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
-    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
-    try:
-        return judge(), None
-    except TooFar:
-        learn()
-    try:
-        return judge(), None
-    except TooFar as objection:
-        return objection.error, objection
 
 
 def _measured(sample: Sample, translation: Translation) -> Measured:

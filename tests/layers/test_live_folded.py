@@ -48,6 +48,8 @@ EFFECTIVE: dict[str, Callable[[Block], Any]] = {
     "statistics": lambda m: m.bn.reset_running_stats(),
     "parametrization": lambda m: parametrizations.weight_norm(m.conv),
     "training and back": lambda m: (m.train(), m.eval()),
+    "into data, and evaluation": lambda m: (m.conv.weight.data.mul_(2), m.eval()),
+    "into data, and a state dict": lambda m: (m.conv.weight.data.mul_(2), m.load_state_dict(m.state_dict())),
     "norm in training": lambda m: m.bn.train(),
 }
 

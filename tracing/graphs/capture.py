@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import CaptureError
+from ...operators import Derived
 from ..guards import SELF, Argument, Guard, Source, is_training, reader
 from ..values import Signature, class_recipe, signature_of
 from .contexts import Context
@@ -120,6 +121,12 @@ class Capture:
     def reads(self) -> frozenset[str]:
         """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
         return frozenset(name for specialization in self.specializations for name in specialization.reads)
+
+    def forget_derived(self) -> None:
+        """Let the tensors that rewritten graphs derive from others be made anew."""
+        for node in (node for each in self.specializations if self.rewritten for node in each.graph.nodes):
+            if isinstance(node.target, Derived):
+                node.target.forget_all()
 
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""

@@ -121,9 +121,15 @@ class Captured(_Module):
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
 
     def train(self, mode: bool = True) -> Any:
-        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only."""
+        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only.
+
+        Derived tensors are made anew: torch does not count what was written into `.data` since.
+        """
         if mode:
             _refuse_training(self)
+        capture: Capture | None = self.__dict__.get("_fxopt_capture")
+        if capture is not None:
+            capture.forget_derived()
         return super().train(mode)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -6,14 +6,14 @@ import enum
 import threading
 import warnings
 from collections.abc import Generator, Hashable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name
-from ...errors import UsageError
+from ...errors import FusedMemberError, UsageError
 from ..graphs import Region
 from ..values import Inputs, has_attributes, is_container, is_leaf, map_tensors, parts_of
 
@@ -49,9 +49,10 @@ def recording(model: nn.Module, limit: int = 16) -> Generator[list[Inputs]]:
     notes = _Notes(limit, {module: name for name, module in modules_by_name(model).items() if _is_noted(name, module)})
     with ExitStack() as hooks:
         for module in notes.names:
-            hooks.callback(module.register_forward_pre_hook(notes, prepend=True, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(notes.returned).remove)
-            hooks.callback(module.register_forward_hook(notes.ended, always_call=True).remove)
+            with suppress(FusedMemberError):  # nobody calls a fused member by itself
+                hooks.callback(module.register_forward_pre_hook(notes, prepend=True, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(notes.returned).remove)
+                hooks.callback(module.register_forward_hook(notes.ended, always_call=True).remove)
         yield notes.calls
     if notes.left_out:
         warnings.warn(

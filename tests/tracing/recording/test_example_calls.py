@@ -247,3 +247,18 @@ def test_calls_of_parts_alone_and_of_no_part_are_refused() -> None:
         fxopt.optimize(Pipeline(), "training", example_inputs=[(X,), fxopt.Inputs.of_part("encodr", X)])
     with pytest.raises(UsageError, match="example call 0 is one of 'encoder'; give calls of the model itself"):
         fxopt.export(Pipeline(), "never.pt2", part)
+
+
+def test_a_model_with_fused_members_is_recorded_too() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(Net() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([head(x) for head in self.heads], -1)
+
+    fast = fxopt.optimize(Heads(), "fuse_ensembles{lowering=bmm}", example_inputs=(X,), measure=False)
+    with fxopt.recording(fast) as calls:
+        fast(X)
+    assert [call.module for call in calls] == [""]

@@ -1,0 +1,341 @@
+"""autocast: what gains runs in 16 bits, what needs float32 does not, and nobody outside sees another type."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxopt
+from fxopt.passes.contract import Pass
+from fxopt.passes.pipeline import parse
+from fxopt.tracing.graphs import WrappedRegion
+from fxopt.transforms.autocast import Autocast
+
+X = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Types(TorchDispatchMode):
+    """Note in which types operators compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen.setdefault(func.overloadpacket.__name__, set()).add(result.dtype)
+        return result
+
+
+class Attention(nn.Module):
+    """Attention written out, with a softmax between two products, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
+        mixed = F.softmax(scores, dim=-1) @ self.v(x)
+        return self.norm(x + F.gelu(self.out(mixed)))
+
+
+class Heads(nn.Module):
+    """Two uses of one projection, and another with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.body.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(self.body(x).tanh()) + self.body(torch.exp(self.tied(x) * 0.1))
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def optimized(model: nn.Module, pass_: Pass | str = "autocast", inputs: Any = (X,), **options: Any) -> nn.Module:
+    return fxopt.optimize(model, pass_, example_inputs=inputs, measure=False, **options)
+
+
+def decisions(model: nn.Module) -> list[tuple[str, str, str]]:
+    return [(each.label, each.status, each.reason) for each in fxopt.plan(model).decisions]
+
+
+def regions(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, WrappedRegion)]
+
+
+def types_of(model: nn.Module, x: Tensor = X) -> dict[str, set[torch.dtype]]:
+    with torch.no_grad(), Types() as types:
+        model(x)
+    return types.seen
+
+
+def operations(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+
+
+# -- what it does ------------------------------------------------------------------------------------------------------
+
+
+def test_products_are_in_regions_and_softmax_and_norm_are_islands() -> None:
+    fast = optimized(made(Attention))
+    graphs = fxopt.graphs(fast)
+    assert operations(graphs[""]) == ["autocast", "getitem", "getitem_1", "softmax", "autocast_1", "norm"]
+    assert operations(graphs["autocast"]) == ["q", "k", "transpose", "matmul", "truediv", "v"]
+    assert operations(graphs["autocast_1"]) == ["matmul_1", "out", "gelu", "add"]
+    seen = types_of(fast)
+    assert seen["addmm"] == seen["gelu"] == {torch.bfloat16}
+    assert seen["_softmax"] == {torch.float32}
+    assert fast(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [Attention, Heads, mlp])
+def test_outputs_and_gradients_are_within_the_budget(kind: Callable[[], nn.Module]) -> None:
+    model, pass_ = made(kind), Autocast(budget=0.02)
+    fast = optimized(model, pass_)
+    assert all(status == "applied" for _, status, _ in decisions(fast))
+    plain, quick = model(X), fast(X)
+    assert 0 < (plain - quick).abs().max() <= 0.02 * plain.abs().max()
+    plain.sin().sum().backward()
+    quick.sin().sum().backward()
+    for (name, expected), (same, found) in zip(model.named_parameters(), fast.named_parameters(), strict=True):
+        assert name == same
+        assert expected.grad is not None and found.grad is not None and found.grad.dtype is torch.float32
+        if name != "k.bias":  # zero in exact arithmetic
+            assert (expected.grad - found.grad).abs().max() <= 0.05 * expected.grad.abs().max()
+
+
+def test_a_budget_that_16_bits_cannot_keep_leaves_float32() -> None:
+    fast = optimized(made(mlp), Autocast(budget=1e-5))
+    ((_, status, reason),) = decisions(fast)
+    assert status == "undone" and "relative to its scale" in reason
+    assert torch.equal(fast(X), made(mlp)(X)) and not regions(fast)
+
+
+def test_float16() -> None:
+    fast = optimized(made(mlp), Autocast(dtype=torch.float16))
+    assert types_of(fast)["addmm"] == {torch.float16}
+
+
+def test_gradients_of_a_relu_that_flips_are_no_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    x = torch.randn(2, 3, 12, 12)
+    fast = optimized(model.eval(), inputs=(x,))
+    assert [status for _, status, _ in decisions(fast)] == ["applied"]
+    assert types_of(fast, x)["convolution"] == {torch.bfloat16}
+
+
+# -- whose types hold --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_the_users_autocast_its_types_hold(dtype: torch.dtype) -> None:
+    model = made(Attention)
+    fast = optimized(model)
+    with torch.autocast("cpu", dtype):
+        expected, found = model.out(X), fast.out(X)
+        assert expected.dtype is found.dtype is dtype
+        assert torch.equal(model(X), fast(X))
+
+
+def test_a_thread_of_its_own_computes_the_same() -> None:
+    fast = optimized(made(Attention))
+    expected, found = fast(X), list[Tensor]()
+    thread = threading.Thread(target=lambda: found.append(fast(X)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
+
+
+def test_in_float64_it_stands_aside() -> None:
+    model = made(Attention)
+    fast = optimized(model).double()
+    assert torch.equal(fast(X.double()), model.double()(X.double()))
+
+
+class Switched(nn.Module):
+    """The user keeps a product in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = torch.exp(self.first(x) * 0.1)
+        return self.second(x)
+
+
+def test_what_the_user_switched_stays_so() -> None:
+    fast = optimized(made(Switched))
+    assert any(status == "refused" and "the model itself opens autocast" in why for _, status, why in decisions(fast))
+    assert operations(fxopt.graphs(fast)["autocast"]) == ["second"]
+    assert types_of(fast)["addmm"] == {torch.float32, torch.bfloat16}
+
+
+# -- what is left out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["q", "*q", "matmul"])
+def test_keep_names_modules_and_operators(word: str) -> None:
+    graphs = fxopt.graphs(optimized(made(Attention), Autocast(keep=(word,))))
+    inside = [name for owner, graph in graphs.items() if owner for name in operations(graph)]
+    kept = {"matmul": {"matmul", "matmul_1"}}.get(word, {"q"})
+    assert inside and not kept.intersection(inside) and kept <= set(operations(graphs[""]))
+
+
+def test_keep_names_classes() -> None:
+    fast = optimized(made(Attention), Autocast(keep=("Linear",)))
+    assert types_of(fast)["addmm"] == {torch.float32} and regions(fast)
+
+
+def test_hooks_see_float32() -> None:
+    model = made(mlp)
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    fast = optimized(model)
+    assert ("0", "refused", "its hooks would see results in 16 bits") in decisions(fast)
+    seen.clear()
+    fast(X)
+    assert seen == [torch.float32]
+
+
+def test_other_types_are_refused() -> None:
+    fast = optimized(made(mlp).double(), inputs=(X.double(),))
+    assert ("0", "refused", "it computes in float64; autocast is for float32") in decisions(fast)
+    recurrent = nn.Sequential(nn.LSTM(16, 4))
+    ((where, status, why),) = decisions(optimized(recurrent))
+    assert (where, status) == ("0", "refused") and "LSTM is one operation" in why
+
+
+def test_without_example_inputs_nothing_is_known() -> None:
+    ((_, status, why),) = decisions(fxopt.optimize(made(mlp), "autocast"))
+    assert status == "refused" and "give example_inputs" in why
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("autocast{dtype=float32}", "use bfloat16 or float16"),
+        ("autocast{device=xla}", "nothing of the model is on such a device"),
+        ("autocast{keep=[Linaer]}", "names nothing in the model; did you mean 'Linear'"),
+        ("autocast{budget=0}", "give a relative error"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(text: str, message: str) -> None:
+    with pytest.raises(fxopt.UsageError, match=message):
+        fxopt.optimize(made(mlp), text, example_inputs=(X,))
+
+
+def test_a_device_that_lacks_the_type_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such arithmetic")
+
+    monkeypatch.setattr(torch, "autocast", lacking)
+    with pytest.raises(fxopt.UsageError, match=r"cpu does not compute in bfloat16.*no such arithmetic.*dtype=float16"):
+        Autocast().check(made(mlp))
+
+
+# -- code without a graph ----------------------------------------------------------------------------------------------
+
+
+class Opaque(nn.Module):
+    """What a value decides cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().sum().item() > 0) + len({id(x)})):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def test_a_layer_that_only_code_calls() -> None:
+    model = made(Opaque)
+    fast = optimized(model)
+    assert [(where, status) for where, status, _ in decisions(fast)] == [("layer", "applied")]
+    assert type(fast.layer).__name__ == "Linear" and isinstance(fast.layer, nn.Linear)
+    assert types_of(fast)["addmm"] == {torch.bfloat16} and fast(X).dtype is torch.float32
+    assert torch.equal(pickle.loads(pickle.dumps(fast))(X), fast(X))
+    assert torch.equal(copy.deepcopy(fast)(X), fast(X))
+    assert torch.equal(fxopt.restore(fast)(X), model(X))
+
+
+# -- the model around it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Attention, Heads, mlp])
+def test_state_copies_and_restoring(kind: Callable[[], nn.Module]) -> None:
+    model = made(kind)
+    before = copy.deepcopy(model.state_dict())
+    fast = optimized(model)
+    assert list(fast.state_dict()) == list(before) and list(dict(fast.named_parameters()))
+    assert all(torch.equal(fast.state_dict()[name], value) for name, value in before.items())
+    assert all(torch.equal(copied(X), fast(X)) for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))))
+    assert torch.equal(fxopt.restore(fast)(X), model(X)) and not regions(model)
+    again = optimized(fast)
+    assert regions(again) == regions(fast) and torch.equal(again(X), fast(X))
+    other = {name: value + 0.1 for name, value in before.items()}
+    fast.load_state_dict(other)
+    model.load_state_dict(other)
+    assert not torch.equal(fast(X), model(X))
+    assert (fast(X) - model(X)).abs().max() < 0.05 * model(X).abs().max()
+
+
+@pytest.mark.parametrize("kind", [Attention, Opaque])
+def test_a_plan_and_an_archive_repeat_it(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
+    fast = optimized(made(kind))
+    again = fxopt.optimize(made(kind), plan=fxopt.plan(fast), example_inputs=(X,))
+    assert torch.equal(again(X), fast(X))
+    fxopt.save(fast, tmp_path / "fast.fxopt")
+    loaded = fxopt.load(tmp_path / "fast.fxopt", model=made(kind))
+    assert torch.equal(loaded(X), fast(X))
+
+
+def test_compiled_and_exported() -> None:
+    fast = optimized(made(Attention).eval())
+    with torch.no_grad():
+        compiled = torch.compile(fast, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), fast(X))
+        exported = torch.export.export(fast, (X,))
+        assert torch.equal(exported.module()(X), fast(X))
+
+
+@given(
+    st.builds(
+        Autocast,
+        dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+        device=st.sampled_from(["auto", "cuda", "cpu"]),
+        keep=st.lists(st.sampled_from(["head", "encoder.*", "LayerNorm", "a b"]), max_size=3).map(tuple),
+        budget=st.floats(1e-6, 1.0),
+    )
+)
+def test_its_text_is_read_again(pass_: Autocast) -> None:
+    assert list(parse(str(pass_))) == [pass_]

@@ -1,0 +1,116 @@
+"""The pass: put regions under autocast where 16 bits are enough and pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...compat import own_children
+from ...errors import UsageError
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from ...tracing.recording import Alike, Likeness
+from .checks import check_dtype, check_words
+from .find import Part, Search
+from .leaf import in_autocast
+from .returning import ReturningAutocast
+
+__all__ = ["Autocast"]
+
+
+@dataclass(frozen=True)
+class Autocast(Pass):
+    """Compute matrix products, convolutions and attention in 16 bits, and what reads only from them.
+
+    Before: y = softmax(linear(x))        After: y = softmax(autocast_0(x)), whose result is in float32 again
+    Refuses: what a user's own autocast is around, what has hooks, values that are not in float32.
+
+    Softmax, norms, losses, exponentials, logarithms and sums stay in float32.
+
+    Options:
+        dtype: what to compute in, bfloat16 or float16.
+        device: the type of the devices to do it on (`cuda`); `auto` is that of the model.
+        keep: what stays in float32: names of modules, which may hold `*`, their classes, or operators (`gelu`).
+        budget: the error that is allowed, relative to the scale of each tensor.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "auto"
+    keep: tuple[str, ...] = ()
+    budget: float = 0.05
+
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    def check(self, model: nn.Module) -> None:
+        for device in sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}):
+            if self.device in ("auto", device):
+                check_dtype(self.dtype, device)
+                break
+        else:
+            raise UsageError(f"pass '{self.name}': device={self.device}, but nothing of the model is on such a device")
+        if self.keep:
+            check_words(self.keep, model)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        blocks, likeness = dict[str, list[Part]](), Likeness(Alike.TIMED)
+        for each in Search(program, self.keep, self.device).found():
+            if isinstance(each, Part):
+                blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
+            else:
+                yield (
+                    each
+                    if isinstance(each, Refusal)
+                    else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
+                )
+        yield from (_site(program, parts) for parts in blocks.values())
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        if site.data.get("regions") == 0:
+            edit.replace_module("", in_autocast(edit.owner, self.dtype, self.device))
+            return
+        for place in site.places:
+            with edit.at(place):
+                nodes = [place[label] for label in place.nodes]
+                edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
+
+
+def _block(program: Program, owner: str, likeness: Likeness) -> str:
+    """Return the outermost block around a module that others are like (a layer of a transformer), or the module.
+
+    Blocks are decided on as one: what one of them gains is seen in timings, and the others follow.
+    """
+    names = owner.split(".")
+    for count in range(1, len(names) + 1):
+        path, around = ".".join(names[:count]), program.module(".".join(names[: count - 1]))
+        siblings = own_children(around).values() if isinstance(around, _HOLDERS) else ()
+        block = likeness.of(program.module(path))
+        if sum(likeness.of(each) == block for each in siblings if each is not None) > 1:
+            return path
+    return owner
+
+
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _site(program: Program, parts: Sequence[Part]) -> Site:
+    """Return one site for the parts of a block, in all graphs of its modules."""
+    gaining = dict.fromkeys(node.name for part in parts for node in part.gaining)
+    detail = ", ".join(list(gaining)[:4]) + (f" and {len(gaining) - 4} more" if len(gaining) > 4 else "")
+    if len(parts) == 1:
+        return _place(program, parts[0], detail=detail, data={"regions": 1})
+    places = (_place(program, part, f"part_{number}_") for number, part in enumerate(parts))
+    return Site.over(program, *places, detail=detail)
+
+
+def _place(program: Program, part: Part, prefix: str = "", **options: Any) -> Site:
+    nodes = {f"{prefix}node_{number}": node.name for number, node in enumerate(part.nodes)}
+    return Site(program, part.owner, nodes, part.specialization, **options)

@@ -1,0 +1,250 @@
+"""Where in a model regions can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import has_hooks, own_parameters
+from ...operators import canonical_name, operator_info, operator_of_module
+from ...passes.sites import Refusal
+from ...passes.verification import CallSites
+from ...tracing.graphs import Context, WrappedRegion, capture_of, required_capture
+from ...tracing.program import Program
+from ...tracing.values import TensorMeta, is_leaf, qualified, user_class
+from .leaf import AutocastLeaf
+from .lists import Kind, kind_of
+from .parts import in_float32, kind_of_operation, parts_of
+from .returning import ReturningAutocast
+
+__all__ = ["Layer", "Part", "Search", "kept_by"]
+
+
+class Layer(NamedTuple):
+    """A single layer that no region can be around.
+
+    Attributes:
+        name: of the module.
+    """
+
+    name: str
+
+
+class Part(NamedTuple):
+    """What can run in 16 bits as one.
+
+    Attributes:
+        owner: the module whose graph has the nodes.
+        specialization: which of its graphs.
+        nodes: in order.
+        gaining: of these, what is gained from.
+    """
+
+    owner: str
+    specialization: int
+    nodes: Sequence[fx.Node]
+    gaining: Sequence[fx.Node]
+
+
+Found: TypeAlias = "Part | Layer | Refusal"
+
+
+def kept_by(word: str, name: str, module: nn.Module) -> bool:
+    """Say whether a word of the option `keep` names a module: by its name, which may hold `*`, or by its class."""
+    return fnmatchcase(name, word) or user_class(type(module)).__name__ == word
+
+
+class Search:
+    """Go through the graphs of a model, from the root down.
+
+    Args:
+        program: the model.
+        keep: names and classes of modules, and operators, that stay as they are.
+        device: the type of the devices that regions are for; "auto" is any.
+    """
+
+    def __init__(self, program: Program, keep: Sequence[str], device: str) -> None:
+        self.program, self.keep, self.device = program, keep, device
+        self._seen: set[nn.Module] = set()
+        self._kinds: dict[nn.Module, Kind] = {}
+
+    def found(self) -> Iterator[Found]:
+        """Yield every part, and why what would gain is left out."""
+        if not self.program.inputs:
+            yield Refusal("which types it computes in is not known; give example_inputs", "(root)")
+            return
+        if "" in self.program.captures:
+            yield from self._in_module("")
+        yield from self._called_by_code()
+
+    def _called_by_code(self) -> Iterator[Found]:
+        """Yield what is in modules that only code calls which could not be captured."""
+        calls, names = self.program.analyses[CallSites], self.program.names
+        left = [module for module in names.distinct if module not in self._seen and not calls.count(module)]
+        left = [module for module in left if capture_of(module) is not None or self._gains(module)]
+        recorded = self.program.recording(left).calls if left else {}
+        for module in left:
+            name, called = names.name(module), recorded.get(module, ())
+            if not called or any(self._is_kept(*around) for around in self._around(name)):
+                continue
+            given = [value for call in called for value in call.args if isinstance(value, Tensor)]
+            if capture_of(module) is not None:
+                yield from self._in_module(name)
+            elif given and all(self._is_for(value.dtype, value.device) for value in given):
+                yield Layer(name)
+
+    def _gains(self, module: nn.Module) -> bool:
+        """Say whether a module is a single layer that gains."""
+        cls = type(module)
+        is_plain = not has_hooks(module) and not issubclass(cls, AutocastLeaf) and is_leaf(module)
+        return is_plain and self._kind_of_name(operator_of_module(user_class(cls))) is Kind.LOWER
+
+    def _around(self, name: str) -> Iterator[tuple[str, nn.Module]]:
+        """Yield a module and those around it, with their names."""
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            yield path, self.program.module(path)
+
+    def _in_module(self, owner: str) -> Iterator[Found]:
+        module = self.program.module(owner)
+        if module in self._seen or self._is_kept(owner, module):
+            self._pass_over(module)
+            return
+        self._seen.add(module)
+        parts: list[Part] = []
+        called: dict[str, None] = {}
+        capture = capture_of(module)
+        for number, specialization in enumerate(() if capture is None else capture.specializations):
+            found = self._in_graph(owner, number, specialization.graph)
+            parts += found
+            inside = {node for part in found for node in part.nodes}
+            calls = (node for node in specialization.graph.nodes if node not in inside)
+            called.update(dict.fromkeys(filter(None, (self._captured(owner, node) for node in calls))))
+        yield from parts
+        yield from self._refused(owner, module)
+        for name in called:
+            yield from self._in_module(name)
+
+    def _in_graph(self, owner: str, number: int, graph: fx.Graph) -> list[Part]:
+        parts: list[Part] = []
+        for nodes in parts_of(graph, lambda node: self._kind(owner, node)):
+            gaining = [node for node in nodes if self._kind(owner, node) is Kind.LOWER]
+            names = [name for name in (self._captured(owner, node) for node in nodes) if name is not None]
+            if len(gaining) == 1 and self._captured(owner, gaining[0]) is not None:
+                continue  # its own graph holds all that gains
+            for name in names:
+                self._pass_over(self.program.module(name))
+            parts.append(Part(owner, number, nodes, gaining))
+        return parts
+
+    def _captured(self, owner: str, node: fx.Node) -> str | None:
+        """Return the name of the captured module that a node calls."""
+        if node.op != "call_module":
+            return None
+        callee = self.program.callee(owner, node)
+        capture = capture_of(callee)
+        return self.program.name_of(callee) if capture is not None and capture.specializations else None
+
+    def _pass_over(self, module: nn.Module) -> None:
+        """Leave out a module and what it calls: it runs in a region already, or is kept."""
+        self._seen.update(module.modules())
+
+    # -- what is left out ------------------------------------------------------------------------------------------
+
+    def _refused(self, owner: str, module: nn.Module) -> Iterator[Refusal]:
+        """Yield why what would gain is left out, once for each module or function."""
+        for graph in (each.graph for each in required_capture(module).specializations):
+            for node in graph.nodes:
+                reason = None if node.op in _ENDS else self._obstacle(owner, node)
+                if reason is not None:
+                    yield Refusal(reason, qualified(owner, str(node.target) if node.op == "call_module" else node.name))
+
+    def _obstacle(self, owner: str, node: fx.Node) -> str | None:
+        if node.op != "call_module":
+            return _other_type(node) if kind_of_operation(node) is Kind.LOWER else None
+        module = self.program.callee(owner, node)
+        opened = _autocast_of(module)
+        if opened is not None:
+            return None if isinstance(opened, ReturningAutocast) else f"the model itself opens {opened}"
+        if self._is_kept(qualified(owner, str(node.target)), module) or not is_leaf(module):
+            return None
+        kind = kind_of(operator_of_module(user_class(type(module))))
+        if kind is Kind.LOWER:
+            return "its hooks would see results in 16 bits" if has_hooks(module) else _other_type(node)
+        has_matrix = any(tensor is not None and tensor.dim() > 1 for tensor in own_parameters(module).values())
+        is_known = operator_info(operator_of_module(user_class(type(module)))).pure is not None
+        if has_matrix and (not is_known or isinstance(module, nn.RNNBase)):
+            return f"{type(module).__name__} is one operation, of which no list says that 16 bits are enough"
+        return None
+
+    # -- single nodes ----------------------------------------------------------------------------------------------
+
+    def _kind(self, owner: str, node: fx.Node) -> Kind:
+        if node.op in ("placeholder", "get_attr", "output") or not in_float32(node):
+            return Kind.FLOAT32
+        if node.op == "call_module":
+            kind = self._kind_of_module(owner, node)
+        else:
+            kind = Kind.FLOAT32 if canonical_name(node) in self.keep else kind_of_operation(node)
+        return Kind.FLOAT32 if kind is Kind.LOWER and not self._is_meant(node) else kind
+
+    def _is_meant(self, node: fx.Node) -> bool:
+        """Say whether a node gives a tensor on a device that regions are for."""
+        meta = node.meta.get("val")
+        first = next((each for each in _tensors(meta) if each.dtype is torch.float32), None)
+        return first is not None and self._is_for(first.dtype, first.device)
+
+    def _is_for(self, dtype: torch.dtype, device: torch.device) -> bool:
+        return dtype is torch.float32 and self.device in ("auto", device.type)
+
+    def _kind_of_module(self, owner: str, node: fx.Node) -> Kind:
+        module, name = self.program.callee(owner, node), qualified(owner, str(node.target))
+        if isinstance(module, (WrappedRegion, AutocastLeaf)) or has_hooks(module) or self._is_kept(name, module):
+            return Kind.FLOAT32
+        capture = capture_of(module)
+        if capture is None or not capture.specializations:
+            return self._kind_of_name(operator_of_module(user_class(type(module))))
+        return self._kind_of_graphs(name, module, [each.graph for each in capture.specializations])
+
+    def _kind_of_graphs(self, name: str, module: nn.Module, graphs: Sequence[fx.Graph]) -> Kind:
+        """Return what a region does with a module: it takes it in if it takes in all that the module computes."""
+        if module not in self._kinds:
+            kinds = {self._kind(name, n) for graph in graphs for n in graph.nodes if n.op not in _ENDS}
+            worst_first = (Kind.FLOAT32, Kind.LOWER, Kind.FOLLOWS)
+            self._kinds[module] = next((kind for kind in worst_first if kind in kinds), Kind.FOLLOWS)
+        return self._kinds[module]
+
+    def _is_kept(self, name: str, module: nn.Module) -> bool:
+        return _autocast_of(module) is not None or any(kept_by(word, name, module) for word in self.keep)
+
+    def _kind_of_name(self, name: str | None) -> Kind:
+        return Kind.FLOAT32 if name in self.keep else kind_of(name)
+
+
+def _autocast_of(module: nn.Module) -> Context | None:
+    """Return the autocast that a region runs under."""
+    context = module.context if isinstance(module, WrappedRegion) else None
+    return context if isinstance(context, Context) and context.kind == "autocast" else None
+
+
+def _other_type(node: fx.Node) -> str | None:
+    """Return why a product stays as it is whose type is not float32."""
+    found = next((each.dtype for each in _tensors(node.meta.get("val")) if each.dtype is not torch.float32), None)
+    return f"it computes in {str(found).removeprefix('torch.')}; autocast is for float32" if found else None
+
+
+_ENDS = ("placeholder", "get_attr", "output")
+
+
+def _tensors(meta: object) -> Iterator[TensorMeta]:
+    """Yield the descriptions of the tensors in a value."""
+    if isinstance(meta, TensorMeta):
+        yield meta
+    elif isinstance(meta, (tuple, list)):
+        for item in cast("Sequence[object]", meta):
+            yield from _tensors(item)

@@ -1,0 +1,90 @@
+"""The parts of a graph that can run in 16 bits as one: convex, and as large as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import cast
+
+import torch
+from torch import fx
+
+from ...operators import canonical_name, mutates
+from ...tracing.guards import require
+from ...tracing.values import TensorMeta
+from .lists import Kind, kind_of, kind_of_fused
+
+__all__ = ["Judge", "in_float32", "kind_of_operation", "parts_of"]
+
+Judge = Callable[[fx.Node], Kind]
+"""Says what a region does with a node."""
+
+_PLAIN = (int, float, bool, str, torch.dtype, torch.device)
+
+
+def kind_of_operation(node: fx.Node) -> Kind:
+    """Return what a region does with a call of a function or method."""
+    if any(user.target is require for user in node.users):
+        return Kind.FLOAT32  # the owner starts over where it fails
+    fused, name = kind_of_fused(node.target), canonical_name(node)
+    if fused is not None:
+        return fused
+    if name == "to" and any(_is_type(value) for value in (*node.args[1:], *node.kwargs.values())):
+        return Kind.FLOAT32  # the model says in which type it wants to go on
+    return kind_of(name)
+
+
+def _is_type(value: object) -> bool:
+    return isinstance(value, torch.dtype) or (isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), int))
+
+
+def in_float32(node: fx.Node) -> bool:
+    """Say whether what a node gives holds no floats but those of float32."""
+    return _holds_float32(node.meta.get("val"))
+
+
+def _holds_float32(meta: object) -> bool:
+    if isinstance(meta, TensorMeta):
+        return meta.dtype is torch.float32 or not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    if isinstance(meta, (tuple, list)):
+        return all(map(_holds_float32, cast("Sequence[object]", meta)))
+    return meta is None or isinstance(meta, _PLAIN)
+
+
+def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
+    """Return what of a graph is to run in 16 bits, each part in order.
+
+    A node belongs to a part if it gains, or if it follows and reads from the part. Levels count how often the way to a
+    node enters or leaves what belongs: nodes of one level cannot reach each other through anything else, so a connected
+    set of them is convex; so is one of several that read the same (the projections of an attention, say).
+    """
+    level: dict[fx.Node, int] = {}
+    joined: dict[fx.Node, fx.Node] = {}
+    reader: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def first(node: fx.Node) -> fx.Node:
+        while joined[node] is not node:
+            joined[node] = joined[joined[node]]
+            node = joined[node]
+        return node
+
+    for node in graph.nodes:
+        inside = _belongs(node, judge(node), joined)
+        sources = node.all_input_nodes
+        level[node] = max((level[source] + ((source in joined) is not inside) for source in sources), default=0)
+        if inside:
+            joined[node] = node
+            for source in sources:
+                belongs = source in joined and level[source] == level[node]
+                other = source if belongs else reader.setdefault((source, level[node]), node)
+                joined[first(other)] = node
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for node in joined:
+        parts.setdefault(first(node), []).append(node)
+    return list(parts.values())
+
+
+def _belongs(node: fx.Node, kind: Kind, inside: Container[fx.Node]) -> bool:
+    if kind is not Kind.FOLLOWS:
+        return kind is Kind.LOWER
+    sources = node.all_input_nodes[:1] if mutates(node) else node.all_input_nodes  # what is written to has to belong
+    return any(source in inside for source in sources)

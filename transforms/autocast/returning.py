@@ -1,0 +1,50 @@
+"""What a region runs under: autocast, whose results leave it in the type that the caller computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...tracing.graphs import Context
+
+__all__ = ["ReturningAutocast"]
+
+
+class ReturningAutocast(Context):
+    """Autocast within float32: arguments come in and results leave in float32.
+
+    It stands aside where the user's own autocast is on already, whose types then hold, and where the model is no longer
+    in float32. The device is that of the arguments, so a model that is moved computes in 16 bits there, too.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str = "auto") -> None:
+        """Compute in `dtype`, on devices of one type only or, by "auto", on any."""
+        super().__init__("autocast", {"dtype": dtype, "device_type": device})
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function` under autocast."""
+        floats = [arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()]
+        wide = floats and all(arg.dtype is torch.float32 for arg in floats)
+        device = floats[0].device.type if wide else ""
+        if not wide or self.settings["device_type"] not in ("auto", device) or not _is_free(device):
+            return function(*args)
+        low = self.settings["dtype"]
+        with torch.autocast(device, dtype=low):
+            result = function(*args)
+        return _returned(result, low)
+
+
+def _is_free(device: str) -> bool:
+    """Say whether a device can autocast, and does not yet."""
+    return torch.amp.is_autocast_available(device) and not torch.is_autocast_enabled(device)
+
+
+def _returned(value: Any, low: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype is low else value
+    if type(value) in (tuple, list):
+        return type(value)(_returned(item, low) for item in cast("list[Any]", value))
+    return value
