@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from machine import described
-from training_memory import MODELS, Column, Subject, columns, step, used
+from training_memory import BUDGETS, MODELS, Column, Subject, columns, step, used
 
 from fxopt.passes.timing import Timings
 
@@ -35,11 +35,11 @@ def name_of(column: Column) -> str:
     return f"{column.kind} {column.budget}"
 
 
-def measured(subject: Subject, rounds: int) -> list[dict[str, Any]]:
+def measured(subject: Subject, rounds: int, compiled_for: Sequence[float]) -> list[dict[str, Any]]:
     """Return the figures of every column for one model."""
     torch.manual_seed(0)
     model, example = subject.make().train(), subject.example()
-    made = list(columns(subject, model, example))
+    made = list(columns(subject, model, example, compiled_for))
     rows = [{"kind": c.kind, "budget": c.budget, "refused": c.why} for c in made]
     for row, column in zip(rows, made, strict=True):
         if not column.why:
@@ -68,13 +68,13 @@ def timed(made: Sequence[Column], example: torch.Tensor) -> dict[str, float]:
     return found
 
 
-def beaten(rows: Sequence[dict[str, Any]], kind: str, memory: str) -> dict[str, float]:
-    """Return for each budget of another way the time of the fastest fxopt that takes no more memory, over its time."""
+def beaten(rows: Sequence[dict[str, Any]], kind: str, memory: str) -> dict[str, float | None]:
+    """Return for each budget of another way the time of the fastest fxopt that takes no more memory, over its own."""
     ours = [row for row in rows if row["kind"] in ("fxopt", "plain") and not row["refused"]]
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for row in (row for row in rows if row["kind"] == kind):
         fits = [mine["time"] for mine in ours if mine[memory] <= NO_MORE * row[memory]]
-        found[str(row["budget"])] = min(fits, default=float("inf")) / row["time"]
+        found[str(row["budget"])] = min(fits) / row["time"] if fits else None
     return found
 
 
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", help="a part of the name of a model")
+    parser.add_argument("--compiled-for", type=float, nargs="*", default=BUDGETS, help="budgets of torch.compile")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -91,7 +92,7 @@ def main() -> None:
     for name, subject in MODELS.items():
         if options.only and options.only not in name:
             continue
-        rows = measured(subject, options.rounds)
+        rows = measured(subject, options.rounds, options.compiled_for)
         pairs = [(kind, memory) for kind in ("by hand", "torch.compile") for memory in ("peak", "live")]
         front = {f"{kind}, {memory}": beaten(rows, kind, memory) for kind, memory in pairs}
         print(name, json.dumps(front), flush=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .columns import Column, columns
+from .columns import BUDGETS, Column, columns
 from .measuring import Use, step, used
 from .models import MODELS, Subject
 
-__all__ = ["MODELS", "Column", "Subject", "Use", "columns", "step", "used"]
+__all__ = ["BUDGETS", "MODELS", "Column", "Subject", "Use", "columns", "step", "used"]

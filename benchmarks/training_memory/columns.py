@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,11 @@ import fxopt
 
 from .models import Subject
 
-__all__ = ["Column", "columns"]
+__all__ = ["BUDGETS", "Column", "columns"]
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
+FINER = (1.0, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25, 0.0)
+"""Budgets of fxopt: each of the others finds one nearby to be compared with."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,15 @@ class Column:
     why: str = ""
 
 
-def columns(subject: Subject, model: nn.Module, example: Tensor) -> Iterator[Column]:
-    """Yield every way of training a model."""
+def columns(subject: Subject, model: nn.Module, example: Tensor, compiled_for: Sequence[float]) -> Iterator[Column]:
+    """Yield every way of training a model; torch.compile's with some budgets only, since it takes minutes."""
     yield Column("plain", 1.0, model, model)
-    for budget in BUDGETS:
+    for budget in FINER:
         yield _fxopt(model, example, budget)
     for budget in BUDGETS[1:]:
         by_hand = _by_hand(copy.deepcopy(model), subject, budget)
         yield Column("by hand", budget, by_hand, by_hand)
-    for budget in BUDGETS:
+    for budget in compiled_for:
         compiled = copy.deepcopy(model)
         yield Column("torch.compile", budget, compiled, _compiled(compiled, example, budget))
 
@@ -77,8 +79,13 @@ def _checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 
 def _compiled(model: nn.Module, example: Tensor, budget: float) -> Callable[[Tensor], Tensor]:
     """Compile without generating kernels: the partition of forward and backward is what the budget decides."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def forward(x: Tensor) -> Tensor:
+        return model(x)
+
+    # What is compiled is kept with a function's code: each budget needs its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{budget}".replace(".", "_"))
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     with functorch_config.patch(activation_memory_budget=budget):
         compiled(example).square().mean().backward()
     return compiled

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
 from ...compat import DispatchMode, all_modules, checkpoint, own_buffers
 from ...tracing.values import map_tensors
