@@ -126,12 +126,13 @@ def keeps_function(pass_: Pass) -> bool:
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 
+    A clean-up is decided once for all graphs of a module: checking one of them runs the others, too.
     Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
     """
     groups: dict[Hashable, list[Site]] = {}
     result: dict[Hashable, Refusal | None] = {}
     for number, item in enumerate(found):
-        key = _place(item) if isinstance(item, Site) and keeps_function(pass_) else number
+        key = _place(pass_, item) if isinstance(item, Site) and keeps_function(pass_) else number
         result.setdefault(key, item if isinstance(item, Refusal) else None)
         if isinstance(item, Site):
             groups.setdefault(key, []).append(item)
@@ -142,15 +143,17 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
     """Return sites in their order; those that follow one another in one graph are a group."""
     rows: list[list[Site]] = []
     for site in sites:
-        if rows and keeps_function(pass_) and _place(rows[-1][-1]) == _place(site):
+        if rows and keeps_function(pass_) and _place(pass_, rows[-1][-1]) == _place(pass_, site):
             rows[-1].append(site)
         else:
             rows.append([site])
     return [Group(tuple(row)) for row in rows]
 
 
-def _place(site: Site) -> Hashable:
-    return site.owner, site.specialization, site.phase, site.required, site.key if site.parts else ""
+def _place(pass_: Pass, site: Site) -> Hashable:
+    """Return what sites have in common that are decided as one: their graph; of clean-ups, all graphs of a module."""
+    graph = None if pass_.clean_up else site.specialization
+    return site.owner, graph, site.phase, site.required, site.key if site.parts else ""
 
 
 def is_like(site: Site, other: object) -> bool:

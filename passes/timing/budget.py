@@ -35,8 +35,8 @@ _OF_ONE_RACE = 0.7
 _TELLING_SECONDS = 0.25
 """A race of this time tells a small gain from none."""
 
-_OF_CLEAN_UPS = 0.5
-"""Clean-ups save little, so they leave this part of the time for sites to other passes."""
+_OF_CLEAN_UPS = 0.75
+"""Clean-ups save little: they take no more than this part of the time for sites, and leave the rest to other passes."""
 
 
 @dataclass(frozen=True)

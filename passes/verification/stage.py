@@ -66,6 +66,11 @@ class Stage:
         owners = ((f"{prefix}." if prefix else "", vars(module)[kind]) for prefix, module in self._modules.items())
         return {dot + key: tensor for dot, owner in owners for key, tensor in owner.items() if tensor is not None}
 
+    @property
+    def has_missed(self) -> bool:
+        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code ran."""
+        return any(each.misses is not None and each.misses[0] != each.misses[1] for each in self._belongings)
+
     def regions(self, inner: Iterable[str] = ()) -> dict[Region, bool]:
         """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted graph.
 

@@ -41,6 +41,7 @@ class Run:
         rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
         random_state: of the CPU generator after the forward.
         expanded: the outputs whose elements share memory.
+        missed: whether a module ran its own code, since none of its graphs fitted.
         tables: the integer arguments that pick from tables, and the length of the shortest table.
     """
 
@@ -55,6 +56,7 @@ class Run:
     rewritten: frozenset[str]
     random_state: Tensor
     expanded: frozenset[str] = frozenset()
+    missed: bool = False
     tables: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -202,6 +204,7 @@ class Trial:
             rewritten=frozenset(name for name, (tensor, at) in held.items() if _version(tensor) != at),
             random_state=random_state,
             expanded=frozenset(name for name, v in outputs.items() if isinstance(v, Tensor) and is_expanded(v)),
+            missed=self.stage.has_missed,
             tables={} if self.promotion is None else self.promotion.tables_of(given),
         )
 

@@ -99,7 +99,9 @@ class HandedOver:
         chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
         calls = [inputs[number] for number in chosen]
         try:
-            return Original(twin(model), calls, training=training, gradients=gradients, seed=self.seed)
+            return Original(
+                twin(model), calls, training=training, gradients=gradients, seed=self.seed, is_usual=training is None
+            )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..inputs import jittered
+from ..inputs import jittered, smaller
 from ..reference import Reference, reference
 from ..stage import Stage
 from ..tolerances import beside_neighbours, learn_response, within
@@ -65,8 +65,9 @@ class Original:
 
     Attributes:
         model: the original; it is left exactly as it is.
-        calls: the example calls; the first one is also made with one more row, where the original takes it.
+        calls: the example calls; the first one is also made smaller and with one more row, where the original takes it.
         training: the mode; None leaves every flag as it is.
+        is_usual: whether the user gave the model in this mode. In another one, that smaller call is the only one.
         gradients: compare the gradients of parameters, too.
         seed: of upstream gradients.
     """
@@ -76,31 +77,52 @@ class Original:
     training: bool | None = None
     gradients: bool = False
     seed: int = 0
+    is_usual: bool = True
     _stage: Stage = field(init=False)
     _is_random: bool = field(default=False, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
     _samples: list[_Sample] = field(default_factory=list[_Sample], init=False)
+    _larger: list[_Sample] | None = field(default=None, init=False)
     _exact: dict[int, Reference] = field(default_factory=dict[int, Reference], init=False)
 
     def __post_init__(self) -> None:
         self._stage = Stage(self.model)
-        given: list[Arguments] = [(call.args, call.kwargs) for call in self.calls]
         self._is_random = True
-        runs = [self._run(self._stage, given[0])]
-        self._is_random = self._has_drawn
-        runs += [self._run(self._stage, call) for call in given[1:]]
-        self._samples = [_Sample(call, run, True) for call, run in zip(given, runs, strict=True)]
-        self._samples += self._with_another_row(given[0])
+        if self.is_usual:
+            self._samples = self._given()
+        first = self._arguments[0]
+        others = (_one_row_more(call) for call in smaller(first))
+        self._samples += self._first_taken(call for call in others if self.is_usual or _size(call) < _size(first))
+        if not self._samples:
+            self._samples = self._given()
 
-    def _with_another_row(self, arguments: Arguments) -> list[_Sample]:
-        longer = _one_row_more(arguments)
-        if longer is None:
-            return []
-        try:
-            return [_Sample(longer, self._run(self._stage, longer), False)]
-        except Exception:  # the original need not take every batch size
-            return []
+    @property
+    def _arguments(self) -> list[Arguments]:
+        return [(call.args, call.kwargs) for call in self.calls]
+
+    def _given(self) -> list[_Sample]:
+        return [_Sample(call, self._run_original(call), True) for call in self._arguments]
+
+    def _first_taken(self, calls: Iterable[Arguments | None]) -> list[_Sample]:
+        for call in calls:
+            with suppress(Exception):  # the original need not take every size
+                if call is not None:
+                    return [_Sample(call, self._run_original(call), False)]
+        return []
+
+    def _run_original(self, arguments: Arguments) -> Run:
+        """Run the original; the first run tells whether it draws random numbers."""
+        run = self._run(self._stage, arguments)
+        self._is_random = self._has_drawn
+        return run
+
+    def _larger_ones(self) -> list[_Sample]:
+        """Return what to compare on where the rewritten model runs none of its graphs on a smaller call."""
+        if self._larger is None:
+            self._larger = [] if any(sample.is_given for sample in self._samples) else self._given()
+            self._larger += self._first_taken([_one_row_more(self._arguments[0])])
+        return self._larger
 
     def _run(self, stage: Stage, arguments: Arguments, state: Mapping[str, Tensor] | None = None) -> Run:
         steady = SteadyDraws() if self._is_random else nullcontext()
@@ -145,7 +167,10 @@ class Original:
                 translation.check_round_trip()
             if only_runs:
                 return self._running(after, translation, keeps_form)
-            error = max(self._compared(sample, after, translation, budget) for sample in self._samples)
+            errors = [self._compared(sample, after, translation, budget) for sample in self._samples]
+            if None in errors:
+                errors += [self._compared(sample, after, translation, budget) for sample in self._larger_ones()]
+            error = max((each for each in errors if each is not None), default=0.0)
         except Objection as objection:
             error = objection.error if isinstance(objection, TooFar) else 0.0
             return Verdict(False, str(objection), precision_error=error, checked_in="its own types")
@@ -157,7 +182,8 @@ class Original:
 
     def _running(self, after: Stage, translation: Translation, keeps_form: bool) -> Verdict:
         """Return that the model runs, and that its results keep their form."""
-        for sample in self._samples:
+        given = [] if any(sample.is_given for sample in self._samples) else self._larger_ones()
+        for sample in (*self._samples, *given):
             run = self._run_rewritten(after, sample)
             if run is not None and keeps_form:
                 check_structure(sample.run, run)
@@ -175,11 +201,11 @@ class Original:
             where = "" if sample.is_given else " with another batch size"
             raise Objection(f"the model raises {type(error).__name__}{where}: {error}") from error
 
-    def _compared(self, sample: _Sample, after: Stage, translation: Translation, budget: float | None) -> float:
-        """Return how far the model is from the original on one call."""
+    def _compared(self, sample: _Sample, after: Stage, translation: Translation, budget: float | None) -> float | None:
+        """Return how far the model is from the original on one call; None where that tells nothing of its graphs."""
         run = self._run_rewritten(after, sample)
         if run is None:
-            return 0.0
+            return None
         where = "(in its own types, the whole model)" if sample.is_given else "(with another batch size)"
         before = translation.quantities(sample.run, self._stage.state)
         found = quantities(run, run.parameter_gradients, run.buffers)
@@ -188,13 +214,15 @@ class Original:
         check_same_quantities(before, found)
         if budget is not None:
             check_form(results_in(before), found)
-            return self._within(sample, translation, before, found, budget, where)
-        check_form(before, found)
-        check_sharing(sample.run, run)
-        try:
-            return largest_gap(before, found, _close(before), where)
-        except TooFar:
-            return self._looked_at_closely(sample, after.module, translation)
+            error = self._within(sample, translation, before, found, budget, where)
+        else:
+            check_form(before, found)
+            check_sharing(sample.run, run)
+            try:
+                error = largest_gap(before, found, _close(before), where)
+            except TooFar:
+                error = self._looked_at_closely(sample, after.module, translation)
+        return None if run.missed and not sample.is_given else error
 
     def _within(
         self,
@@ -218,7 +246,7 @@ class Original:
 
     def _looked_at_closely(self, sample: _Sample, model: nn.Module, translation: Translation) -> float:
         """Compare in float64, and in the own types with it."""
-        number = next(number for number, each in enumerate(self._samples) if each is sample)
+        number = id(sample)
         call = Inputs(*sample.arguments[0], **sample.arguments[1])
         with SteadyDraws() if self._is_random else nullcontext():
             if number not in self._exact:
@@ -238,6 +266,11 @@ def _close(values: Quantities) -> dict[str, Tolerance]:
         label: Tolerance(0.0, _CLOSE.get(values[label].dtype, 0.0) * unit, unit)
         for label, unit in beside_neighbours(values, 1.0).items()
     }
+
+
+def _size(call: Arguments | None) -> int:
+    """Return of how many elements the tensors of a call are."""
+    return sum(leaf.numel() for leaf in flatten(call).values() if isinstance(leaf, Tensor))
 
 
 def _one_row_more(arguments: Arguments) -> Arguments | None:

@@ -127,3 +127,23 @@ def test_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     assert verify(reference(one, [Inputs(rows())]), other).ok
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_derived_calls_are_small_where_the_module_takes_them() -> None:
+    samples = reference(nn.Conv2d(2, 3, 3), [Inputs(torch.randn(16, 2, 40, 40))]).samples
+    sizes = {sample.data: sample.arguments[0][0].shape for sample in samples}
+    assert sizes[Data.RECORDED] == (16, 2, 40, 40)
+    assert sizes[Data.NOISY] == (8, 2, 11, 11)
+    assert all(size[2] < 40 for data, size in sizes.items() if data is not Data.RECORDED)
+
+
+def test_a_module_of_one_size_has_noise_on_the_whole_call() -> None:
+    model = nn.Sequential(nn.Flatten(1), nn.Linear(2 * 40, 3))
+    samples = reference(model, [Inputs(torch.randn(4, 2, 40))]).samples
+    assert {sample.arguments[0][0].shape[1:] for sample in samples} == {(2, 40)}
+
+
+def test_results_of_a_run_stay_what_they_were_when_a_later_one_writes() -> None:
+    model = nn.BatchNorm1d(4)
+    taken = reference(model, [Inputs(torch.randn(6, 4)), Inputs(torch.randn(6, 4))], training=True)
+    assert verify(taken, model).ok
