@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...compat import all_modules
@@ -21,6 +22,9 @@ from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 
 __all__ = ["Comparison", "microseconds", "timing_figures"]
+
+_COARSE = 1e-3
+"""Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
 
 
 class Comparison:
@@ -88,24 +92,28 @@ class Comparison:
         if self._references is not None:
             return
         with self._budget.spending():
-            brief = self._brief or self.pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC)
-            self._references = self._taken(self._owner, brief=brief)
+            lossy = self.pass_.numerics is Numerics.APPROXIMATE
+            brief = self._brief or lossy or self.pass_.numerics is Numerics.SEMANTIC
+            self._references = self._taken(twin(self._owner) if lossy else self._owner, brief=brief)
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulations = self._taken(self._simulated, brief=True)
 
     def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
         if not self.checks:
             return []
+        lossy = self.pass_.numerics is Numerics.APPROXIMATE
+        widest = torch.float32 if lossy and self.pass_.error_budget >= _COARSE else torch.float64
         gradients, training = self._phase.covers_training, self._program.training
         modes = modes_to_check(self._owner, self._phase, training)
         if self._brief:
             modes, gradients = modes[:1], gradients and training
         return [
             verification.reference(
-                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief
+                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief, lasting=lossy,
+                widest=widest,
             )
             for mode in modes
-        ]
+        ]  # fmt: skip
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
