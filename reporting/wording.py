@@ -167,7 +167,9 @@ def _error(figures: Sequence[Mapping[str, Any]]) -> str:
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
         return str(figures[0].get("checked", "unverified"))
-    return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}")
+    jump = _largest(figures, "gradient_jump")
+    jumping = "" if jump is None else f", gradients {jump:.1e} where those of the original jump, too"
+    return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}") + jumping
 
 
 def _largest(figures: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -188,6 +188,7 @@ class Comparison:
             "checked": verdict.checked_in,
             "meaning_error": verdict.meaning_error,
             "precision_error": verdict.precision_error,
+            **({"gradient_jump": verdict.jump} if verdict.jump else {}),
         }
 
     def _unchecked(self) -> str:

@@ -27,8 +27,10 @@ __all__ = [
     "check_structure",
     "drifts",
     "error_around",
+    "gaps_and_jumps",
     "judged_twice",
     "largest_gap",
+    "overflowing_alike",
     "results_in",
 ]
 
@@ -202,6 +204,17 @@ def largest_gap(
     return largest
 
 
+def gaps_and_jumps(
+    before: Quantities, after: Quantities, tolerances: Mapping[str, Tolerance]
+) -> tuple[float, float]:
+    """Return the largest error among the tensors that keep to their tolerance, and among those that do not."""
+    compared = (distance(old, after[label], tolerances[label], fewer_infinities=True) for label, old in before.items())
+    kept, beyond = [0.0], [0.0]
+    for each in compared:
+        (beyond if each.problem else kept).append(each.error)
+    return max(kept), max(beyond)
+
+
 def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
     """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
     try:
@@ -212,3 +225,12 @@ def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple
         return judge(), None
     except TooFar as objection:
         return objection.error, objection
+
+
+def overflowing_alike(native: object, exact: Tensor) -> Tensor:
+    """Return the exact values, except that what overflowed in the original may overflow again."""
+    if not isinstance(native, Tensor) or native.shape != exact.shape:
+        return exact
+    if not exact.is_floating_point() or exact.layout is not torch.strided:
+        return exact
+    return torch.where(torch.isfinite(native), exact, native.to(exact.dtype))

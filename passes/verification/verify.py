@@ -25,14 +25,16 @@ from .demands import (
     check_structure,
     drifts,
     error_around,
+    gaps_and_jumps,
     judged_twice,
     largest_gap,
+    overflowing_alike,
     results_in,
 )
 from .inputs import jittered
 from .reference import Data, Reference, Sample, reference
 from .stage import Stage
-from .tolerances import Measured, Tolerances
+from .tolerances import Measured, Tolerances, within
 from .translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
 from .trial import Run
 
@@ -57,6 +59,7 @@ class Verdict:
         checked_in: "float64", or the narrower type that had to do.
         is_rounded: whether the rewritten module holds new tensors, computed in its own types: then the exact runs are
             no better than that.
+        jump: the largest error of gradients beyond the budget, as those of the original move, too.
     """
 
     ok: bool
@@ -65,6 +68,7 @@ class Verdict:
     precision_error: float = 0.0
     checked_in: str = "float64"
     is_rounded: bool = False
+    jump: float = 0.0
 
 
 def verify(
@@ -116,11 +120,12 @@ class _Check:
         self.map_state, self.keeps_form = map_state, keeps_form
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
         self.runs = reference.runs_of(after)
-        self.meaning_error = self.precision_error = 0.0
+        self.meaning_error = self.precision_error = self.jump = 0.0
         self.is_rounded = False
 
     def verdict(self, reason: str) -> Verdict:
-        return Verdict(not reason, reason, self.meaning_error, self.precision_error, self.checked_in, self.is_rounded)
+        errors = self.meaning_error, self.precision_error
+        return Verdict(not reason, reason, *errors, self.checked_in, self.is_rounded, self.jump)
 
     @property
     def checked_in(self) -> str:
@@ -261,7 +266,7 @@ class _Check:
         if self.numerics is Numerics.EXACT and not self.reference.random:
             check_bits(native, found)
         tensors = {label: value for label, value in before.exact.items() if isinstance(value, Tensor)}
-        expected = {label: _overflowing_alike(native[label], value) for label, value in tensors.items()}
+        expected = {label: overflowing_alike(native[label], value) for label, value in tensors.items()}
         budget = None if self.keeps_meaning else self.budget
 
         def judge() -> float:
@@ -277,6 +282,9 @@ class _Check:
                 tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
         error, objection = judged_twice(judge, learn)
+        if budget is not None and objection is None:
+            error, jump = gaps_and_jumps(expected, found, within(before.exact, budget))
+            self.jump = max(self.jump, jump)
         self.precision_error = max(self.precision_error, error)
         if objection is not None:
             raise objection
@@ -387,12 +395,3 @@ def _measured(sample: Sample, translation: Translation) -> Measured:
 
 def _quantities(run: Run) -> Quantities:
     return quantities(run, run.parameter_gradients, run.buffers)
-
-
-def _overflowing_alike(native: object, exact: Tensor) -> Tensor:
-    """Return the exact values, except that what overflowed in the original may overflow again."""
-    if not isinstance(native, Tensor) or native.shape != exact.shape:
-        return exact
-    if not exact.is_floating_point() or exact.layout is not torch.strided:
-        return exact
-    return torch.where(torch.isfinite(native), exact, native.to(exact.dtype))

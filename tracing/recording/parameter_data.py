@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compat import storage_id
 
-__all__ = ["ParameterData", "storage_of"]
+__all__ = ["ParameterData", "data_of", "storage_of"]
 
 _TENSOR: Any = Tensor
 _DATA, _NUMPY = _TENSOR.data, _TENSOR.numpy
@@ -30,13 +30,13 @@ class _Kept(NamedTuple):
     contents: Tensor
 
     def is_changed(self) -> bool:
-        now = _data_of(self.parameter)
+        now = data_of(self.parameter)
         if not _is_same_memory(now, self.memory):
             return True
         return not now.is_meta and not torch.equal(now, self.contents)
 
     def restore(self) -> None:
-        if not _is_same_memory(_data_of(self.parameter), self.memory):
+        if not _is_same_memory(data_of(self.parameter), self.memory):
             _DATA.__set__(self.parameter, self.memory)
         if self.is_changed():  # an expanded tensor cannot be written to, even if with what it holds
             self.memory.copy_(self.contents)
@@ -76,7 +76,7 @@ class ParameterData:
         """Note what parameters hold now, unless that was noted before."""
         for parameter in parameters:
             if id(parameter) not in self._kept:
-                memory = _data_of(parameter)
+                memory = data_of(parameter)
                 self._kept[id(parameter)] = _Kept(parameter, memory, memory.clone())
 
     def keep_memory(self, tensor: Tensor) -> None:
@@ -151,7 +151,8 @@ def _notice(tensor: Tensor) -> None:
         watch.keep_memory(tensor)
 
 
-def _data_of(tensor: Tensor) -> Tensor:
+def data_of(tensor: Tensor) -> Tensor:
+    """Return the data of a tensor without telling those who watch."""
     return _DATA.__get__(tensor)
 
 

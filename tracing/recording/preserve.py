@@ -17,7 +17,7 @@ from ...errors import InputError
 from ..graphs import FOUND, context_regions
 from ..values import INTERNAL, RandomState
 from .held_tensors import change_count, plain_tensors
-from .parameter_data import ParameterData, storage_of
+from .parameter_data import ParameterData, data_of, storage_of
 
 __all__ = [
     "AttributeState",
@@ -270,10 +270,10 @@ class ModelState:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
-                tensor.data.copy_(copy)
+                data_of(tensor).copy_(copy)
             for tensor, copy, count in self._plain:
                 if change_count(tensor) != count:
-                    tensor.data.copy_(copy)
+                    data_of(tensor).copy_(copy)
         self.data.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ...compat import has_hooks
-from ...operators import has_random_effects, mutates
+from ...operators import canonical_name, has_random_effects, mutates, operator_of_module
 from ...passes.rewriting import has_effects, writes
 from ...tracing.graphs import capture_of
 from ...tracing.guards import require
 from ...tracing.program import Program
-from ...tracing.values import is_leaf, qualified
+from ...tracing.values import is_leaf, qualified, user_class
 from .forward import Forward, Unit
 from .problem import Problem, Region
 from .recomputation import counts
@@ -109,6 +109,8 @@ class Search:
         node = unit.node
         if node.meta.get("draws") == "host":
             return "it draws random numbers from outside of torch"
+        if _name(node, self.program, unit.owner) == "rrelu":
+            return "its backward needs the noise that it draws, which is not there yet where recomputation stops"
         if node.op != "call_module":
             known = mutates(node) or has_random_effects(node) or _is_ours(node)
             return "" if known or not has_effects(node, self.program, unit.owner) else _UNKNOWN
@@ -161,6 +163,13 @@ class Search:
         saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
         kept = self.problem.bytes_of(self.problem.recomputed(region).keeps)
         return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
+
+
+def _name(node: fx.Node, program: Program, owner: str) -> str | None:
+    """Return the name of the operator that a node or the layer that it calls computes."""
+    if node.op == "call_module":
+        return operator_of_module(user_class(type(program.callee(owner, node))))
+    return canonical_name(node)
 
 
 def _is_ours(node: fx.Node) -> bool:

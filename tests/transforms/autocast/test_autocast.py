@@ -129,6 +129,27 @@ def test_outputs_and_gradients_are_within_the_budget(kind: Callable[[], nn.Modul
             assert (expected.grad - found.grad).abs().max() <= 0.05 * expected.grad.abs().max()
 
 
+def test_statistics_may_be_written_where_a_layer_is_never_called() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16)).train()
+    model[1].register_module("unused", nn.Linear(16, 16))
+    before = copy.deepcopy(model.state_dict())
+    fast = optimized(model, Autocast())
+    assert all(torch.equal(value, before[name]) for name, value in fast.state_dict().items())
+    assert any(decision.status == "applied" for decision in fxopt.plan(fast).decisions)
+
+
+def test_gradients_that_jump_behind_a_relu_are_told_apart_from_the_error() -> None:
+    for seed in range(40):
+        torch.manual_seed(seed)
+        fast = optimized(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).train(), Autocast(budget=0.05))
+        (figures,) = (d.figures for d in fxopt.plan(fast).decisions if d.status == "applied")
+        assert figures["precision_error"] <= 0.05
+        if figures.get("gradient_jump"):
+            break
+    assert figures["gradient_jump"] > 0.05
+    assert "where those of the original jump, too" in str(fxopt.report(fast))
+
+
 def test_a_budget_that_16_bits_cannot_keep_leaves_float32() -> None:
     fast = optimized(made(mlp), Autocast(budget=1e-5))
     ((_, status, reason),) = decisions(fast)

@@ -158,6 +158,13 @@ def test_a_block_with_hooks_is_in_no_region(transformer: Made) -> None:
     assert ("refused", "it has hooks, which would run twice") in decisions(fast)
 
 
+def test_noise_that_is_saved_before_it_is_drawn_is_in_no_region() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.RReLU(), nn.Linear(16, 8), nn.GELU()).train(), torch.randn(4, 8)
+    fast = fxopt.optimize(model, Checkpoint(0), example_inputs=(x,), measure=False, verify=False)
+    assert any("the noise that it draws" in reason for _, reason in decisions(fast))
+    assert_bit_equal(model, fast, x)
+
+
 def test_a_value_that_is_written_into_later_is_given_to_no_region() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
