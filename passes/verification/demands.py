@@ -204,9 +204,7 @@ def largest_gap(
     return largest
 
 
-def gaps_and_jumps(
-    before: Quantities, after: Quantities, tolerances: Mapping[str, Tolerance]
-) -> tuple[float, float]:
+def gaps_and_jumps(before: Quantities, after: Quantities, tolerances: Mapping[str, Tolerance]) -> tuple[float, float]:
     """Return the largest error among the tensors that keep to their tolerance, and among those that do not."""
     compared = (distance(old, after[label], tolerances[label], fewer_infinities=True) for label, old in before.items())
     kept, beyond = [0.0], [0.0]

@@ -23,7 +23,7 @@ from .inactive import FOUND, note_found
 from .items import ADDED, item_methods
 from .misses import handler_of
 from .portable import copy_graph
-from .regions import ContextRegion, Region, context_regions
+from .regions import ContextRegion, Region, context_regions, lend
 from .selection import explain_miss, select
 from .source import generate
 
@@ -85,6 +85,7 @@ class Captured(_Module):
         super().__setattr__(name, value)
         if not same_kind(before, value):
             _drop_readers(self, name, "set")
+        lend(self, name, before, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -110,6 +111,7 @@ class Captured(_Module):
         super().add_module(name, module)
         if not same_kind(before, module):
             _drop_readers(self, name, "registered")
+        lend(self, name, before, module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -196,8 +198,7 @@ def _refuse_training(module: _Module) -> None:
 
 def _child(module: _Module, name: str) -> nn.Module | None:
     """Return a child; a module that is being made may have no registry yet."""
-    children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
-    return children.get(name)
+    return cast("dict[str, nn.Module | None]", module.__dict__.get("_modules", {})).get(name)
 
 
 def _rebuild_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
@@ -261,9 +262,8 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
         module.__dict__.pop(FOUND, None)
-        children = own_children(module)
-        for name in () if keep_regions else (*context_regions(children), *module.__dict__.pop(ADDED, ())):
-            children.pop(name, None)
+        for name in () if keep_regions else (*context_regions(own_children(module)), *module.__dict__.pop(ADDED, ())):
+            own_children(module).pop(name, None)
 
 
 def own(module: nn.Module) -> Capture:

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import own_children
 from ...errors import CaptureError
 from .contexts import Context, Surrounding
 
-__all__ = ["ContextRegion", "Region", "WrappedRegion", "context_regions"]
+__all__ = ["ContextRegion", "Region", "WrappedRegion", "context_regions", "lend"]
 
 
 class Region(nn.Module):
@@ -85,3 +86,14 @@ class ContextRegion(WrappedRegion):
 def context_regions(children: Mapping[str, object]) -> dict[str, ContextRegion]:
     """Return those among a module's children that are parts of its original forward, put under a context."""
     return {name: child for name, child in children.items() if isinstance(child, ContextRegion)}
+
+
+def lend(owner: nn.Module, name: str, before: object, child: object) -> None:
+    """Give a child that was put in the place of another one to the regions that have that, and to those within."""
+    if not isinstance(before, nn.Module) or not isinstance(child, nn.Module) or before is child:
+        return
+    for region in [each for each in own_children(owner).values() if isinstance(each, Region)]:
+        for mine, origin in region.origins.items():
+            if origin == name and own_children(region).get(mine) is before:
+                own_children(region)[mine] = child
+                lend(region, mine, before, child)

@@ -215,3 +215,35 @@ def test_contexts_are_exported(tmp_path) -> None:
     fast = fxopt.optimize(Twins().eval(), passes="inference", example_inputs=X, measure=False)
     fxopt.export(fast, tmp_path / "m.pt2", X)
     torch.testing.assert_close(fxopt.load(tmp_path / "m.pt2")(*X), fast(*X))
+
+
+@pytest.mark.parametrize("passes", ["", "checkpoint{budget=0}", "autocast,checkpoint{budget=0}"])
+def test_a_child_that_is_put_in_the_place_of_another_is_called_in_regions(passes: str) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = self.last(x)
+            return torch.sin(torch.exp(self.norm(self.first(x)))) + y
+
+    x = torch.randn(8, 6)
+    model = Layers().train()
+    fast = (
+        fxopt.optimize(model, passes, example_inputs=(x,), measure=False)
+        if passes
+        else fxopt.capture(model, (x,)).model
+    )
+    names = list(model.state_dict())
+    for name in ("first", "norm", "last"):
+        new = type(model.get_submodule(name))(*((6,) if name == "norm" else (6, 6)))
+        nn.init.constant_(new.weight, 0.25)
+        fast.add_module(name, new) if name == "last" else setattr(fast, name, new)
+    assert [name for name, _ in fast.named_parameters()] == [
+        name for name in names if not ("running" in name or "num" in name)
+    ]
+    plain = Layers().train()
+    plain.load_state_dict(fast.state_dict())
+    torch.testing.assert_close(fast(x), plain(x), rtol=0.05, atol=0.05)

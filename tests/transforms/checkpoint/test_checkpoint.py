@@ -159,7 +159,10 @@ def test_a_block_with_hooks_is_in_no_region(transformer: Made) -> None:
 
 
 def test_noise_that_is_saved_before_it_is_drawn_is_in_no_region() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.RReLU(), nn.Linear(16, 8), nn.GELU()).train(), torch.randn(4, 8)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.RReLU(), nn.Linear(16, 8), nn.GELU()).train(),
+        torch.randn(4, 8),
+    )
     fast = fxopt.optimize(model, Checkpoint(0), example_inputs=(x,), measure=False, verify=False)
     assert any("the noise that it draws" in reason for _, reason in decisions(fast))
     assert_bit_equal(model, fast, x)
