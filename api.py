@@ -78,6 +78,7 @@ def optimize(
     plan: Plan | str | os.PathLike[str] | None = None,
     inplace: bool = False,
     seed: int = 0,
+    verify_twin: nn.Module | None = None,
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
@@ -101,6 +102,7 @@ def optimize(
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
             be among the passes.
         seed: of the random inputs and gradients that verification draws.
+        verify_twin: for a model on the meta device: a small one of its class, with data, that is verified in its place.
 
     Returns:
         A module of the same class, in the same mode, with the same attributes, methods and names.
@@ -129,7 +131,7 @@ def optimize(
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
-        verify=settings.verify if verify is None else verify,
+        verify=settings.verify if verify is None else verify, twin=verify_twin,
         measure=settings.measure if measure is None else measure,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),

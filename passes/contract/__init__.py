@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
-from .processes import require_process_group
+from .processes import device_type, require_process_group, require_same_weights
 
 __all__ = [
     "WORD",
@@ -12,10 +12,12 @@ __all__ = [
     "Pass",
     "Text",
     "ValueMismatch",
+    "device_type",
     "format_value",
     "option_types",
     "read_value",
     "require_process_group",
+    "require_same_weights",
     "snake_case",
     "type_text",
 ]

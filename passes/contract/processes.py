@@ -1,15 +1,18 @@
-"""What passes for several processes need before any work: a process group of `torch.distributed`."""
+"""What passes for several processes need: a process group of `torch.distributed`, one device each, the same weights."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed, nn
 
+from ...compat import all_modules
 from ...errors import UsageError
+from ...tracing.values import all_tensors, tensors_by_name
 
-__all__ = ["require_process_group"]
+__all__ = ["device_type", "require_process_group", "require_same_weights"]
 
 
 def require_process_group(name: str, processes: int = 2) -> None:
@@ -33,3 +36,54 @@ def require_process_group(name: str, processes: int = 2) -> None:
             "torch.distributed.init_process_group() in it before fxopt.optimize"
         )
     raise UsageError(f"pass '{name}' works on several processes, and there is no process group; {step}")
+
+
+def device_type(model: nn.Module, name: str) -> str:
+    """Return on what kind of device several processes run a model: where it is; on the meta device, where they can.
+
+    Args:
+        model: which.
+        name: of the pass.
+
+    Raises:
+        UsageError: it is on several, or the process group does not work there.
+    """
+    backends = distributed.get_backend_config()
+    served = [pair.partition(":")[0] for pair in backends.split(",")]
+    kinds = {tensor.device.type for tensor in all_tensors(all_modules(model)) if not tensor.is_meta}
+    if len(kinds) > 1:
+        raise UsageError(f"pass '{name}': the model is on {' and '.join(sorted(kinds))}; move it to one device")
+    kind = next(iter(kinds), "cuda" if "nccl" in backends else "cpu")
+    if kind not in served:
+        raise UsageError(
+            f"pass '{name}': the model is on {kind}, and the process group works on {', '.join(served)}; "
+            "move the model there before fxopt.optimize, each process to its own device"
+        )
+    return kind
+
+
+def require_same_weights(model: nn.Module, name: str) -> None:
+    """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
+
+    Args:
+        model: which.
+        name: of the pass.
+
+    Raises:
+        UsageError: they have not; on all processes, naming the first tensor that differs.
+    """
+    mine = {key: _summary(value) for key, value in tensors_by_name(model).items() if not value.is_meta}
+    everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        key = next((key for key, value in everyone[0].items() if other[key] != value), None)
+        if key is not None:
+            step = "seed all processes alike, or let all load one checkpoint, before fxopt.optimize"
+            raise UsageError(f"pass '{name}': '{key}' of rank {rank} is not that of rank 0; {step}")
+
+
+def _summary(tensor: Tensor) -> str:
+    """Return a text that is equal for equal tensors, and hardly ever for others."""
+    values = tensor.detach().flatten().double()
+    weights = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device).sqrt()
+    return str((values @ weights).item())

@@ -18,7 +18,7 @@ from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
-from ..pipeline import Plan, Ranks, on_all_ranks, optimized_on_all, ranks
+from ..pipeline import Plan, Ranks, as_in_twin, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
@@ -51,6 +51,7 @@ class Request:
         time_budget: how long checks and timing may take.
         on_failure: writes a reproducer of a failed pass and returns its path.
         on_progress: is told how far the run is.
+        twin: a small model with data, in which the rewrites of one on the meta device are verified.
     """
 
     passes: Sequence[Pass]
@@ -65,6 +66,7 @@ class Request:
     time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None
     on_progress: Callable[[Progress], None] = unheard
+    twin: nn.Module | None = None
 
 
 def run_session(model: nn.Module, request: Request) -> nn.Module:
@@ -76,7 +78,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     """
     finishes = any(pass_.finishes for pass_ in request.passes)
     others = ranks() if request.plan is None or finishes else None
-    names = on_all_ranks(others, lambda: _checked(model, request.passes))
+    names = on_all_ranks(others, lambda: _checked(model, request))
     with contextlib.ExitStack() as around:
         around.enter_context(alone())
         around.callback(RandomState().restore)
@@ -93,13 +95,33 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
 
 
-def _checked(model: nn.Module, passes: Iterable[Pass]) -> ModelNames:
+def _checked(model: nn.Module, request: Request) -> ModelNames:
     """Return the names in a model, once it and all passes have had the chance to refuse."""
     names = check_model(model)
-    for pass_ in passes:
+    if request.twin is not None:
+        _check_twin(model, request.twin)
+    for pass_ in request.passes:
         _ = pass_.error_budget
         pass_.check(model)
     return names
+
+
+def _check_twin(model: nn.Module, twin: nn.Module) -> None:
+    """Refuse a twin that says nothing of the model.
+
+    Raises:
+        UsageError: the model has data of its own, or the twin has none, or is of another class.
+    """
+    check_model(twin)
+    if not is_on_meta(model):
+        raise UsageError("verify_twin= is for a model on the meta device; this one has data, and is verified itself")
+    if is_on_meta(twin):
+        raise UsageError("verify_twin= is on the meta device itself; give a small model with data")
+    if type(twin) is not type(model):
+        raise UsageError(
+            f"verify_twin= is a {type(twin).__name__}, the model a {type(model).__name__}; "
+            "build both from one class, the twin with fewer layers or smaller ones"
+        )
 
 
 def _on_all_ranks(model: nn.Module, names: ModelNames, request: Request, others: Ranks | None) -> nn.Module:
@@ -122,6 +144,16 @@ def _with_plan(fast: nn.Module, request: Request) -> tuple[nn.Module, Plan]:
 
 
 def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
+    if request.twin is None or request.plan is not None:
+        return _optimized_once(model, names, request)
+    # What a twin's verification undoes must not have landed here: the rest is repeated.
+    alone_request = dataclasses.replace(request, twin=None, measure=False)
+    twin = _optimized_once(request.twin, check_model(request.twin), alone_request)
+    plans = (_with_plan(each, request)[1] for each in (_optimized_once(model, names, request), twin))
+    return _optimized_once(model, names, dataclasses.replace(request, plan=as_in_twin(*plans), checks_plan=True))
+
+
+def _optimized_once(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
     with collection_paused():
         parameters = names.parameters()
         fast = copied(model)
@@ -328,7 +360,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         timings=manager.timings,
         memory=manager.memory,
         spent=_spent(manager.budget),
-        checked=manager.history.checked(),
+        checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,

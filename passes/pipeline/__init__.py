@@ -9,6 +9,7 @@ from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
 from .ranks import Ranks, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised
+from .twins import as_in_twin
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -18,6 +19,7 @@ __all__ = [
     "PassLike",
     "Plan",
     "Ranks",
+    "as_in_twin",
     "available",
     "check_order",
     "chosen_passes",

@@ -1,0 +1,54 @@
+"""What was verified in a small twin says what holds in a model that has no data."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from .plan import Decision, Plan
+
+__all__ = ["as_in_twin"]
+
+_META = "unverified: meta"
+
+
+def as_in_twin(plan: Plan, twin: Plan) -> Plan:
+    """Return the plan of a model on the meta device, as its twin bears it out.
+
+    What was verified in the twin is so here. What was undone there is undone here. Sites are the same by name; for one
+    that the twin has not (a seventh layer), those stand whose names differ in numbers alone, and all of them have to
+    be right. Of what the twin has nothing like, nothing is known.
+
+    Args:
+        plan: of the model, whose applied decisions say `unverified: meta`.
+        twin: of the twin, after the same passes.
+    """
+    exact: dict[tuple[int, str], list[Decision]] = {}
+    alike: dict[tuple[int, str], list[Decision]] = {}
+    for decision in twin.decisions:
+        if decision.status in ("applied", "undone"):
+            exact.setdefault((decision.step, decision.key), []).append(decision)
+            alike.setdefault((decision.step, _without_numbers(decision.key)), []).append(decision)
+    return dataclasses.replace(plan, decisions=tuple(_borne_out(d, exact, alike) for d in plan.decisions))
+
+
+def _borne_out(
+    decision: Decision,
+    exact: Mapping[tuple[int, str], Sequence[Decision]],
+    alike: Mapping[tuple[int, str], Sequence[Decision]],
+) -> Decision:
+    if decision.status != "applied" or decision.figures.get("checked") != _META:
+        return decision
+    known = exact.get((decision.step, decision.key)) or alike.get((decision.step, _without_numbers(decision.key)), ())
+    wrong = next((each for each in known if each.status == "undone"), None)
+    if wrong is not None:
+        return dataclasses.replace(decision, status="undone", reason=f"in the twin, at {wrong.label}: {wrong.reason}")
+    checked = next((each.figures.get("checked", "") for each in known), "")
+    if not checked or checked.startswith("unverified"):
+        return decision
+    return dataclasses.replace(decision, figures={**decision.figures, "checked": f"{checked}, in the twin"})
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\d+", "*", key)

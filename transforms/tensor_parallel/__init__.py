@@ -1,0 +1,7 @@
+"""Tensor parallelism: the search for layers that can be split together, and torch's styles for them."""
+
+from __future__ import annotations
+
+from .parallel import TensorParallel
+
+__all__ = ["TensorParallel"]

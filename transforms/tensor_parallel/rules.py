@@ -1,0 +1,249 @@
+"""How operators hand on the dimension along which a tensor is split over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import fx
+
+from ...operators import canonical_name, info_of, normalized_arguments
+from .values import Part, PartSize, Stop, parts_in, position_after, shape_of, sizes_of
+
+__all__ = ["Call", "result_of"]
+
+_ALONGSIDE = frozenset({"dropout", "masked_fill", "identity", "type", "type_as", "to", "clone", "contiguous", "detach"})
+_CASTS = frozenset({"bfloat16", "double", "float", "half"})
+_SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "expand"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator.
+
+    Attributes:
+        node: which.
+        value: gives the value of an argument.
+        processes: over how many it is split.
+        args, kwargs: the node's arguments, with values in the place of nodes.
+    """
+
+    node: fx.Node
+    value: Callable[[Any], Any]
+    processes: int
+
+    @property
+    def parts(self) -> list[Part | PartSize]:
+        return list(parts_in(self.value((self.node.args, self.node.kwargs))))
+
+    def named(self, operator: str) -> Mapping[str, Any]:
+        """Return the arguments, nodes as they are, by parameter."""
+        return normalized_arguments(operator, self.node.target, self.node.args, self.node.kwargs).named
+
+    def tensors(self) -> list[tuple[Part | None, tuple[int, ...]]]:
+        """Return the tensors among the operands and their shapes in one process."""
+        shapes = ((self.value(node), shape_of(node)) for node in self.node.all_input_nodes)
+        return [(value if isinstance(value, Part) else None, shape) for value, shape in shapes if shape is not None]
+
+
+def result_of(call: Call) -> Any:
+    """Return what a call gives of which each process has a part.
+
+    Raises:
+        Stop: it needs the whole.
+    """
+    name = canonical_name(call.node)
+    if call.node.target is getattr:
+        return _attribute(call)
+    if name == "getitem":
+        return _item(call)
+    if name in ("shape", "size"):
+        return _size(call)
+    if name in ("len", "dim"):
+        return None
+    sizes = [part for part in call.parts if isinstance(part, PartSize)]
+    if name in ("mul", "floor_divide", "floordiv") and len(sizes) == len(call.parts):
+        return sizes[0]
+    if name in _SHAPES:
+        return _reshaped(call)
+    if sizes:
+        raise Stop(f"'{call.node.name}' reads the size of a part")
+    rule = _RULES.get(name or "")
+    if rule is not None:
+        return rule(call)
+    if info_of(call.node).elementwise or name in _ALONGSIDE or name in _CASTS:
+        return _aligned(call)
+    raise Stop(f"'{call.node.name}' ({name or call.node.target}) needs the whole of it", is_near=name is not None)
+
+
+def _attribute(call: Call) -> Any:
+    value, name = call.value(call.node.args[0]), call.node.args[1]
+    if isinstance(value, Part) and name == "shape":
+        return sizes_of(shape_of(call.node.args[0]) or (), value)
+    if isinstance(value, Part) and name not in ("dtype", "device", "ndim", "requires_grad"):
+        raise Stop(f"'{call.node.name}' reads .{name} of a part")
+    return None
+
+
+def _size(call: Call) -> Any:
+    value, shape = call.value(call.node.args[0]), shape_of(call.node.args[0])
+    sizes = sizes_of(shape or (), value)
+    return sizes if len(call.node.args) < 2 else sizes[_integer(call, call.node.args[1])]
+
+
+def _integer(call: Call, value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise Stop(f"'{call.node.name}' computes which dimension it means")
+
+
+def _item(call: Call) -> Any:
+    source, index = call.node.args
+    value = call.value(source)
+    if isinstance(value, Part):
+        return _sliced(call, value, index)
+    try:
+        return value[index]
+    except (TypeError, LookupError) as error:
+        raise Stop(f"'{call.node.name}' picks by what is computed") from error
+
+
+def _sliced(call: Call, part: Part, index: Any) -> Part:
+    """Let a tensor keep its split dimension where an index takes all of it."""
+    picks: list[Any] = list(cast("tuple[Any, ...]", index)) if isinstance(index, tuple) else [index]
+    shape = shape_of(call.node.args[0]) or ()
+    plain = all(pick is Ellipsis or isinstance(pick, slice) for pick in picks)
+    if Ellipsis in picks:
+        place = picks.index(Ellipsis)
+        picks[place : place + 1] = [slice(None)] * (len(shape) - len(picks) + 1)
+    picks += [slice(None)] * (len(shape) - len(picks))
+    if not plain or list(parts_in(call.value(tuple(picks)))) or picks[part.dim] != slice(None):
+        raise Stop(f"'{call.node.name}' picks from the dimension that is split")
+    return part
+
+
+def _aligned(call: Call) -> Part:
+    """Let operands that broadcast keep the dimension, which all have to be split along or to lack."""
+    tensors = call.tensors()
+    (first, *others) = [part for part, _ in tensors if part is not None]
+    for other in others:
+        first.block.take(other.block)
+        if other.dim != first.dim:
+            raise Stop(f"'{call.node.name}' joins tensors that are split along different dimensions")
+    for part, shape in tensors:
+        if part is None and len(shape) >= -first.dim and shape[first.dim] > 1:
+            raise Stop(f"'{call.node.name}' joins a part with a whole tensor", is_near=False)
+    return first
+
+
+def _transposed(call: Call) -> Part:
+    named, part = call.named("transpose"), _only(call)
+    rank = len(shape_of(call.node) or ())
+    one, other = (_integer(call, named[key]) % rank - rank for key in ("dim0", "dim1"))
+    return Part({one: other, other: one}.get(part.dim, part.dim), part.block)
+
+
+def _permuted(call: Call) -> Part:
+    part, order = _only(call), call.node.args[1:]
+    order = order[0] if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
+    rank = len(order)
+    place = [_integer(call, dim) % rank for dim in order].index(part.dim % rank)
+    return Part(place - rank, part.block)
+
+
+def _unsqueezed(call: Call) -> Part:
+    part, rank = _only(call), len(shape_of(call.node) or ())
+    added = _integer(call, call.named("unsqueeze")["dim"]) % rank
+    return Part(part.dim - 1 if added - rank > part.dim - 1 else part.dim, part.block)
+
+
+def _only(call: Call) -> Part:
+    parts = [part for part in call.parts if isinstance(part, Part)]
+    if len(parts) != 1:
+        raise Stop(f"'{call.node.name}' takes several parts")
+    return parts[0]
+
+
+def _beside(operator: str, default: int = 0) -> Callable[[Call], Any]:
+    """Return the rule of operators along one dimension, which must not be the split one."""
+
+    def rule(call: Call) -> Any:
+        part = _aligned(call)
+        rank = len(shape_of(call.node.all_input_nodes[0]) or ())
+        dim = call.named(operator).get("dim", default)
+        if dim is None or _integer(call, dim) % rank - rank == part.dim:
+            raise Stop(f"'{call.node.name}' ({operator}) works along the dimension that is split")
+        meta: Any = call.node.meta.get("val")
+        return (part,) * len(cast("list[Any]", meta)) if isinstance(meta, (tuple, list)) else part
+
+    return rule
+
+
+def _product(call: Call) -> Part:
+    """Let products of matrices keep a dimension that is not of the matrices."""
+    part = _aligned(call)
+    if part.dim > -3:
+        raise Stop(f"'{call.node.name}' multiplies along the dimension that is split")
+    return part
+
+
+def _attention(call: Call) -> Part:
+    """Let attention keep heads: each by itself; fewer heads of keys and values have to be split, too."""
+    named = call.named("scaled_dot_product_attention")
+    parts = [call.value(named[key]) for key in ("query", "key", "value")]
+    if not all(isinstance(part, Part) for part in parts):
+        raise Stop(f"'{call.node.name}' joins a part with a whole tensor", is_near=False)
+    for part in parts[1:]:
+        parts[0].block.take(part.block)
+    if {part.dim for part in parts} != {-3}:
+        raise Stop(f"'{call.node.name}' is not split by heads")
+    mask = shape_of(named.get("attn_mask"))
+    if mask is not None and len(mask) > 2 and mask[-3] > 1:
+        raise Stop(f"'{call.node.name}' has a mask for each head")
+    return parts[0]
+
+
+def _reshaped(call: Call) -> Part:
+    """Let a tensor keep its dimension where it stays the outermost of what it is split into or joined with."""
+    source, part = call.node.args[0], call.value(call.node.args[0])
+    before, after = shape_of(source), shape_of(call.node)
+    if not isinstance(part, Part) or before is None or after is None:
+        raise Stop(f"'{call.node.name}' reads the size of a part")
+    if canonical_name(call.node) == "expand":
+        return Part(part.dim, part.block)
+    place = position_after(before, after, len(before) + part.dim)
+    if place is None:
+        raise Stop(f"'{call.node.name}' takes the dimension that is split apart")
+    if after[place] % call.processes and before[part.dim] != after[place]:
+        raise Stop(f"{after[place]} heads do not divide by {call.processes} processes ('{call.node.name}')")
+    if canonical_name(call.node) != "flatten":
+        _check_written_size(call, place, len(after))
+    return Part(place - len(after), part.block)
+
+
+def _check_written_size(call: Call, place: int, rank: int) -> None:
+    """Make sure that a new shape does not say how large the dimension is in one process."""
+    sizes: Sequence[Any] = call.node.args[1:]
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        whole = sizes[0]
+        sizes = whole if isinstance(whole, (tuple, list)) else call.value(whole)
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != rank:
+        raise Stop(f"'{call.node.name}' computes its shape")
+    size = sizes[place]
+    if size != -1 and not isinstance(call.value(size), PartSize):
+        shown = size if isinstance(size, int) else "a size"
+        raise Stop(f"'{call.node.name}' writes {shown} for the dimension that is split, where -1 would do")
+
+
+_RULES: Mapping[str, Callable[[Call], Any]] = {
+    "transpose": _transposed,
+    "permute": _permuted,
+    "unsqueeze": _unsqueezed,
+    "matmul": _product,
+    "scaled_dot_product_attention": _attention,
+    "softmax": _beside("softmax"),
+    "cat": _beside("cat"),
+    "split": _beside("split"),
+    "chunk": _beside("chunk"),
+}
