@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed, nn
@@ -12,7 +13,10 @@ from ...compat import all_modules
 from ...errors import UsageError
 from ...tracing.values import all_tensors, tensors_by_name
 
-__all__ = ["device_type", "require_process_group", "require_same_weights"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["device_type", "launch_command", "mesh_of_same_weights", "require_process_group"]
 
 
 def require_process_group(name: str, processes: int = 2) -> None:
@@ -30,12 +34,16 @@ def require_process_group(name: str, processes: int = 2) -> None:
     if distributed.is_available() and distributed.is_torchelastic_launched():
         step = "call torch.distributed.init_process_group() before fxopt.optimize"
     else:
-        script = Path(sys.argv[0]).name or "train.py"
         step = (
-            f"run `torchrun --nproc-per-node={processes} {script}`, and call "
-            "torch.distributed.init_process_group() in it before fxopt.optimize"
+            f"run {launch_command(processes)}, and call torch.distributed.init_process_group() in it before "
+            "fxopt.optimize"
         )
     raise UsageError(f"pass '{name}' works on several processes, and there is no process group; {step}")
+
+
+def launch_command(processes: int) -> str:
+    """Return, for a message, the command that starts this script in several processes."""
+    return f"`torchrun --nproc-per-node={processes} {Path(sys.argv[0]).name or 'train.py'}`"
 
 
 def device_type(model: nn.Module, name: str) -> str:
@@ -62,8 +70,10 @@ def device_type(model: nn.Module, name: str) -> str:
     return kind
 
 
-def require_same_weights(model: nn.Module, name: str) -> None:
-    """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
+def mesh_of_same_weights(model: nn.Module, name: str) -> DeviceMesh:
+    """Return the mesh of all processes, which have the same weights: a part of each would make another model.
+
+    A collective call.
 
     Args:
         model: which.
@@ -72,6 +82,13 @@ def require_same_weights(model: nn.Module, name: str) -> None:
     Raises:
         UsageError: they have not; on all processes, naming the first tensor that differs.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _require_same_weights(model, name)
+    return init_device_mesh(device_type(model, name), (distributed.get_world_size(),))
+
+
+def _require_same_weights(model: nn.Module, name: str) -> None:
     mine = {key: _summary(value) for key, value in tensors_by_name(model).items() if not value.is_meta}
     everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(everyone, mine)
