@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...tracing.graphs import (
     Specialization,
     capture_of,
     install,
+    own,
     recompile,
     required_capture,
     with_graph,
@@ -27,7 +29,7 @@ from ...tracing.graphs import (
 )
 from ...tracing.guards import in_evaluation
 from ...tracing.program import Program
-from ...tracing.values import meta_of
+from ...tracing.values import Meta, meta_of
 from ..sites import Site
 from ..state import Holder, holder_of
 from .effects import has_effects
@@ -322,6 +324,17 @@ class GraphEdit:
                 check_order_of_writes(specialization.graph, before, self.program, name)
             recompile(owner)
         self.program.touch()
+
+    def _set_metas(self, module: nn.Module, metas: Mapping[fx.Node, Meta]) -> None:
+        """Say of nodes of a module's graphs what they give now; modules that share its graphs keep what they have."""
+        before = required_capture(module)
+        self._journal.note(lambda: install(module, before))
+        for old, new in zip(before.specializations, own(module).specializations, strict=True):
+            for node, mine in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                if node in metas:
+                    self._journal.note(partial(mine.meta.update, val=node.meta["val"]))
+                    mine.meta["val"] = metas[node]
+        self._journal.accept(module)
 
     def on_undo(self, undo: Callable[[], object], *changed: nn.Module) -> None:
         """Journal a change that was made to these modules through an interface of their own."""
