@@ -18,12 +18,12 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def bert() -> tuple[nn.Module, Loss, dict[str, Tensor]]:
-    """Return a BERT of 8 million parameters and a loss that leaves its pooler out."""
+    """Return a BERT of 5 million parameters and a loss that leaves its pooler out."""
     torch.manual_seed(0)
     config = BertConfig(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024, vocab_size=8000
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=8000
     )
-    inputs = {"input_ids": torch.randint(0, 8000, (8, 64))}
+    inputs = {"input_ids": torch.randint(0, 8000, (4, 32))}
     return BertModel(config), lambda model: model(**inputs).last_hidden_state.square().mean(), inputs
 
 
@@ -31,7 +31,7 @@ def resnet() -> tuple[nn.Module, Loss, dict[str, Tensor]]:
     """Return a ResNet of 1.5 million parameters, whose buffers rank 0 has the say of."""
     torch.manual_seed(0)
     config = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic")
-    inputs = {"pixel_values": torch.randn(8, 3, 64, 64)}
+    inputs = {"pixel_values": torch.randn(4, 3, 48, 48)}
     return ResNetForImageClassification(config), lambda model: model(**inputs).logits.square().mean(), inputs
 
 

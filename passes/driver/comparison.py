@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...compat import all_modules
+from ...tracing.graphs import AutocastState
 from ...tracing.program import Program, deactivate
 from ...tracing.values import Inputs
 from .. import timing, verification
@@ -22,6 +25,9 @@ from .groups import Group
 
 __all__ = ["Comparison", "microseconds", "timing_figures"]
 
+_COARSE = 1e-3
+"""Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
+
 
 class Comparison:
     """Verify candidates against, and time them beside, the module around a group as it was.
@@ -31,6 +37,7 @@ class Comparison:
         pass_: which found it.
         group: its sites.
         calls: how the module around it is called.
+        under: the autocast that it is called under.
         check: whether candidates are verified; else `unchecked` says why not.
         timed: in how many seconds they are timed; they are not where that is too little to tell anything.
         seed: of verification's random inputs.
@@ -45,18 +52,24 @@ class Comparison:
     def __init__(
         self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
         *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
-        simulated: nn.Module | None = None,
+        simulated: nn.Module | None = None, under: AutocastState | None = None,
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check, self._budget = program, calls, check, budget
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._seed, self._brief, self._simulated = seed, brief, simulated
+        self._seed, self._brief, self._simulated, self._under = seed, brief, simulated, under
         self._references: list[verification.Reference] | None = None
         self._simulations: list[verification.Reference] = []
         self.before = self.runner()
         self.choices = self._affordable()
         if not self.choices:
             self.timed, self.before, self.choices = False, None, group.choices
+
+    @contextmanager
+    def _running(self, *, timing: bool = False) -> Generator[None]:
+        """Run what is run here as the model does, under its autocast, and count it on the budget."""
+        with self._budget.spending(timing=timing), nullcontext() if self._under is None else self._under.entered():
+            yield
 
     @property
     def _owner(self) -> nn.Module:
@@ -69,7 +82,7 @@ class Comparison:
         if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
             return choices
         if self._count(seconds) < len(choices) and self.before is not None:
-            with self._budget.spending(timing=True):
+            with self._running(timing=True):
                 seconds = min(seconds, self.before.seconds_in_one_thread())
         return choices[: self._count(seconds)]
 
@@ -87,29 +100,34 @@ class Comparison:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
         if self._references is not None:
             return
-        with self._budget.spending():
-            brief = self._brief or self.pass_.numerics in (Numerics.APPROXIMATE, Numerics.SEMANTIC)
-            self._references = self._taken(self._owner, brief=brief)
+        with self._running():
+            lossy = self.pass_.numerics is Numerics.APPROXIMATE
+            brief = self._brief or lossy or self.pass_.numerics is Numerics.SEMANTIC
+            self._references = self._taken(twin(self._owner) if lossy else self._owner, brief=brief)
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulations = self._taken(self._simulated, brief=True)
 
     def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
         if not self.checks:
             return []
+        lossy = self.pass_.numerics is Numerics.APPROXIMATE
+        coarse = lossy and self.pass_.error_budget >= _COARSE and self._under is None  # autocast narrows float32
+        widest = torch.float32 if coarse else torch.float64
         gradients, training = self._phase.covers_training, self._program.training
         modes = modes_to_check(self._owner, self._phase, training)
         if self._brief:
             modes, gradients = modes[:1], gradients and training
         return [
             verification.reference(
-                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief
+                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief, lasting=lossy,
+                widest=widest,
             )
             for mode in modes
-        ]
+        ]  # fmt: skip
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
-        with self._budget.spending():
+        with self._running():
             verdicts = self._verdicts(edit)
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
 
@@ -138,14 +156,14 @@ class Comparison:
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
-        with self._budget.spending(timing=True):
+        with self._running(timing=True):
             return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
-        with self._budget.spending(timing=True):
+        with self._running(timing=True):
             return timing.time_candidates(known, limit=self._limit)
 
     def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:

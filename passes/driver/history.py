@@ -15,6 +15,7 @@ from ..rewriting import Edit
 from ..sites import Phase, Refusal, Site
 from ..state import StateMap
 from .groups import Group
+from .record import Record
 from .tuner import Candidate
 
 __all__ = ["History", "Rewrite"]
@@ -139,13 +140,15 @@ class History:
             total = total.compose(rewrite.edit.state_map_of_model())
         return total
 
-    def checked(self) -> str:
-        """Say how the rewrites that stand were checked."""
+    def checked(self, earlier: Record) -> str:
+        """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
         ways = dict.fromkeys(
             "not now: a plan was repeated" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
             for rewrite in self.rewrites
         )
-        return ", ".join(ways) or "nothing was rewritten"
+        if any(decision.status == "applied" for decision in earlier.plan.decisions):
+            ways.setdefault(earlier.checked)
+        return ", ".join(sorted(ways, key=lambda way: "unverified: " in way)) or "nothing was rewritten"
 
 
 def _by_site(decision: Decision, group: Group) -> list[Decision]:

@@ -360,7 +360,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         timings=manager.timings,
         memory=manager.memory,
         spent=_spent(manager.budget),
-        checked=manager.history.checked(),
+        checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,

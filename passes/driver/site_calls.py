@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ...errors import CaptureError
+from ...tracing.graphs import AutocastState
 from ...tracing.program import Program
 from ...tracing.values import Inputs
 from ..timing import TimeBudget
@@ -29,6 +30,7 @@ class SiteCalls:
         self._program, self._budget = program, budget
         self._owners: tuple[str, ...] = ()
         self._calls: Mapping[nn.Module, Sequence[Inputs]] | None = None
+        self._autocast: Mapping[nn.Module, AutocastState | None] = {}
 
     def expect(self, owners: Iterable[str]) -> None:
         """Record anew, and then the calls of all modules of these names in one run."""
@@ -44,6 +46,12 @@ class SiteCalls:
             self._calls = self._recorded((*self._owners, owner))
         return self._calls[module]
 
+    def under(self, owner: str) -> AutocastState | None:
+        """Return the autocast that the calls `of` a module ran under, which a region around it may have switched on."""
+        if not self.of(owner):
+            return None
+        return self._autocast.get(self._program.module(owner))
+
     def forget(self) -> None:
         """Record anew: the function has changed."""
         self._calls = None
@@ -52,8 +60,14 @@ class SiteCalls:
         modules = dict.fromkeys(module for owner in owners if (module := self._find(owner)) is not None)
         with self._budget.spending():
             found = self._program.recording(modules).calls
+        called = {module: found[module] for module in modules if found.get(module)}
+        self._autocast = {module: calls[0].autocast_state for module, calls in called.items()}
         # What each call gave, and called in turn, would keep every tensor of the whole run alive.
-        return {module: [Inputs(*call.args, **call.kwargs) for call in found.get(module, ())] for module in modules}
+        kept = {
+            module: [Inputs(*c.args, **c.kwargs) for c in calls if c.autocast_state == calls[0].autocast_state]
+            for module, calls in called.items()
+        }
+        return {module: kept.get(module, []) for module in modules}
 
     def _find(self, owner: str) -> nn.Module | None:
         try:

@@ -132,6 +132,7 @@ class Tuner:
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
             simulated=self._simulated(pass_, group) if asked and self._check else None,
+            under=self.calls.under(group.owner) if asked else None,
         )  # fmt: skip
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ...tracing.graphs import (
     Specialization,
     capture_of,
     install,
+    own,
     recompile,
     required_capture,
     with_graph,
@@ -27,7 +30,7 @@ from ...tracing.graphs import (
 )
 from ...tracing.guards import in_evaluation
 from ...tracing.program import Program
-from ...tracing.values import meta_of
+from ...tracing.values import Meta, meta_of
 from ..sites import Site
 from ..state import Holder, holder_of
 from .effects import has_effects
@@ -37,6 +40,8 @@ from .snapshot import Snapshot
 from .well_formed import check_well_formed, is_same_graph
 
 __all__ = ["GraphEdit"]
+
+_CALLS = ("call_function", "call_method", "call_module")
 
 
 @dataclass
@@ -165,6 +170,17 @@ class GraphEdit:
             for owner, graphs in self._graphs.items()
             for number, graph in enumerate(graphs.sources())
         }
+
+    @property
+    def leaves_fewer_operations(self) -> bool:
+        """Say whether the changed graphs make fewer calls than before, without having moved any into new modules."""
+        before, after = Counter[str](), Counter[str]()
+        for graphs in self._graphs.values():
+            now = capture_of(graphs.module)
+            before.update(node.op for graph in graphs.sources() for node in graph.nodes)
+            after.update(node.op for each in (now.specializations if now else ()) for node in each.graph.nodes)
+        fewer = sum(before[kind] - after[kind] for kind in _CALLS)
+        return fewer > 0 and after["call_module"] <= before["call_module"]
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""
@@ -322,6 +338,17 @@ class GraphEdit:
                 check_order_of_writes(specialization.graph, before, self.program, name)
             recompile(owner)
         self.program.touch()
+
+    def _set_metas(self, module: nn.Module, metas: Mapping[fx.Node, Meta]) -> None:
+        """Say of nodes of a module's graphs what they give now; modules that share its graphs keep what they have."""
+        before = required_capture(module)
+        self._journal.note(lambda: install(module, before))
+        for old, new in zip(before.specializations, own(module).specializations, strict=True):
+            for node, mine in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                if node in metas:
+                    self._journal.note(partial(mine.meta.update, val=node.meta["val"]))
+                    mine.meta["val"] = metas[node]
+        self._journal.accept(module)
 
     def on_undo(self, undo: Callable[[], object], *changed: nn.Module) -> None:
         """Journal a change that was made to these modules through an interface of their own."""

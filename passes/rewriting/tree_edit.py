@@ -22,7 +22,7 @@ from ...tracing.graphs import (
     recompile,
 )
 from ...tracing.guards import Guard, attribute_at, equal
-from ...tracing.program import Program
+from ...tracing.program import Program, changed_metas
 from ...tracing.reads import OWN_CHILDREN
 from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
@@ -42,6 +42,7 @@ class TreeEdit(GraphEdit):
         self._ties: list[tuple[str, str]] = []
         self._attributes: dict[tuple[nn.Module, str], tuple[str, ...]] = {}
         self._removed: set[tuple[nn.Module, str]] = set()
+        self._others: list[object] = []
 
     # -- children --------------------------------------------------------------------------------------------------
 
@@ -124,6 +125,7 @@ class TreeEdit(GraphEdit):
         for holder, last in self._places_of_module(old, name):
             with self._journal.changing(holder):
                 own_children(holder)[last] = module
+        self._others.append(module)
         self._owners.clear()
         self._journal.note(self._owners.clear)
         self.program.touch()
@@ -186,6 +188,7 @@ class TreeEdit(GraphEdit):
             registry: dict[str, Any] = own_parameters(holder) if name in own_parameters(holder) else own_buffers(holder)
             with self._journal.changing(holder):
                 registry[name] = new
+        self._others.append(new)
         if step is not None:
             self._record_of_model(step.renamed(lambda name: first if name == path else self._path(name)))
         self.program.touch()
@@ -322,6 +325,8 @@ class TreeEdit(GraphEdit):
     def finish(self) -> None:
         """Check the new graphs and compile them; graphs that were made for attributes that were set follow or go.
 
+        Nodes behind tensors and children that are others say what they give now (`node.meta["val"]`).
+
         Raises:
             CaptureError: if a graph is not well formed.
             MatchFailure: if a read was carried over a write in place.
@@ -330,6 +335,11 @@ class TreeEdit(GraphEdit):
         for module, name in self._attributes:
             for owner, path in _modules_around(self.program.model, module):
                 self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
+        if self._others:
+            for module, metas in changed_metas(self.program.module(self._whole.owner), self._others).items():
+                self._set_metas(module, metas)
+            self._others.clear()
+            self.program.touch()
 
     def _follow_attribute(self, owner: nn.Module, path: str, value: Any) -> None:
         """Let a module's graphs hold for the new value of an attribute, called `path` there, or drop them."""
@@ -357,6 +367,7 @@ class TreeEdit(GraphEdit):
         self._ties.clear()
         self._attributes.clear()
         self._removed.clear()
+        self._others.clear()
 
 
 def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | None) -> Guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import math
@@ -88,6 +89,7 @@ class Reference:
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
         serving: what came of them.
+        original: runs the module as it was again, where that stays as it is.
     """
 
     samples: tuple[Sample, ...]
@@ -109,6 +111,7 @@ class Reference:
     stream: Run | None = None
     served: tuple[Arguments, ...] = ()
     serving: tuple[Run, ...] = ()
+    original: ReferenceRuns | None = None
 
     @property
     def checked_in(self) -> str:
@@ -135,6 +138,8 @@ def reference(
     whole: bool = False,
     small: bool = False,
     inner: Sequence[str] = (),
+    lasting: bool = False,
+    widest: torch.dtype = torch.float64,
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
@@ -153,15 +158,17 @@ def reference(
         small: run calls with fewer rows, shorter sequences and smaller images, where the module takes them.
         inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
             their guards may hold in the module's own types only.
+        lasting: `module` stays as it is, so that it can be run again.
+        widest: the type of exact runs; float32 is enough, and much faster, for what errs by more than a thousandth.
 
     Raises:
         InputError: if the module does not run on its recorded calls.
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
-    runs = ReferenceRuns(Stage(module), training, gradients, seed, keyed=keyed, whole=whole, inner=inner)
-    maker = _Maker(runs, brief, small)
-    return maker.make([(call.args, call.kwargs) for call in calls])
+    runs = ReferenceRuns(Stage(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
+    made = _Maker(runs, brief, small).make([(call.args, call.kwargs) for call in calls])
+    return dataclasses.replace(made, original=runs) if lasting else made
 
 
 def _spread(firsts: Sequence[int], count: int) -> list[int]:
@@ -181,6 +188,7 @@ class _Maker:
         self.few: Arguments = ((), {})
         self.epsilon = 0.0
         self._natives: dict[int, Run] = {}
+        self._types = (torch.float64, torch.float32, None)[runs.wide is not torch.float64 :]
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
@@ -243,8 +251,9 @@ class _Maker:
     def _widest(self, arguments: Arguments) -> Run:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
         failure: Exception | None = None
+        types = self._types
         for self.runs.of_inputs in (True, False):
-            for self.runs.wide in (torch.float64, torch.float32, None):
+            for self.runs.wide in types:
                 self.runs.census = None
                 try:
                     return self.runs.exact(arguments, self.state)
@@ -256,7 +265,10 @@ class _Maker:
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
         known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
-        return Sample(data, arguments, state, exact, known or self.runs.native(arguments, state))
+        is_native = self._types[0] is self.runs.wide is torch.float32 and self.epsilon <= torch.finfo(torch.float32).eps
+        return Sample(
+            data, arguments, state, exact, known or (exact if is_native else self.runs.native(arguments, state))
+        )
 
     def _noisy(self, first: Sample) -> list[Sample]:
         """Run a call again with noise; where the module does not take it, with less of it, or not at all.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import GuardError
 from ..sites import Numerics
 from .demands import (
+    TooFar,
     check_attachment,
     check_bits,
     check_drift,
@@ -270,7 +271,8 @@ class _Check:
 
         def learn() -> None:
             if exact is None:
-                self._learn_response(sample, error_around(expected, found, self.budget), tolerances, state)
+                error = error_around(expected, found, self.budget)
+                self._learn_response(sample, before, error, tolerances, judge)
             for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
                 tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
@@ -282,12 +284,19 @@ class _Check:
             self._drift(sample, expected, native, found, state)
 
     def _learn_response(
-        self, sample: Sample, error: float, tolerances: Tolerances, state: Mapping[str, Tensor]
+        self, sample: Sample, before: Measured, error: float, tolerances: Tolerances, judge: Callable[[], float]
     ) -> None:
-        """Note how far gradients move where inputs and state are off by an error that results have."""
-        exact = _quantities(self._exact(sample, state)) if error else {}
-        for run in self._jittered(sample, state, error, _PROBES if error else 0):
-            tolerances.learn_response(exact, _quantities(run))
+        """Note how far gradients of the original move under an error of inputs and state, until it is enough."""
+        runs, translation = self.reference.original, Translation(self.reference, self.after, self.map_state)
+        if runs is None or not error:
+            return
+        for number in range(_PROBES):
+            arguments, state = jittered((sample.arguments, dict(sample.state)), error, runs.wide, number)
+            run = runs.exact(arguments, state, like=sample.arguments)
+            tolerances.learn_response(before.exact, translation.quantities(run, sample.state))
+            with suppress(TooFar):
+                judge()
+                return
 
     def _drift(
         self, sample: Sample, expected: Quantities, native: Quantities, found: Quantities, state: Mapping[str, Tensor]

@@ -53,6 +53,15 @@ def test_what_was_checked_or_repeated_or_not_there_is_no_reason_to_warn():
     assert "; checked: not now: a plan was repeated\n" in str(fxopt.report(again))
 
 
+def test_a_second_call_says_how_what_stands_already_was_checked():
+    with pytest.warns(fxopt.UnverifiedWarning):
+        blind = fxopt.optimize(Members().eval(), FUSE, measure=False)
+    fast = fxopt.optimize(Members().eval(), FUSE, example_inputs=X, measure=False)
+    for first, words in ((fast, "checked: float64"), (blind, "NOT VERIFIED: no example inputs")):
+        again = fxopt.optimize(first, "eliminate_dead_code", example_inputs=X, measure=False)
+        assert str(fxopt.report(again)).startswith(f"1 rewrite applied for inference; {words}\n")
+
+
 def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
     model = Members().eval()
     with warnings.catch_warnings():

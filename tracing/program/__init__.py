@@ -10,11 +10,13 @@ from .inactive_modules import (
     type_checkers_without_answer,
 )
 from .program import Program, capture_program
+from .shapes import changed_metas
 
 __all__ = [
     "Opaque",
     "Program",
     "capture_program",
+    "changed_metas",
     "deactivate",
     "deactivate_type_checkers",
     "type_checkers_around_changes",

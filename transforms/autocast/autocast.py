@@ -71,7 +71,8 @@ class Autocast(Pass):
                     if isinstance(each, Refusal)
                     else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
                 )
-        yield from (_site(program, parts) for parts in blocks.values())
+        # The largest first: what one time budget allows is spent where the most is gained.
+        yield from (_site(program, parts) for parts in sorted(blocks.values(), key=_size, reverse=True))
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if site.data.get("regions") == 0:
@@ -81,6 +82,10 @@ class Autocast(Pass):
             with edit.at(place):
                 nodes = [place[label] for label in place.nodes]
                 edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part.size for part in parts)
 
 
 def _block(program: Program, owner: str, likeness: Likeness) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import has_hooks, own_parameters
+from ...compat import all_modules, has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.sites import Refusal
 from ...passes.verification import CallSites
@@ -42,12 +42,14 @@ class Part(NamedTuple):
         specialization: which of its graphs.
         nodes: in order.
         gaining: of these, what is gained from.
+        size: how many layers and functions gain, in modules that are called, too.
     """
 
     owner: str
     specialization: int
     nodes: Sequence[fx.Node]
     gaining: Sequence[fx.Node]
+    size: int
 
 
 Found: TypeAlias = "Part | Layer | Refusal"
@@ -139,8 +141,12 @@ class Search:
                 continue  # its own graph holds all that gains
             for name in names:
                 self._pass_over(self.program.module(name))
-            parts.append(Part(owner, number, nodes, gaining))
+            size = len(gaining) + sum(self._layers_in(self.program.module(name)) for name in names)
+            parts.append(Part(owner, number, nodes, gaining, size))
         return parts
+
+    def _layers_in(self, module: nn.Module) -> int:
+        return sum(self._gains(each) for each in all_modules(module))
 
     def _captured(self, owner: str, node: fx.Node) -> str | None:
         """Return the name of the captured module that a node calls."""

@@ -15,13 +15,11 @@ from .problem import Problem, Region, Schedule, Step
 __all__ = ["as_run", "depth_first", "reordered"]
 
 
-def dataflow(steps: Sequence[Step]) -> nx.DiGraph[int]:
+def dataflow(problem: Problem) -> nx.DiGraph[int]:
     """Return which steps read what others make."""
-    makers = {activation: number for number, step in reversed(list(enumerate(steps))) for activation in step.makes}
     graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(steps)))
-    reads = ((number, makers[read]) for number, step in enumerate(steps) for read in step.reads if read in makers)
-    graph.add_edges_from((maker, number) for number, maker in reads if maker < number)
+    graph.add_nodes_from(range(len(problem.steps)))
+    graph.add_edges_from(problem.flow)
     return graph
 
 
@@ -55,7 +53,7 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
     places = [home.get(step, count + step) for step in range(len(problem.steps))]
     joined: nx.DiGraph[int] = nx.DiGraph()
     joined.add_nodes_from(places)
-    joined.add_edges_from((places[a], places[b]) for a, b in dataflow(problem.steps).edges if places[a] != places[b])
+    joined.add_edges_from((places[a], places[b]) for a, b in problem.flow if places[a] != places[b])
     if not nx.is_directed_acyclic_graph(joined):
         return None
     last = {place: step for step, place in enumerate(places)}

@@ -114,6 +114,12 @@ class Problem:
         return sum(step.operations for step in self.steps)
 
     @cached_property
+    def flow(self) -> list[tuple[int, int]]:
+        """Return pairs of a step and a later one that reads what it makes."""
+        read = ((self._made_at.get(a, number), number) for number, step in enumerate(self.steps) for a in step.reads)
+        return [(made, number) for made, number in read if made < number]
+
+    @cached_property
     def crossing(self) -> list[frozenset[int]]:
         """Return for each place between steps the activations made before it that are of use behind it."""
         last: dict[int, int] = {}

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
 from ...compat import DispatchMode, all_modules, checkpoint, own_buffers
 from ...tracing.values import map_tensors
@@ -53,8 +54,13 @@ class Recomputation:
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
         if not (region.training and torch.is_grad_enabled()):
             return function(*args)
-        special = self.selective or self.counting
-        return checkpoint(function, args, {"context_fn": partial(self._contexts, region)} if special else {})
+        return checkpoint(function, args, self._settings(region))
+
+    def _settings(self, region: nn.Module) -> dict[str, Any]:
+        if torch.compiler.is_compiling():  # a compiled region updates its statistics once of itself
+            keep = partial(create_selective_checkpoint_contexts, [*PRODUCTS])
+            return {"context_fn": keep} if self.selective else {}
+        return {"context_fn": partial(self._contexts, region)} if self.selective or self.counting else {}
 
     def _contexts(self, region: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return what the first run and the later ones happen under."""

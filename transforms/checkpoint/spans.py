@@ -11,7 +11,6 @@ from torch import fx
 from ...compat import has_hooks
 from ...operators import has_random_effects, mutates
 from ...passes.rewriting import has_effects, writes
-from ...tracing.graphs import Region as GraphRegion
 from ...tracing.graphs import capture_of
 from ...tracing.guards import require
 from ...tracing.program import Program
@@ -84,7 +83,7 @@ class Search:
         calls = Counter(units[0].owner for units in found if units)
         for units in found:
             owner = self.program.module(units[0].owner) if units else None
-            if owner is not None and calls[units[0].owner] == 1 and not isinstance(owner, GraphRegion):
+            if owner is not None and calls[units[0].owner] == 1:
                 yield units
 
     def runs(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:

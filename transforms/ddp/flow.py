@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+import operator
 
+from torch import fx, nn
+
+from ...operators import operator_info
 from ...tracing.graphs import Specialization
+from ...tracing.guards import require
 from ...tracing.program import Program
 
 __all__ = ["branching"]
@@ -13,15 +17,16 @@ __all__ = ["branching"]
 def branching(program: Program) -> str | None:
     """Return a module that may use other parameters in another step, or None.
 
-    A module with a graph uses other parameters where its graphs for training call other modules or read other tensors;
-    of one without a graph nothing is known, save that it uses its own parameters.
+    A module with a graph uses other parameters where its graphs for training call other modules or read other tensors,
+    or where it decides at random (layers that are dropped in training). Of one without a graph nothing is known, save
+    that it uses its own parameters.
     """
     for name in program.opaque:
         if _has_trained_children(program.module(name)):
             return name or "(root)"
     for name, capture in program.captures.items():
-        used = {_used(each) for each in capture.specializations if not _is_for_evaluation(each, program.module(name))}
-        if len(used) > 1:
+        training = [each for each in capture.specializations if not _is_for_evaluation(each, program.module(name))]
+        if len(set(map(_used, training))) > 1 or any(map(_decides_at_random, training)):
             return name or "(root)"
     return None
 
@@ -32,6 +37,24 @@ def _has_trained_children(module: nn.Module) -> bool:
 
 def _used(specialization: Specialization) -> frozenset[str]:
     return frozenset(str(n.target) for n in specialization.graph.nodes if n.op in ("call_module", "get_attr"))
+
+
+def _decides_at_random(specialization: Specialization) -> bool:
+    decided = (node.args[0] for node in specialization.graph.nodes if node.target is require)
+    return any(isinstance(value, fx.Node) and _is_drawn(value) for value in decided)
+
+
+def _is_drawn(decided: fx.Node) -> bool:
+    """Say whether a decision hangs on a number that is drawn; none is less than 0, the share of layers to drop."""
+    if decided.target is operator.lt and decided.args[1] == 0:
+        return False
+    seen, pending = {decided}, [decided]
+    for node in pending:
+        if not node.all_input_nodes and operator_info(getattr(node.target, "__name__", None)).random:
+            return True
+        pending += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 def _is_for_evaluation(specialization: Specialization, module: nn.Module) -> bool:

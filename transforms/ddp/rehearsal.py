@@ -40,7 +40,10 @@ def rehearse(program: Program) -> Rehearsal:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     used, written = set[str](), set[str]()
     for inputs in program.inputs:
-        reached, changed = _step(model, inputs, trained)
+        try:
+            reached, changed = _step(model, inputs, trained)
+        except Exception:  # an example for evaluation need not do for training: one row and a batch norm, say
+            reached, changed = set(trained), set(buffers)
         used |= reached
         written |= changed
     return Rehearsal(tuple(name for name in trained if name not in used), tuple(n for n in buffers if n in written))

@@ -16,6 +16,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...tracing.graphs import capture_of, fitting
+from ...tracing.guards import require
 from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
 from ...tracing.values import Inputs, is_leaf, is_library, is_plain_structure, tensors_within
 from .opening import Holds, Opened
@@ -26,6 +27,10 @@ __all__ = ["Cost", "Kind", "Seen", "measured"]
 Cost = Literal["flops", "time"]
 """What the stages are balanced by: floating-point operations, or seconds on this machine."""
 
+_OF_FORM = (getattr, len)
+_METHODS_OF_FORM = ("dim", "is_complex", "is_floating_point", "ndimension", "numel", "size", "stride")
+"""What tells of a tensor what all of its shape and type have in common."""
+
 _REPEATS = 3
 """So often a node is timed; the fastest counts, since whatever else the machine does only makes it slower."""
 
@@ -35,9 +40,9 @@ class Kind(enum.Enum):
 
     TENSOR = "tensor"
     PLAIN = "plain"
-    """A number, a size, a device: told once for each shape of the batch."""
+    """A size or what hangs on sizes: told once for each shape of the batch."""
     OTHER = "other"
-    """An object: it stays in its stage."""
+    """An object, or a number that hangs on data: it stays in its stage."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Seen:
         kind: of its value.
         size: of its value, in bytes.
         repeatable: it hangs on inputs and buffers alone: every stage that needs it computes it for itself.
+        late: so it does, but it hangs on plain values of other stages, too.
         written: the last node that writes into its memory, if any.
         length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
     """
@@ -57,6 +63,7 @@ class Seen:
     kind: Kind = Kind.OTHER
     size: int = 0
     repeatable: bool = False
+    late: bool = False
     written: fx.Node | None = None
     length: int | None = None
 
@@ -69,15 +76,15 @@ class _Run:
     model: nn.Module
     cost: Cost
     seen: dict[fx.Node, Seen] = field(default_factory=dict[fx.Node, Seen])
-    fits: dict[str, int] = field(default_factory=dict[str, int])
+    fits: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
     values: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
     versions: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict[fx.Node, "tuple[int, ...]"])
 
 
 def measured(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
-) -> tuple[dict[fx.Node, Seen], dict[str, int]]:
-    """Run an opened graph, and return what is known of each node, and which graph each captured module would run.
+) -> tuple[dict[fx.Node, Seen], dict[str, list[int]]]:
+    """Run an opened graph; return what is known of each node, and which graphs each captured module would run, by path.
 
     Args:
         opened: the graph.
@@ -85,6 +92,9 @@ def measured(
         call: an example.
         cost: what is counted.
         training: the mode to run in.
+
+    Raises:
+        GuardError: the graphs that are looked into are not for this call.
     """
     run = _Run(opened, model, cost)
     with ExitStack() as around:
@@ -95,7 +105,8 @@ def measured(
         run.values.update(opened.given(call.args, call.kwargs))
         nodes = [node for node in opened.graph.nodes if node.op not in ("placeholder", "output")]
         for node in run.values:
-            _note(run, node, 0.0, repeatable=True)
+            _note(run, node, 0.0)
+            run.seen[node].repeatable = True
         last = last_uses(nodes, ())
         for node in nodes:
             _step(run, node, meter)
@@ -127,7 +138,12 @@ def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
     draws = not torch.equal(random, torch.get_rng_state())
     wrote = _written_by(run, node)
     cost = float(flops() - before) if flops else seconds
-    _note(run, node, cost, repeatable=not (draws or wrote) and _is_repeatable(run, node))
+    _note(run, node, cost)
+    if not (draws or wrote) and _only_computes(run, node):
+        inputs = [run.seen[used] for used in node.all_input_nodes]
+        run.seen[node].repeatable = all(each.repeatable for each in inputs)
+        told = all(each.repeatable or each.late or each.kind is Kind.PLAIN for each in inputs)
+        run.seen[node].late = told and not run.seen[node].repeatable and not _checks(node)
 
 
 def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
@@ -149,15 +165,23 @@ def _note_graph(run: _Run, node: fx.Node, module: nn.Module, args: Any, kwargs: 
     capture = capture_of(module)
     found = fitting(module, args, kwargs)
     if found and capture is not None and node.name in run.opened.paths:
-        run.fits[run.opened.paths[node.name]] = capture.specializations.index(found[0])
+        run.fits[run.opened.paths[node.name]] = [capture.specializations.index(each) for each in found]
 
 
-def _note(run: _Run, node: fx.Node, cost: float, *, repeatable: bool) -> None:
+def _note(run: _Run, node: fx.Node, cost: float) -> None:
     value = run.values[node]
-    kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if is_plain_structure(value) else Kind.OTHER
+    kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if _is_size(run, node, value) else Kind.OTHER
     size = value.nbytes if isinstance(value, Tensor) else 0
-    run.seen[node] = Seen(cost, kind, size, repeatable, length=_length(value) if kind is Kind.OTHER else None)
+    run.seen[node] = Seen(cost, kind, size, length=_length(value) if kind is Kind.OTHER else None)
     run.versions[node] = _versions(value)
+
+
+def _is_size(run: _Run, node: fx.Node, value: Any) -> bool:
+    """Say whether a value is plain and equal for all data of a shape."""
+    reads_form = node.target in _OF_FORM or (node.op == "call_method" and node.target in _METHODS_OF_FORM)
+    return is_plain_structure(value) and (
+        reads_form or all(run.seen[used].kind is Kind.PLAIN for used in node.all_input_nodes)
+    )
 
 
 def _length(value: Any) -> int | None:
@@ -181,15 +205,18 @@ def _written_by(run: _Run, writer: fx.Node) -> bool:
     return wrote
 
 
-def _is_repeatable(run: _Run, node: fx.Node) -> bool:
+def _only_computes(run: _Run, node: fx.Node) -> bool:
+    """Say whether a node that was not seen to draw or to write holds no parameters, and draws in no mode either."""
     if node.op == "get_attr":
         return not isinstance(run.values[node], nn.Parameter)
-    if not all(run.seen[used].repeatable for used in node.all_input_nodes):
-        return False
     if node.op == "call_module":
         module = run.model.get_submodule(str(node.target))
         return next(module.parameters(), None) is None and not any(map(_may_draw, module.modules()))
     return isinstance(node.target, Holds) or not has_random_effects(node)
+
+
+def _checks(node: fx.Node) -> bool:
+    return isinstance(node.target, Holds) or node.target is require
 
 
 def _may_draw(module: nn.Module) -> bool:

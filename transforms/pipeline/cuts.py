@@ -130,7 +130,7 @@ def line_of(graph: fx.Graph, seen: Mapping[fx.Node, Seen], model: nn.Module) -> 
     items: list[fx.Node] = []
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable:
+        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable or seen[node].late:
             continue
         stays = _stays_with(node, seen)
         if stays:
@@ -147,7 +147,7 @@ def _stays_with(node: fx.Node, seen: Mapping[fx.Node, Seen]) -> list[fx.Node]:
         return []
     sources = [source for source in node.all_input_nodes if not seen[source].repeatable and source.op != "get_attr"]
     picks = node.target is require or any(seen[source].kind is Kind.OTHER for source in sources)
-    return sources if picks else []
+    return sources if picks and not any(seen[source].late for source in sources) else []
 
 
 def _crossing(

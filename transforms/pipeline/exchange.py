@@ -50,8 +50,7 @@ class Relay:
 
     def _run_stage(self, key: int, received: Crossed, number: int, seen: dict[int, Forms]) -> Crossed:
         stage = self.stages[key]
-        told = dict(zip(stage.hears, (self._here(value) for value in received[1]), strict=True))
-        stage.feed.plain = {**stage.feed.plain, **told}
+        stage.hear(number, [self._here(value) for value in received[1]])
         seen[key] = tuple(map(_described, received[0]))
         result = stage.run(received[0], number)
         if stage.is_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +63,10 @@ class Layout:
         if missing:
             raise PlanError(f"the plan divides a model with '{missing[0]}' into stages, which this one has not")
         stage_of: dict[fx.Node, int] = {by_name[name]: stage for name, stage in data["stages"].items()}
-        repeated = [by_name[name] for name in data["repeated"]]
+        needs = _Needs(opened.graph, stage_of, {by_name[name] for name in data["late"]}, data["count"])
         plain = frozenset(by_name[name] for name in data["plain"] if name in by_name)
-        count = max(stage_of.values()) + 1
-        parts = [_part(opened.graph, stage_of, number, count) for number in range(count)]
-        return cls(opened, parts, repeated, plain)
+        parts = [needs.part(number) for number in range(data["count"])]
+        return cls(opened, parts, [by_name[name] for name in data["repeated"]], plain)
 
     def forget_unreadable(self) -> None:
         """Drop the guards of modules that are looked into which read what is on another rank."""
@@ -96,22 +95,41 @@ class Layout:
         return found
 
 
-def _part(graph: fx.Graph, stage_of: Mapping[fx.Node, int], number: int, count: int) -> Part:
-    own = {node for node, stage in stage_of.items() if stage == number}
-    read = {used for node in own for used in node.all_input_nodes if used.op == "get_attr" and used not in stage_of}
-    nodes = [node for node in graph.nodes if node in own or node in read]
-    result = graph.output_node().args[0] if number == count - 1 else None
-    received, sent = _crossing(graph, stage_of, number, count), _crossing(graph, stage_of, number + 1, count)
-    return Part(number, nodes, received, sent, result)
+class _Needs:
+    """Which stages need what.
 
+    Args:
+        graph: of the whole model.
+        stage_of: stage of each node that belongs to one.
+        late: nodes that each stage which needs them computes for itself.
+        count: of the stages.
+    """
 
-def _crossing(graph: fx.Graph, stage_of: Mapping[fx.Node, int], stage: int, count: int) -> list[fx.Node]:
-    """Return the values that are made before a stage and read by it or by a later one."""
+    def __init__(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], late: Collection[fx.Node], count: int) -> None:
+        self.graph, self.stage_of, self.late, self.count = graph, stage_of, late, count
+        self._of: dict[fx.Node, set[int]] = {}
+        for node in reversed(graph.nodes):
+            self._of[node] = {stage for user in node.users for stage in self._run_in(user)}
 
-    def last(node: fx.Node) -> int:
-        return max((stage_of.get(user, count - 1 if user.op == "output" else -1) for user in node.users), default=-1)
+    def _run_in(self, node: fx.Node) -> set[int]:
+        """Return the stages that run a node."""
+        if node.op == "output":
+            return {self.count - 1}
+        return {self.stage_of[node]} if node in self.stage_of else self._of[node]
 
-    return [node for node in graph.nodes if stage_of.get(node, count) < stage <= last(node)] if stage < count else []
+    def part(self, number: int) -> Part:
+        """Return what a stage does."""
+        own = {node for node, stage in self.stage_of.items() if stage == number}
+        own |= {node for node in self.late if number in self._of[node]}
+        own |= {used for node in own for used in node.all_input_nodes if used.op == "get_attr"}
+        nodes = [node for node in self.graph.nodes if node in own]
+        result = self.graph.output_node().args[0] if number == self.count - 1 else None
+        return Part(number, nodes, self._crossing(number), self._crossing(number + 1), result)
+
+    def _crossing(self, stage: int) -> list[fx.Node]:
+        """Return the values that are made before a stage and read by it or by a later one."""
+        made = [node for node in self.graph.nodes if self.stage_of.get(node, self.count) < stage < self.count]
+        return [node for node in made if max(self._of[node], default=-1) >= stage]
 
 
 def _tensors_of(node: fx.Node, model: nn.Module) -> Iterator[Tensor]:

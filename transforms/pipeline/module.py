@@ -16,11 +16,11 @@ from ...passes.state import InParts
 from ...tracing.recording import preserved
 from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
 from .batches import divided, divided_target, rows_of
-from .exchange import Relay
+from .exchange import Forms, Relay
 from .layout import Layout
 from .norms import check_norms
 from .placement import Placement
-from .running import Feed, Repeated, StageModule
+from .running import Feed, StageModule, Ways
 
 __all__ = ["PipelineModule", "Schedule"]
 
@@ -54,23 +54,27 @@ class PipelineModule(InParts):
         stages: the numbers of this rank's stages.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, schedule: Schedule, microbatches: int) -> None:
+    def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
         super().__init__()
         names = list(model.state_dict())
-        placement = Placement.of(model, layout)
+        placement = Placement.of(model, layouts)
         placement.free(model)
-        layout.forget_unreadable()
+        for layout in layouts:
+            layout.forget_unreadable()
         # The very registries: what is moved, loaded or replaced in one is so in the other.
         vars(self).update(_modules=own_children(model), _parameters=own_parameters(model), _buffers=own_buffers(model))
         vars(self).update(_whole=model, training=model.training)
-        self._layout, self._schedule, self._microbatches, self._placement = layout, schedule, microbatches, placement
+        self._count, self._schedule, self._microbatches, self._placement = (
+            len(layouts[0].parts),
+            schedule,
+            microbatches,
+            placement,
+        )
         self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
         self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
-        self._repeated = Repeated(layout, model)
+        self._ways = Ways(layouts, model)
         self.stages = placement.own
-        vars(self)["_runs"] = {
-            number: StageModule(layout.parts[number], model, layout.plain, self._feed) for number in self.stages
-        }
+        vars(self)["_runs"] = {number: StageModule(layouts, number, model, self._feed) for number in self.stages}
 
     @property
     def stage(self) -> int:
@@ -106,7 +110,7 @@ class PipelineModule(InParts):
         numbers = torch.arange(len(calls))
         with self._placement.synchronised(), torch.enable_grad():
             prepared.schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
-        self._feed.repeated, self._feed.targets = (), ()
+        self._feed.ways, self._feed.targets = (), ()
         return self._told(losses)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -128,7 +132,7 @@ class PipelineModule(InParts):
             check_norms(self._whole)
             calls = divided(call, self._microbatches)
             self._feed.targets = divided_target(target, rows_of(call), len(calls))
-            self._feed.repeated = [self._repeated.values(self._here(each)) for each in calls]
+            self._feed.ways = [self._ways.of(self._here(each)) for each in calls]
         except FxoptError as error:
             return (), error
         return calls, None
@@ -152,17 +156,26 @@ class PipelineModule(InParts):
 
     def _ready(self, call: Inputs) -> _Prepared:
         """Return the schedule for batches of a form; the first one of a form goes through all stages once before."""
-        key = (_form(call), self.training)
+        ways = [way for way, _ in self._feed.ways]
+        key = (_form(call), frozenset(ways), self.training)
         if key not in self._prepared:
-            self._prepared[key] = self._prepare()
+            self._prepared[key] = self._prepare([ways.index(way) for way in sorted(set(ways))])
         return self._prepared[key]
 
-    def _prepare(self) -> _Prepared:
-        with preserved(self._whole), torch.enable_grad():
-            self._feed.plain = {}
-            forms = self._relay.run(0)
+    def _prepare(self, numbers: Sequence[int]) -> _Prepared:
+        """Send one microbatch of each way through all stages, to learn what crosses, and return the schedule."""
+        self._feed.plain = {}
+        seen: list[dict[int, Forms]] = []
+        for number in numbers:
+            with preserved(self._whole), torch.enable_grad():
+                seen.append(self._relay.run(number))
         self._feed.results.clear()
-        count, loss_form = len(self._layout.parts), (torch.empty((), device="meta"),)
+        forms, count, loss_form = seen[0], self._count, (torch.empty((), device="meta"),)
+        if any(not _is_equal(forms, other) for other in seen):
+            raise UsageError(
+                "the microbatches of this batch take different paths through the model, and other values cross between "
+                "stages on each; put rows of one kind into a batch"
+            )
         stages = [
             PipelineStage(
                 run, number, count, self._device, input_args=forms[number], output_args=forms.get(number + 1, loss_form)
@@ -194,7 +207,7 @@ class PipelineModule(InParts):
         """Return on every rank what the model returns, without gradients; all ranks call this with the same batch."""
         call = _one_call(Inputs(*args, **kwargs))
         with torch.no_grad():
-            self._feed.repeated, self._feed.plain = [self._repeated.values(self._here(call))], {}
+            self._feed.ways, self._feed.plain = [self._ways.of(self._here(call))], {}
             self._relay.run(0)
         results = [map_tensors(lambda tensor: tensor.cpu(), self._feed.results.pop(0, None))]
         distributed.broadcast_object_list(results, src=self._last_rank)
@@ -208,11 +221,11 @@ class PipelineModule(InParts):
 
     @property
     def _relay(self) -> Relay:
-        return Relay(self._runs, len(self._layout.parts), self._device)
+        return Relay(self._runs, self._count, self._device)
 
     @property
     def _last_rank(self) -> int:
-        return (len(self._layout.parts) - 1) % distributed.get_world_size()
+        return (self._count - 1) % distributed.get_world_size()
 
     @property
     def _device(self) -> torch.device:
@@ -260,6 +273,13 @@ class PipelineModule(InParts):
             if "_whole" in self.__dict__:
                 return getattr(self.__dict__["_whole"], name)
             raise
+
+
+def _is_equal(one: Mapping[int, Forms], other: Mapping[int, Forms]) -> bool:
+    def described(forms: Mapping[int, Forms]) -> Any:
+        return {key: [(t.shape, t.dtype, t.requires_grad) for t in tensors] for key, tensors in forms.items()}
+
+    return described(one) == described(other)
 
 
 def _form(call: Inputs) -> tuple[Any, ...]:

@@ -15,10 +15,10 @@ from ...compat import has_hooks, submodule
 from ...errors import GuardError, MatchFailure
 from ...passes.rewriting import unmet_guards
 from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of
-from ...tracing.guards import NOT_HELD, Argument, Attribute, Constant, Guard, Item, Source, reader, require
+from ...tracing.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...tracing.values import keep, qualified, user_class
 
-__all__ = ["Holds", "Opened", "opened_graph", "why_closed"]
+__all__ = ["Holds", "Opened", "depends_on_mode", "opened_graph", "why_closed"]
 
 
 class Holds:
@@ -43,15 +43,17 @@ class Holds:
     def _can_read(self, guard: Guard) -> bool:
         read = reader({"self": self.module})
         for source in guard.sources():
-            if not any(isinstance(part, Argument) and part.name != "self" for part in source.all()):
+            if not _reads_call(source):
                 try:
                     read(source)
                 except NOT_HELD:
                     return False
         return True
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        names = {"self": self.module, **self.capture.parameters.bind(args, dict(kwargs))}
+    def __call__(self, *call: Any) -> None:
+        """Check the guards for a call: its positional and its keyword arguments, or nothing where they read neither."""
+        given = self.capture.parameters.bind(call[0], call[1]) if call else {}
+        names = {"self": self.module, **given}
         failed = next((guard for guard in self.guards if not guard.holds(names)), None)
         if failed is not None:
             raise GuardError(
@@ -71,6 +73,7 @@ class Opened:
         sources: name of a placeholder -> where its value is in the arguments of the model's forward.
         holds: checks the guards of the root.
         paths: name of a call of a captured module -> the path by which it may be opened.
+        names: path of a module that is looked into -> its qualified name.
     """
 
     graph: fx.Graph
@@ -79,6 +82,7 @@ class Opened:
     sources: Mapping[str, Source]
     holds: Holds
     paths: Mapping[str, str]
+    names: Mapping[str, str]
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
         """Return the values of the placeholders in one call of the model.
@@ -121,9 +125,14 @@ def why_closed(module: nn.Module) -> str | None:
         return "it has a __call__ of its own"
     if has_hooks(module):
         return "it has hooks"
-    if any(guard.asks_for_training for specialization in capture.specializations for guard in specialization.guards):
-        return "training and evaluation differ in it"
     return "it has parametrizations" if parametrize.is_parametrized(module) else None
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    """Say whether a captured module has other graphs in training than in evaluation."""
+    capture = capture_of(module)
+    specializations = () if capture is None else capture.specializations
+    return any(guard.asks_for_training for specialization in specializations for guard in specialization.guards)
 
 
 class _Opener:
@@ -134,6 +143,7 @@ class _Opener:
         self.chosen, self.unpacked = dict(chosen), dict(unpacked)
         self.graph = fx.Graph()
         self.paths: dict[str, str] = {}
+        self.names = {"": ""}
 
     def result(self, capture: Capture) -> Opened:
         specialization = capture.specializations[self.chosen.get("", 0)]
@@ -147,9 +157,8 @@ class _Opener:
         unknown = {parameter.name: anything for parameter in capture.parameters.parameters}
         guards = unmet_guards(self.model, specialization, unknown)
         self.graph.output(self._inside("", "", specialization, values))
-        return Opened(
-            self.graph, self.chosen, self.unpacked, sources, Holds(self.model, capture, guards, ""), self.paths
-        )
+        holds = Holds(self.model, capture, guards, "")
+        return Opened(self.graph, self.chosen, self.unpacked, sources, holds, self.paths, self.names)
 
     def _inside(self, path: str, owner: str, specialization: Specialization, values: dict[fx.Node, Any]) -> Any:
         """Add what a module does; return its result, in which nodes stand for values."""
@@ -196,14 +205,20 @@ class _Opener:
         capture = None if module is None else capture_of(module)
         if module is None or capture is None:
             raise MatchFailure(f"'{name}' has no graph")
+        self.names[path] = name
         specialization = capture.specializations[self.chosen[path]]
         given = capture.parameters.bind(args, kwargs)
         guards = unmet_guards(module, specialization, given)
-        if guards:
-            self.graph.call_function(Holds(module, capture, guards, name), (tuple(args), dict(kwargs)))
+        self._check(Holds(module, capture, [g for g in guards if not any(map(_reads_call, g.sources()))], name))
+        of_call = [guard for guard in guards if any(map(_reads_call, guard.sources()))]
+        self._check(Holds(module, capture, of_call, name), tuple(args), dict(kwargs))
         placeholders = specialization.graph.find_nodes(op="placeholder")
         values = {node: self._at(specialization.argument(node), given, name) for node in placeholders}
         return self._inside(path, name, specialization, values)
+
+    def _check(self, holds: Holds, *call: Any) -> None:
+        if holds.guards:
+            self.graph.call_function(holds, call)
 
     def _at(self, source: Source, given: Mapping[str, Any], name: str) -> Any:
         """Return what is passed at a source: a node, or a value that is known."""
@@ -219,6 +234,11 @@ class _Opener:
 
     def _picked(self, pick: Callable[[Any, Any], Any], around: Any, key: Any) -> Any:
         return self.graph.call_function(pick, (around, key)) if isinstance(around, fx.Node) else pick(around, key)
+
+
+def _reads_call(source: Source) -> bool:
+    """Say whether a source is, or is made of, an argument of the call."""
+    return any(isinstance(part, Argument) and part != SELF for part in source.all())
 
 
 def _mapped(value: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import distributed, nn
 
-from ...errors import MatchFailure, UsageError
+from ...errors import GuardError, MatchFailure, UsageError
 from ...passes.contract import Pass
 from ...passes.sites import Goal, Numerics, Refusal, Site
 from ...tracing.program import Program
@@ -17,6 +17,7 @@ from .layout import Layout
 from .module import PipelineModule, Schedule
 from .norms import check_norms
 from .rehearsal import rehearse
+from .routes import other_routes
 from .search import find_stages
 
 __all__ = ["Pipeline"]
@@ -60,23 +61,33 @@ class Pipeline(Pass):
         try:
             if not program.inputs:
                 raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
-            data = find_stages(program, stages, self.cost).data()
-            layout = Layout.of(program.model, data)
-            rehearse(program.model, layout, program.inputs[0], training=program.training)
+            found = find_stages(program, stages, self.cost)
+            others = list(other_routes(program, found))
+            routes = [found.data(), *(route for route in others if not isinstance(route, Refusal))]
+            self._rehearse(program, routes)
         except MatchFailure as failure:
             yield Site(program, "", {}, data={"refused": str(failure)}, detail=str(failure))
             return
-        mean = sum(data["costs"]) / stages
-        share = max(data["costs"]) / mean if mean else 1.0
-        detail = f"{stages} stages, the slowest {share:.2f} of the mean, {data['crossing']:,} bytes cross"
-        yield Site(program, "", {}, data=data, detail=detail)
+        yield from (refusal for refusal in others if isinstance(refusal, Refusal))
+        crossing = f"{found.stages.crossing:,} bytes cross"
+        detail = f"{stages} stages, the slowest {1 + found.stages.imbalance:.2f} of the mean, {crossing}"
+        yield Site(program, "", {}, data={"routes": routes}, detail=detail)
+
+    def _rehearse(self, program: Program, routes: Sequence[dict[str, Any]]) -> None:
+        layouts = [Layout.of(program.model, route) for route in routes]
+        for number, call in enumerate(program.inputs):
+            try:
+                rehearse(program.model, layouts, call, training=program.training)
+            except GuardError as error:
+                if number == 0:
+                    raise MatchFailure(str(error)) from error
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         data = sites[0].data
         if "refused" in data:
             raise UsageError(f"pass 'pipeline': {data['refused']}")
-        layout = Layout.of(model, data)
-        return PipelineModule(model, layout, self.schedule, self._microbatches(distributed.get_world_size()))
+        layouts = [Layout.of(model, route) for route in data["routes"]]
+        return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
     def _stages(self, processes: int) -> int:
         return self.stages or processes * (2 if self.schedule == "interleaved" else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,13 +70,17 @@ class Placement:
     tied: tuple[Tied, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Layout) -> Placement:
+    def of(cls, model: nn.Module, layouts: Sequence[Layout]) -> Placement:
         """Return this rank's share; every rank calls this."""
         rank, size = distributed.get_rank(), distributed.get_world_size()
         stages_of: dict[int, set[int]] = {}
-        for stage, tensors in layout.tensors(model).items():
-            for key in tensors:
-                stages_of.setdefault(key, set()).add(stage)
+        called: dict[nn.Module, set[int]] = {}
+        for layout in layouts:
+            for stage, tensors in layout.tensors(model).items():
+                for key in tensors:
+                    stages_of.setdefault(key, set()).add(stage)
+            for module, stages in layout.called(model).items():
+                called.setdefault(module, set()).update(stages)
         everything = all_tensors(all_modules(model))
         for tensor in everything:
             stages_of.setdefault(id(tensor), {0})  # nothing reads it, but checkpoints have it
@@ -93,7 +97,7 @@ class Placement:
         for parameter, ranks in shared.items():
             if rank in ranks:
                 distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
-        return cls(tuple(range(rank, len(layout.parts), size)), stages_of, layout.called(model), tied)
+        return cls(tuple(range(rank, len(layouts[0].parts), size)), stages_of, called, tied)
 
     def free(self, model: nn.Module) -> None:
         """Take out of a model what no stage of this rank needs."""

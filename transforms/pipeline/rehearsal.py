@@ -14,27 +14,30 @@ from ...tracing.recording import copy_inputs, in_phase, preserved
 from ...tracing.values import Inputs, RandomState, tensors_in
 from .batches import divided, rows_of
 from .layout import Layout
-from .running import Feed, Repeated, StageModule
+from .running import Feed, StageModule, Ways
 
 __all__ = ["rehearse"]
 
 
-def rehearse(model: nn.Module, layout: Layout, call: Inputs, *, training: bool) -> None:
+def rehearse(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *, training: bool) -> None:
     """Compare what the stages give, for the whole batch and for two halves of it, with what the model gives.
 
     In evaluation, where the graphs hold there; dropout would draw otherwise for halves.
 
     Raises:
         MatchFailure: they differ.
+        GuardError: the stages are not for this call.
     """
+    failure: GuardError | None = None
     rows = rows_of(call)
     halves = 2 if rows % 2 == 0 else 1
     for mode, count in ((False, halves), (False, 1), (training, 1)):
         try:
-            problem = _difference(model, layout, call, count, mode)
-        except GuardError:
+            problem = _difference(model, layouts, call, count, mode)
+        except GuardError as error:
+            failure = error
             continue  # a half, or the other mode, takes another path; the next one may not
-        if problem and count > 1 and not _difference(model, layout, call, 1, mode):
+        if problem and count > 1 and not _difference(model, layouts, call, 1, mode):
             raise MatchFailure(
                 f"the rows of a batch depend on each other: of two halves {problem} (statistics of the batch, say, "
                 "or a loss over it), so microbatches would train another model"
@@ -42,16 +45,17 @@ def rehearse(model: nn.Module, layout: Layout, call: Inputs, *, training: bool) 
         if problem:
             raise MatchFailure(f"the stages do not give what the model gives: {problem}")
         return
+    raise failure or GuardError("the stages are not for this call")
 
 
-def _difference(model: nn.Module, layout: Layout, call: Inputs, count: int, training: bool) -> str:
+def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count: int, training: bool) -> str:
     random = RandomState()
     given = copy_inputs(call)
     with preserved(model), in_phase(model, training), torch.no_grad():
         whole = list(tensors_in(model(*given.args, **given.kwargs)))
     random.restore()
     with preserved(model), in_phase(model, training), torch.no_grad():
-        parts = [list(tensors_in(result)) for result in _results(model, layout, divided(copy_inputs(call), count))]
+        parts = [list(tensors_in(result)) for result in _results(model, layouts, divided(copy_inputs(call), count))]
     random.restore()
     for number, tensor in enumerate(whole):
         pieces = [part[number] for part in parts]
@@ -64,15 +68,15 @@ def _difference(model: nn.Module, layout: Layout, call: Inputs, count: int, trai
     return ""
 
 
-def _results(model: nn.Module, layout: Layout, calls: Sequence[Inputs]) -> list[Any]:
+def _results(model: nn.Module, layouts: Sequence[Layout], calls: Sequence[Inputs]) -> list[Any]:
     feed = Feed()
-    stages = [StageModule(part, model, layout.plain, feed) for part in layout.parts]
-    feed.repeated = list(map(Repeated(layout, model).values, calls))
+    stages = [StageModule(layouts, part.number, model, feed) for part in layouts[0].parts]
+    feed.ways = list(map(Ways(layouts, model).of, calls))
     found: list[Any] = []
     for number in range(len(calls)):
         crossed: Any = ((), ())
         for stage in stages:
-            feed.plain = {**feed.plain, **dict(zip(stage.hears, crossed[1], strict=True))}
+            stage.hear(number, crossed[1])
             crossed = stage.run(crossed[0], number)
         found.append(crossed)
     return found

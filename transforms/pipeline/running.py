@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from ...errors import GuardError
 from ...tracing.values import Inputs
 from .layout import Layout, Part
 
-__all__ = ["Feed", "Repeated", "StageModule", "Steps", "function_of_node", "last_uses"]
+__all__ = ["Feed", "StageModule", "Steps", "Ways", "function_of_node", "last_uses"]
 
 
 def function_of_node(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
@@ -81,42 +82,60 @@ class Feed:
     Schedules know microbatches by their numbers alone.
 
     Attributes:
-        repeated: by microbatch, what hangs on its inputs and on buffers alone.
+        ways: by microbatch, the number of the layout that it takes, and what every stage computes for itself.
         targets: by microbatch, what its results are compared with.
         results: by microbatch, what the last stage returned.
         plain: the values that are no tensors, from other stages; equal for all microbatches.
     """
 
-    repeated: Sequence[Mapping[fx.Node, Any]] = ()
+    ways: Sequence[tuple[int, Mapping[fx.Node, Any]]] = ()
     targets: Sequence[Any] = ()
     results: dict[int, Any] = field(default_factory=dict[int, Any])
     plain: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+
+
+class PartRun:
+    """Run what one stage does, on one way through the model.
+
+    Attributes:
+        received, sent: tensors that come from the stage before, and that go on.
+        hears, tells: other values that do.
+    """
+
+    def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
+        self.received = [node for node in part.received if node not in plain]
+        self.sent = [node for node in part.sent if node not in plain]
+        self.hears = [node for node in part.received if node in plain]
+        self.tells = [node for node in part.sent if node in plain]
+        self.steps = Steps(part.nodes, model, part.result if is_last else (self.sent, self.tells))
 
 
 class StageModule(nn.Module):
     """Run one stage: what `torch.distributed.pipelining` calls. It owns no tensors; the model does.
 
     Args:
-        part: what it runs.
+        layouts: the ways through the model.
+        number: of the stage.
         model: holds the modules and tensors.
-        plain: the values that are no tensors.
         feed: of this rank.
     """
 
-    def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], feed: Feed) -> None:
+    def __init__(self, layouts: Sequence[Layout], number: int, model: nn.Module, feed: Feed) -> None:
         super().__init__()
-        self.part, self.feed = part, feed
-        self.is_last = not part.sent
-        self.received = [node for node in part.received if node not in plain]
-        self.sent = [node for node in part.sent if node not in plain]
-        self.hears = [node for node in part.received if node in plain]
-        self.tells = [node for node in part.sent if node in plain]
-        self._steps = Steps(part.nodes, model, part.result if self.is_last else (self.sent, self.tells))
+        self.feed = feed
+        self.is_last = number == len(layouts[0].parts) - 1
+        self._runs = [PartRun(each.parts[number], model, each.plain, is_last=self.is_last) for each in layouts]
+
+    def hear(self, number: int, told: Sequence[Any]) -> None:
+        """Take what the stage before told for a microbatch."""
+        run = self._runs[self.feed.ways[number][0]]
+        self.feed.plain = {**self.feed.plain, **dict(zip(run.hears, told, strict=True))}
 
     def run(self, received: Sequence[Tensor], number: int) -> Any:
         """Return the result of the model, or what is sent and what is told to the next stage."""
-        values = {**self.feed.plain, **self.feed.repeated[number], **dict(zip(self.received, received, strict=True))}
-        return self._steps.run(values)
+        way, repeated = self.feed.ways[number]
+        run = self._runs[way]
+        return run.steps.run({**self.feed.plain, **repeated, **dict(zip(run.received, received, strict=True))})
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
         """Run one microbatch; what the last stage returns is in the feed."""
@@ -127,14 +146,33 @@ class StageModule(nn.Module):
         return (number.new_zeros((), dtype=torch.float32),)
 
 
-class Repeated:
-    """Compute what every stage computes for itself, from inputs and buffers; and check there what can be checked.
+class Ways:
+    """Find the way of a call through the model, and compute what every stage computes for itself.
 
     Args:
-        layout: of the stages.
+        layouts: the ways.
         model: holds the modules and buffers.
     """
 
+    def __init__(self, layouts: Sequence[Layout], model: nn.Module) -> None:
+        self._ways = [_Repeated(layout, model) for layout in layouts]
+
+    def of(self, call: Inputs) -> tuple[int, dict[fx.Node, Any]]:
+        """Return the number of the first layout that a call fits, and what hangs on its inputs and buffers alone.
+
+        Raises:
+            GuardError: the call is of another kind than the example inputs.
+        """
+        failure: GuardError | None = None
+        for number, way in enumerate(self._ways):
+            try:
+                return number, way.values(call)
+            except GuardError as error:
+                failure = failure or error
+        raise failure or GuardError("there is no way through the model")
+
+
+class _Repeated:
     def __init__(self, layout: Layout, model: nn.Module) -> None:
         repeated = set(layout.repeated)
         needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
@@ -143,11 +181,6 @@ class Repeated:
         self._steps = Steps(layout.repeated, model, dict(self._nodes))
 
     def values(self, call: Inputs) -> dict[fx.Node, Any]:
-        """Return what there is for one microbatch: the inputs of the model, and what hangs on them.
-
-        Raises:
-            GuardError: the microbatch is of another kind than the example inputs.
-        """
         given = self._opened.given(call.args, call.kwargs)
         with torch.no_grad():
             found = self._steps.run(given)

@@ -12,9 +12,9 @@ from ...errors import MatchFailure
 from ...tracing.program import Program
 from .costs import Cost, Kind, Seen, measured
 from .cuts import BALANCE, Line, Stages, line_of
-from .opening import Opened, opened_graph, why_closed
+from .opening import Opened, depends_on_mode, opened_graph, why_closed
 
-__all__ = ["Found", "find_stages"]
+__all__ = ["Found", "described", "find_stages", "unpackable"]
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,36 @@ class Found:
     line: Line
     stages: Stages
 
-    def data(self) -> dict[str, Any]:
-        """Return, as plain values, what every rank needs to build its part: see `Layout.of`."""
-        stage_of = {node.name: self._stage(place) for node, place in self.line.place.items()}
+    @property
+    def stage_of(self) -> dict[fx.Node, int]:
+        """Return the stage of each node that belongs to one."""
         return {
-            "opened": dict(self.opened.chosen),
-            "unpacked": dict(self.opened.unpacked),
-            "stages": stage_of,
-            "repeated": [node.name for node, seen in self.seen.items() if seen.repeatable and node.op != "placeholder"],
-            "plain": [node.name for node, seen in self.seen.items() if seen.kind is Kind.PLAIN],
-            "costs": list(self.stages.costs),
-            "crossing": self.stages.crossing,
+            node: sum(place >= start for start in self.stages.starts) - 1 for node, place in self.line.place.items()
         }
 
-    def _stage(self, place: int) -> int:
-        return sum(place >= start for start in self.stages.starts) - 1
+    def data(self) -> dict[str, Any]:
+        """Return, as plain values, what every rank needs to build its part: see `Layout.of`."""
+        return described(self.opened, self.seen, self.stage_of, len(self.stages.starts))
+
+
+def described(
+    opened: Opened, seen: Mapping[fx.Node, Seen], stage_of: Mapping[fx.Node, int], count: int
+) -> dict[str, Any]:
+    """Return a division of an opened graph as plain values."""
+    return {
+        "count": count,
+        "opened": dict(opened.chosen),
+        "unpacked": dict(opened.unpacked),
+        "stages": {node.name: stage for node, stage in stage_of.items()},
+        "repeated": [node.name for node, each in seen.items() if each.repeatable and node.op != "placeholder"],
+        "late": [node.name for node, each in seen.items() if each.late],
+        "plain": [node.name for node, each in seen.items() if each.kind is Kind.PLAIN],
+    }
+
+
+def unpackable(opened: Opened, seen: Mapping[fx.Node, Seen]) -> dict[str, int]:
+    """Return the nodes that give tuples which are not unpacked yet, and their lengths."""
+    return {node.name: each.length for node, each in seen.items() if each.length and node.name not in opened.unpacked}
 
 
 def find_stages(program: Program, stages: int, cost: Cost) -> Found:
@@ -69,9 +84,8 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
                 raise
             return best
         seen, fits = measured(opened, model, program.inputs[0], cost, training=program.training)
-        tuples = {node.name: each.length for node, each in seen.items() if each.length and node.name not in unpacked}
-        if tuples:
-            unpacked |= tuples
+        if unpackable(opened, seen):
+            unpacked |= unpackable(opened, seen)
             continue
         line = line_of(opened.graph, seen, model)
         division = line.cut(stages)
@@ -89,11 +103,16 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
     return best
 
 
-def _to_open(opened: Opened, line: Line, fits: Mapping[str, int], stages: int, model: nn.Module) -> dict[str, int]:
+def _to_open(
+    opened: Opened, line: Line, fits: Mapping[str, list[int]], stages: int, model: nn.Module
+) -> dict[str, int]:
     """Return the modules to look into next: those inside which an ideal division would cut; else the costliest."""
     calls = [(node, opened.paths[node.name]) for node in line.items if opened.paths.get(node.name) in fits]
     open_ = {node: path for node, path in calls if why_closed(model.get_submodule(str(node.target))) is None}
     ideal = [node for node in line.straddling(stages) if node in open_]
-    costs = dict(zip(line.items, line.costs, strict=True))
-    costliest = sorted(open_, key=lambda node: -costs[node])[:1]
-    return {open_[node]: fits[open_[node]] for node in ideal or costliest}
+    if not ideal and line.cut(stages) is None:
+        costs = dict(zip(line.items, line.costs, strict=True))
+        ideal = sorted(open_, key=lambda node: -costs[node])[:1]
+    # Where the modes differ, each needs a way of its own through the module: such a one is looked into last.
+    even = [node for node in ideal if not depends_on_mode(model.get_submodule(str(node.target)))]
+    return {open_[node]: fits[open_[node]][0] for node in even or ideal}

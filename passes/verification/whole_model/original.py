@@ -242,6 +242,8 @@ class Original:
         for seed in range(_PROBES if error else 0):
             run = self._run(self._stage, *jittered((sample.arguments, state), error, None, seed))
             learn_response(responses, before, translation.quantities(run, state))
+            with suppress(TooFar):
+                return largest_gap(before, found, within(before, budget, responses), where)
         return largest_gap(before, found, within(before, budget, responses), where)
 
     def _looked_at_closely(self, sample: _Sample, model: nn.Module, translation: Translation) -> float:

@@ -144,6 +144,59 @@ def test_a_gradient_that_is_zero_in_theory_is_judged_beside_its_neighbours() -> 
     assert fast.key.bias.grad is not None
 
 
+class Bend(nn.Module):
+    """A ReLU whose input is so near zero that rounding in 16 bits puts it on the other side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        with torch.no_grad():
+            self.linear.bias -= self.linear(X)[0] - 1e-4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.linear(x).relu())
+
+
+def steeper_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = narrow_linear(x, weight, bias)
+    return y.detach() + 1.3 * (y - y.detach())
+
+
+FUNCTIONS["steeper"] = steeper_linear
+
+
+def test_gradients_may_jump_where_those_of_the_original_do_and_not_elsewhere() -> None:
+    model = Bend()
+    fast = fxopt.optimize(model, [Linears(0.05)], example_inputs=(X,))
+    gradients: list[Tensor] = []
+    for each in (model, fast):
+        each(X).sin().sum().backward()
+        gradients.append(each.linear.bias.grad)
+    assert (gradients[0] - gradients[1]).abs().max() > 0.06 * gradients[0].abs().max()
+    assert {status for status, _ in decisions(fast)} == {"applied"}
+    steeper = fxopt.optimize(chain(2), [Linears(0.05, function="steeper")], example_inputs=(X,))
+    assert all(status == "undone" and "gradient of" in reason for status, reason in decisions(steeper))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def test_equal_blocks_follow_the_first_within_their_own_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    fast = fxopt.optimize(model, [Linears(0.05)], example_inputs=(X,), measure=False)
+    made = fxopt.plan(fast).decisions
+    assert [(each.status, each.figures.get("as")) for each in made] == [("applied", n) for n in (None, "0", "0")]
+    assert len({each.figures["precision_error"] for each in made}) == 3
+
+
 # -- state: integers in the place of floats ------------------------------------------------------------------------
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import MatchFailure
+from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
-from fxopt.passes.sites import Site
+from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.verification import TensorOwners
 from fxopt.tracing.graphs import Region
 from fxopt.tracing.guards import require
@@ -353,3 +356,57 @@ def test_whole_structures_are_inlined_too() -> None:
     edit.inline(next(node for node in edit.graph.nodes if node.target == "pair"))
     edit.finish()
     assert torch.equal(program.model(x)["sin"], x.sin())
+
+
+class ReadsAndWrites(nn.Module):
+    """Reads a buffer, writes it, and goes on with what was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.seen.view(-1) * x + 1
+        self.seen.add_(1)
+        return read.sin()
+
+
+def test_a_second_region_goes_on_with_what_the_first_has_read() -> None:
+    program = fxopt.capture(ReadsAndWrites(), (INPUTS[0],))
+    edit = Edit(program, Site(program, "", {}), "test_pass")
+    for names in (("mul", "add"), ("sin",)):
+        edit.outline([node for node in edit.graph.nodes if node.name in names], name="region")
+    edit.finish()
+    assert torch.equal(program.model(INPUTS[0]), ReadsAndWrites()(INPUTS[0]))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(x).sin())
+
+
+@dataclass(frozen=True)
+class OutlineAll(Pass):
+    """Put what draws into regions, in all modules at once."""
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SIZE
+
+    def find(self, program: Program) -> Iterator[Site]:
+        parts = [Site(program, name, {f"sin_{name}": "sin", f"drop_{name}": "dropout"}) for name in ("0", "1")]
+        yield Site.over(program, *parts)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        for part in site.parts:
+            with edit.at(part):
+                edit.outline([part[label] for label in part.nodes], name="region")
+
+
+def test_regions_in_several_modules_draw_what_these_drew() -> None:
+    model = nn.Sequential(Dropping(), Dropping()).train()
+    fast = fxopt.optimize(model, OutlineAll(), example_inputs=(INPUTS[0],), measure=False)
+    assert [(each.status, each.reason) for each in fxopt.plan(fast).decisions] == [("applied", "")]

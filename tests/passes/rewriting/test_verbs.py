@@ -535,6 +535,66 @@ def test_a_cut_over_two_modules_is_undone_without_a_rest() -> None:
     assert trace_of(program.model) == before
 
 
+class Halves(nn.Module):
+    """Its forward is a graph, which equal ones share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x[..., : x.shape[-1] // 2]) + x.chunk(2, -1)[1]
+
+
+class Gated(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.down = Halves(), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x) * 2).flip(-1))
+
+
+def shapes_in(program: Program) -> dict[str, dict[str, str]]:
+    """Return what each node of each graph is known to give, of the form of tensors."""
+    return {name: {n.name: str(n.meta.get("val")) for n in graph.nodes} for name, graph in program.graphs.items()}
+
+
+def test_nodes_behind_a_cut_know_their_new_shapes_and_undoing_gives_the_old_back() -> None:
+    def cut(site: Site, edit: Edit) -> None:
+        for name, dim, kept in (("up.weight", 0, 4), ("up.bias", 0, 4), ("down.weight", 1, 2)):
+            tensor = edit.owner.get_parameter(name)
+            edit.set_tensor(name, tensor.narrow(dim, 0, kept), Select(name, name, dim, tuple(range(kept)), kept * 2))
+
+    program = fxopt.capture(nn.Sequential(Gated(), Gated()), (X,))
+    graphs, before, text = program.graphs, shapes_in(program), trace_of(program.model)
+    assert graphs["0.act"] is graphs["1.act"]
+    edit = Edit(program, Site(program, "0", {}), "test_pass")
+    with edit.watched():
+        cut(edit.site, edit)
+        edit.finish()
+    now = shapes_in(program)
+    assert {n: now["0"][n] for n in ("up", "mul", "act", "flip", "down")} == {
+        "up": "float32[5, 4]", "mul": "float32[5, 4]", "act": "float32[5, 2]",
+        "flip": "float32[5, 2]", "down": "float32[5, 6]",
+    }  # fmt: skip
+    assert (now["0.act"]["x"], now["0.act"]["add"]) == ("float32[5, 4]", "float32[5, 2]")
+    assert {name: now[name] for name in ("", "1", "1.act")} == {name: before[name] for name in ("", "1", "1.act")}
+    assert program.model(X).shape == X.shape
+    edit.undo()
+    assert shapes_in(program) == before
+    assert trace_of(program.model) == text
+    assert program.graphs["0.act"] is program.graphs["1.act"]
+
+
+def test_a_child_of_another_width_is_known_to_what_follows() -> None:
+    program = fxopt.capture(Net(), (X,))
+    edit = Edit(program, Site(program, "body.0", {}), "test_pass")
+    edit.replace_module("up", nn.Linear(6, 3))
+    edit.replace_module("down", nn.Linear(3, 6))
+    edit.finish()
+    now = shapes_in(program)
+    assert [now[name][node] for name in ("body.0", "body.2") for node in ("up", "act", "down")] == [
+        "float32[5, 3]", "float32[5, 3]", "float32[5, 6]", "float32[5, 8]", "float32[5, 8]", "float32[5, 6]",
+    ]  # fmt: skip
+
+
 def test_it_lands_whole_or_not_at_all() -> None:
     class Stops(PruneHidden):
         def rewrite(self, site: Site, edit: Edit) -> None:

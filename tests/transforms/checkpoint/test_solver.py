@@ -92,7 +92,7 @@ def test_chains_are_solved_exactly(seed: int) -> None:
 
 def in_both_orders(given: Problem) -> list[Schedule]:
     """Return what is found in the order in which the steps run, and in that where branches are finished first."""
-    order = depth_first(dataflow(given.steps))
+    order = depth_first(dataflow(given))
     moved = replace(given, steps=[given.steps[number] for number in order])
     regions = (
         [(frozenset(order[region.start : region.stop]), region.selective) for region in schedule.regions]

@@ -129,6 +129,42 @@ CASES = (
 )  # fmt: skip
 
 
+class Scaled(nn.Module):
+    """Its forward, which has to be cut, is another one in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * 2 if self.training else layer(x)
+        return x
+
+
+def on_rank_ways() -> dict[str, Any]:
+    """Rows with and without padding, and the other mode: the model's forward decides by these."""
+    model, padded, target, loss = made(roberta)
+    full = {**padded, "attention_mask": torch.ones_like(padded["attention_mask"])}
+    mixed = {**padded, "attention_mask": torch.cat([padded["attention_mask"][:4], full["attention_mask"][4:]])}
+    both = staged(model, [padded, full], "pipeline")
+    found: dict[str, Any] = {"batches": []}
+    for batch in (padded, full, mixed):
+        both.zero_grad(), model.zero_grad()
+        got, whole = both.step(batch, target, loss), loss(model(**batch), target)
+        whole.backward()
+        found["batches"].append(max(float(abs(got - whole.detach())), farthest(gradients(both), gradients(model))))
+    found["one kind"] = said(lambda: staged(made(roberta)[0], padded, "pipeline").step(mixed, target, loss))
+    scaled, x = Scaled().double(), torch.randn(ROWS, 4).double()
+    torch.manual_seed(0)
+    twin = staged(scaled, x, "pipeline")
+    scaled.load_state_dict(fxopt.state_dict(twin))
+    with torch.no_grad():
+        found["modes"] = [float((twin.train(mode)(x) - scaled.train(mode)(x)).abs().max()) for mode in (True, False)]
+    found["mode of a step"] = float(abs(twin.eval().step(x, x, F.mse_loss) - F.mse_loss(scaled.eval()(x), x).detach()))
+    return found
+
+
 def on_rank_trained() -> dict[str, dict[str, Any]]:
     return {f"{make.__name__} {schedule}": trained(make, schedule) for make, schedule in CASES}
 
@@ -268,6 +304,14 @@ def test_in_use(of_ranks: list[dict[str, Any]]):
         assert found["saved"] == 0
         assert found["restore"].startswith("StateError: the model is in parts on several ranks")
         assert found["again"].startswith("InputError: the model is in parts on several ranks already")
+
+
+def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str, Any]]):
+    for each in of_ranks:
+        found = each["ways"]
+        assert max(found["batches"]) < 1e-9 and max(found["modes"]) < 1e-9 and found["mode of a step"] < 1e-9
+        assert found["one kind"].startswith("GuardError: ")
+        assert found["one kind"].endswith("Give example_inputs that cover this case too")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""What nodes give once tensors or modules of the model are others: worked out on tensors that hold no data."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
+from ..graphs import capture_of, select
+from ..recording import preserved
+from ..values import Meta, TensorMeta, is_leaf, meta_of
+
+__all__ = ["changed_metas"]
+
+
+def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Module, Mapping[fx.Node, Meta]]:
+    """Return what nodes give that gave something of another form before, by the module in whose graphs they are.
+
+    Only what reads a changed value runs. What cannot run without data, and code without a graph, counts as before.
+
+    Args:
+        owner: its graphs, and those that they call, are looked at.
+        changed: new tensors and modules inside of it.
+    """
+    run, capture = _Run(changed), capture_of(owner)
+    if capture is not None:
+        with preserved(owner), torch.no_grad(), fake_tensors():
+            for specialization in capture.specializations:
+                run.graph(owner, specialization.graph, {})
+    return run.metas
+
+
+class _Run:
+    """Run those nodes that read a changed value."""
+
+    def __init__(self, changed: Sequence[object]) -> None:
+        self.metas: dict[nn.Module, dict[fx.Node, Meta]] = {}
+        self._changed = {id(item) for item in changed}
+
+    def graph(self, owner: nn.Module, graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+        """Run a module's graph, given some values; others are added."""
+        for node, value in list(values.items()):
+            self._note(owner, node, value)
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "output") and self._reads_changed(owner, node):
+                with contextlib.suppress(Exception):
+                    values[node] = self._result(owner, node, values)
+                    self._note(owner, node, values[node])
+
+    def _note(self, owner: nn.Module, node: fx.Node, value: Any) -> None:
+        meta = meta_of(value)
+        if "val" in node.meta and meta != node.meta["val"]:
+            self.metas.setdefault(owner, {})[node] = meta
+
+    def _reads_changed(self, owner: nn.Module, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            return id(operator.attrgetter(str(node.target))(owner)) in self._changed
+        if node.op == "call_module" and self._holds_changed(owner.get_submodule(str(node.target))):
+            return True
+        return any(operand in self.metas.get(owner, ()) for operand in node.all_input_nodes)
+
+    def _holds_changed(self, module: nn.Module) -> bool:
+        inside = all_modules(module)
+        tensors = (t for m in inside for t in (*own_parameters(m).values(), *own_buffers(m).values()))
+        return any(id(item) in self._changed for item in (*inside, *tensors))
+
+    def _result(self, owner: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _value(operand, values))
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(owner)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            return self._call(owner.get_submodule(str(node.target)), args, kwargs)
+        return cast("Any", node.target)(*args, **kwargs)
+
+    def _call(self, module: nn.Module, args: Collection[Any], kwargs: Mapping[str, Any]) -> Any:
+        if is_leaf(module):
+            return module.forward(*args, **kwargs)
+        selected = select(module, tuple(args), kwargs)
+        if selected is None:
+            raise LookupError("its own forward runs")
+        graph, given = selected[0].graph, selected[1]
+        values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        self.graph(module, graph, values)
+        return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
+
+
+def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return what a node gives; of what did not run, something of the form that it is known to have."""
+    return values[node] if node in values else _of_form(node.meta.get("val"))
+
+
+def _of_form(meta: Meta) -> Any:
+    match meta:
+        case TensorMeta():
+            return torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        case tuple():
+            return tuple(map(_of_form, meta))
+        case list():
+            return list(map(_of_form, meta))
+        case dict():
+            return {key: _of_form(item) for key, item in meta.items()}
+        case _:
+            return meta

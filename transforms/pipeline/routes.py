@@ -1,0 +1,150 @@
+"""The other ways through a model: other kinds of calls, and the other mode, divided like the first."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from ...errors import GuardError, MatchFailure
+from ...passes.sites import Refusal
+from ...tracing.graphs import fitting, required_capture
+from ...tracing.program import Program
+from ...tracing.recording import in_phase
+from ...tracing.values import Inputs
+from .costs import Kind, Seen, measured
+from .cuts import line_of
+from .opening import Opened, depends_on_mode, opened_graph
+from .search import Found, described, unpackable
+
+__all__ = ["other_routes"]
+
+_TRIES = 16
+"""So many combinations of graphs are tried for a call: where a check of data decides, guards do not tell which fits."""
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One way through a model.
+
+    Attributes:
+        opened: the graph.
+        seen: what is known of its nodes.
+    """
+
+    opened: Opened
+    seen: Mapping[fx.Node, Seen]
+
+
+def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Refusal]:
+    """Yield, as `Layout.of` takes it, each way that an example call takes in either mode, but the one that was found.
+
+    A call that cannot be divided like the first one is refused: the pipeline will not take its kind.
+    """
+    names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
+    known = [dict(found.opened.chosen)]
+    for number, call in enumerate(program.inputs):
+        for training in _modes(program, names, is_first=number == 0):
+            try:
+                route = _route(program.model, call, names, training)
+                if dict(route.opened.chosen) not in known:
+                    known.append(dict(route.opened.chosen))
+                    yield described(route.opened, route.seen, _divided(route, homes, program.model), count)
+            except (GuardError, MatchFailure) as error:
+                yield Refusal(
+                    f"example call {number} in {'training' if training else 'evaluation'}: {error}", at="(root)"
+                )
+
+
+def _modes(program: Program, names: Collection[str], *, is_first: bool) -> list[bool]:
+    """Return the modes in which a call may take another way than the one that was found."""
+    opened = [program.module(name) for name in names]
+    if all(len(required_capture(module).specializations) == 1 for module in opened):
+        return []
+    own = [] if is_first else [program.training]
+    return [*own, not program.training] if any(map(depends_on_mode, opened)) else own
+
+
+def _route(model: nn.Module, call: Inputs, names: Collection[str], training: bool) -> _Route:
+    """Return the way that a call takes, through the modules that are to be looked into.
+
+    Raises:
+        GuardError: none was found.
+    """
+    with in_phase(model, training):
+        fits = fitting(model, call.args, call.kwargs)
+    capture = required_capture(model)
+    pending = [({"": capture.specializations.index(each)}, dict[str, int]()) for each in reversed(fits)]
+    failure = GuardError("no graph of the model is for it")
+    for _ in range(_TRIES):
+        if not pending:
+            break
+        chosen, unpacked = pending.pop()
+        try:
+            opened = opened_graph(model, chosen, unpacked)
+            seen, inside = measured(opened, model, call, "flops", training=training)
+        except GuardError as error:
+            failure = error
+            continue
+        if unpackable(opened, seen):
+            pending.append((chosen, {**unpacked, **unpackable(opened, seen)}))
+            continue
+        nodes = [node for node in opened.graph.find_nodes(op="call_module") if str(node.target) in names]
+        paths = [opened.paths[node.name] for node in nodes if opened.paths.get(node.name) in inside]
+        if not paths:
+            return _Route(opened, seen)
+        every = list(itertools.product(*(inside[path] for path in paths)))
+        pending += [({**chosen, **dict(zip(paths, each, strict=True))}, unpacked) for each in reversed(every)]
+    raise failure
+
+
+def _homes(found: Found) -> dict[str, list[int]]:
+    """Return, for each module that is called and each tensor that is read, by which stages, in order."""
+    homes: dict[str, list[int]] = {}
+    for node, stage in found.stage_of.items():
+        reads = [used for used in node.all_input_nodes if used.op == "get_attr"]
+        for each in (node, *reads):
+            if each.op in ("call_module", "get_attr"):
+                homes.setdefault(str(each.target), []).append(stage)
+    return homes
+
+
+def _divided(route: _Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
+    """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from.
+
+    Raises:
+        MatchFailure: the way visits the stages in another order, or what cannot cross would.
+    """
+    place = line_of(route.opened.graph, route.seen, model).place
+    stage_of: dict[fx.Node, int] = {}
+    known_by: dict[fx.Node, int] = {}
+    calls: Counter[str] = Counter()
+    for node in route.opened.graph.nodes:
+        stage = known_by[node] = max((known_by[used] for used in node.all_input_nodes), default=0)
+        if node not in place:
+            continue
+        for each in (node, *node.all_input_nodes):
+            if each.op in ("call_module", "get_attr") and (each is node or each.op == "get_attr"):
+                known = homes.get(str(each.target), (stage,))
+                home = known[min(calls[str(each.target)], len(known) - 1)]
+                calls[str(each.target)] += 1
+                if home < stage:
+                    raise MatchFailure(f"'{each.target}' comes after modules of a later stage")
+                stage = home
+        stage_of[node] = known_by[node] = stage
+    _check_crossing(route, stage_of)
+    return stage_of
+
+
+def _check_crossing(route: _Route, stage_of: Mapping[fx.Node, int]) -> None:
+    end = max(stage_of.values(), default=0)
+    for node, stage in stage_of.items():
+        seen = route.seen[node]
+        last = max((stage_of.get(user, end if user.op == "output" else 0) for user in node.users), default=stage)
+        is_written = seen.written is not None and stage_of.get(seen.written, stage) > stage
+        if is_written or (seen.kind is Kind.OTHER and last > stage):
+            raise MatchFailure(f"'{node.name}' would cross into another stage")
