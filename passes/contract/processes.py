@@ -98,4 +98,4 @@ def _summary(tensor: Tensor) -> str:
     bits = values.flatten().view(_WHOLE_NUMBERS[values.element_size()])
     parts: Sequence[Tensor] = cast("Any", bits).split(_PART)
     sums = [(part.long() * torch.arange(1, len(part) + 1, device=part.device)).sum() for part in parts]
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()
+    return hashlib.sha256(repr(cast("Any", torch.stack(sums)).tolist()).encode()).hexdigest()
