@@ -21,7 +21,7 @@ from ...compat import modules_by_name, own_buffers, own_parameters, transient_bu
 from ...errors import StateError, UsageError
 from ...tracing.graphs import deactivate_again, specializations_of
 from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
-from ..state import StateMap, check_type, translate_optimizer
+from ..state import StateMap, all_parameters, check_type, leave_to_other_ranks, translate_optimizer
 from .record import Record, record_of
 
 __all__ = ["check_optimizer", "hand_over", "move_optimizer_back", "restored"]
@@ -211,7 +211,8 @@ def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, rec
             original = restored(model, earlier)
             move_optimizer_back(optimizer, model, earlier, original)
             names = _names(original)
-        translate_optimizer(optimizer, names, record.state_map, dict(fast.named_parameters()))
+        translate_optimizer(optimizer, names, record.state_map, all_parameters(fast))
+    leave_to_other_ranks(optimizer, fast)
 
 
 def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:

@@ -165,6 +165,48 @@ def on_rank_ways() -> dict[str, Any]:
     return found
 
 
+class Heads(nn.Module):
+    """An ensemble on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        return torch.stack([head(x) for head in self.heads]).mean(0)
+
+
+def on_rank_together() -> dict[str, Any]:
+    """Fused before, with an optimizer that has been used: its moments move with the parameters of this rank."""
+    torch.manual_seed(0)
+    model, x, target = Heads().double(), torch.randn(ROWS, 8).double(), torch.randn(ROWS, 2).double()
+    plain = Heads().double()
+    plain.load_state_dict(model.state_dict())
+    optimizer, theirs = (torch.optim.AdamW(each.parameters(), 0.1) for each in (model, plain))
+    for each, stepper in ((model, optimizer), (plain, theirs)):
+        F.mse_loss(each(x), target).backward()
+        stepper.step()
+        stepper.zero_grad()
+    passes = "fuse_ensembles{lowering=bmm},pipeline"
+    fast = fxopt.optimize(model, passes, example_inputs=x, optimizer=optimizer, measure=False)
+    assert isinstance(fast, PipelineModule)
+    fast.step(x, target, F.mse_loss)
+    optimizer.step()
+    F.mse_loss(plain(x), target).backward()
+    theirs.step()
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    state = fxopt.state_dict(fast)
+    return {
+        "fused": [d.status for d in fxopt.plan(fast).decisions],
+        "names": list(state) == list(plain.state_dict()),
+        "held": held == {id(p) for p in fast.parameters()} == {id(p) for p in optimizer.state},
+        "trained": farthest(plain.state_dict(), state),
+        "loaded": str(fast.load_state_dict(model.state_dict())),
+    }
+
+
 def on_rank_trained() -> dict[str, dict[str, Any]]:
     return {f"{make.__name__} {schedule}": trained(make, schedule) for make, schedule in CASES}
 
@@ -304,6 +346,13 @@ def test_in_use(of_ranks: list[dict[str, Any]]):
         assert found["saved"] == 0
         assert found["restore"].startswith("StateError: the model is in parts on several ranks")
         assert found["again"].startswith("InputError: the model is in parts on several ranks already")
+
+
+def test_a_fused_model_and_its_optimizer(of_ranks: list[dict[str, Any]]):
+    for each in of_ranks:
+        found = each["together"]
+        assert found["fused"] == ["applied", "applied"] and found["names"] and found["held"] and found["trained"] < 1e-9
+        assert found["loaded"] == "<All keys matched successfully>"
 
 
 def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str, Any]]):
