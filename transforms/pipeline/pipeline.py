@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import distributed, nn
 
 from ...errors import GuardError, MatchFailure, UsageError
-from ...passes.contract import Pass, launch_command, require_process_group
+from ...passes.contract import Pass, launch_command, require_process_group, require_same_weights
 from ...passes.sites import Goal, Numerics, Refusal, Site
 from ...tracing.program import Program
 from .costs import Cost
@@ -82,6 +82,7 @@ class Pipeline(Pass):
         data = sites[0].data
         if "refused" in data:
             raise UsageError(f"pass 'pipeline': {data['refused']}")
+        require_same_weights(model, self.name)
         layouts = [Layout.of(model, route) for route in data["routes"]]
         return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
