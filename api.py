@@ -87,8 +87,8 @@ def optimize(
     Args:
         model: any module. It is left untouched unless `inplace`.
         passes: pass names, pipeline strings (`"fuse_ensembles{lowering=bmm}"`), pass values, functions from GraphModule
-            to GraphModule, or a preset (`"inference"`, `"training"`); one of these or several, run in this order. By
-            default those of the plan, if there is one, else `"inference"`.
+            to GraphModule, or a preset (`"inference"`, `"training"`, `"distributed"`); one of these or several, run in
+            this order. By default those of the plan, if there is one, else `"inference"`.
         example_inputs: a tuple (positional), a dict (keywords), `Inputs` (both), a tensor or a graph of torch-geometric
             (the one argument), a list of these (several calls), or a `DataLoader`, whose first two batches are taken,
             without what the forward does not take (labels). Without any, nothing is verified or timed: rules decide.

@@ -27,6 +27,13 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fuse_ensembles",
         ),
         "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),
+        "distributed": (
+            "eliminate_common_subexpressions",
+            "eliminate_dead_code",
+            "sync_batchnorm",
+            "fuse_ensembles",
+            "ddp",
+        ),
     }
 )
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"

@@ -178,7 +178,7 @@ def main(passes: str | None = None, epochs: int = 4, checkpoint: Path | None = N
         join("nccl" if torch.cuda.is_available() else "gloo")
     torch.backends.cudnn.benchmark = True
     several = under_torchrun and distributed.get_world_size() > 1
-    chosen = ("sync_batchnorm,ddp" if several else "training") if passes is None else passes
+    chosen = ("distributed" if several else "training") if passes is None else passes
     training = Training(chosen, epochs, checkpoint)
     losses: list[float] = []
     while training.epoch < epochs:

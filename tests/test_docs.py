@@ -79,3 +79,10 @@ def test_the_api_page_has_every_public_name():
 
 def _linked(page: Path) -> set[str]:
     return {Path(match["target"]).stem for match in LINK.finditer(page.read_text(encoding="utf-8"))}
+
+
+def test_the_tests_that_hold_the_promises_are_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "promises.md").read_text())
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert named
+    assert not missing

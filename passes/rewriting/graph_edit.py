@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from .snapshot import Snapshot
 from .well_formed import check_well_formed, is_same_graph
 
 __all__ = ["GraphEdit"]
+
+_CALLS = ("call_function", "call_method", "call_module")
 
 
 @dataclass
@@ -167,6 +170,17 @@ class GraphEdit:
             for owner, graphs in self._graphs.items()
             for number, graph in enumerate(graphs.sources())
         }
+
+    @property
+    def leaves_fewer_operations(self) -> bool:
+        """Say whether the changed graphs make fewer calls than before, without having moved any into new modules."""
+        before, after = Counter[str](), Counter[str]()
+        for graphs in self._graphs.values():
+            now = capture_of(graphs.module)
+            before.update(node.op for graph in graphs.sources() for node in graph.nodes)
+            after.update(node.op for each in (now.specializations if now else ()) for node in each.graph.nodes)
+        fewer = sum(before[kind] - after[kind] for kind in _CALLS)
+        return fewer > 0 and after["call_module"] <= before["call_module"]
 
     def set_graph(self, graph: fx.Graph) -> None:
         """Put `graph` in the place of the site's graph."""

@@ -6,7 +6,7 @@ from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNam
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
 from .holders import Holder, holder_of
-from .in_parts import InParts, whole_state
+from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
@@ -27,12 +27,14 @@ __all__ = [
     "Stack",
     "StateMap",
     "StateStep",
+    "all_parameters",
     "check_type",
     "copied_module",
     "cut_from_sharded",
     "functional_state",
     "gathered",
     "holder_of",
+    "leave_to_other_ranks",
     "refuse_sharded",
     "sharded_like",
     "sharded_state",

@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from .clocks import Clock, race_clock, works_in_this_thread
 from .collection import collection_paused
 from .runner import Runner, runner
 from .threads import one_thread
@@ -46,6 +47,9 @@ _SHORT_SECONDS = 5e-3
 _STALL_SECONDS = 8e-3
 _STALLED = 4.0
 """Where threads are put off and woken it takes this long. A call that takes four times what it can do tells of that."""
+
+_NO_GAIN = 1.25
+"""Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
 
 CALLS_OF_EACH, CALLS_OF_TWO = 2 + _HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - _HOPELESS_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
@@ -83,7 +87,7 @@ class Timings:
 
     Attributes:
         rounds: seconds of one call, by the candidate's name.
-        in_one_thread: the samples were taken in one thread, since those in more had stalled.
+        in_one_thread: the samples were taken in one thread, since those in more told of other programs.
     """
 
     rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
@@ -163,7 +167,8 @@ def time_candidates(
     """Time candidates side by side until the answer is clear, or the time is up.
 
     Every round takes one sample of each candidate, in another order each time. A candidate that is clearly
-    slower than the fastest drops out; what it is slower by is known by then.
+    slower than the fastest drops out; what it is slower by is known by then. Samples are in processor time where one
+    thread does the work: other programs do not disturb it.
 
     Args:
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
@@ -192,7 +197,7 @@ def _raced(
     first = next(iter(candidates))
     if may_stall and _is_slower_in_threads(candidates[first]):
         return None
-    timings, samplings = Timings(), {name: _Sampling.of(candidate) for name, candidate in candidates.items()}
+    timings, samplings = Timings(), _samplings(candidates)
     end = time.thread_time() + limit  # stalled calls until now take nothing from it
     racing, shuffling, time_used = list(samplings), random.Random(0), _Stopwatch()  # noqa: S311 - it hides no secret
     while len(timings.rounds) < _MOST_ROUNDS:
@@ -212,6 +217,17 @@ def _raced(
     return timings
 
 
+def _samplings(candidates: Mapping[str, Candidate]) -> dict[str, _Sampling]:
+    """Return how candidates are sampled: all of them by the same clock."""
+    clock = race_clock(
+        waits_for_gpu=any(isinstance(each, Runner) and each.waits_for_gpu for each in candidates.values())
+    )
+    samplings = {name: _Sampling.of(candidate, clock) for name, candidate in candidates.items()}
+    if clock is time.thread_time and not all(sampling.works_in_this_thread for sampling in samplings.values()):
+        return {name: _Sampling.of(candidate, time.perf_counter) for name, candidate in candidates.items()}
+    return samplings
+
+
 class _Stopwatch:
     """Tell the time that a thread has used: on a busy machine it waits for most of what the clock shows."""
 
@@ -224,13 +240,18 @@ class _Stopwatch:
 
 
 def _is_slower_in_threads(candidate: Candidate) -> bool:
-    """Say whether a call takes many times as long as in one thread: many operations in it may stall, one by one."""
-    sampling = _Sampling(candidate)
+    """Say whether a call takes longer than one thread needs for it, were it alone on the machine.
+
+    Then many operations in it stall, one by one, or other programs have the cores. Sharing them out is then of no use,
+    and one thread's processor time tells what the clock does not.
+    """
+    sampling = _Sampling(candidate, race_clock())
     seconds = min(sampling.sample(), sampling.sample())
     if seconds < _STALL_SECONDS:
         return False
     with one_thread():
-        return seconds > _STALLED * sampling.sample()
+        sampling = _Sampling(candidate, race_clock())
+        return seconds > _NO_GAIN * sampling.sample()
 
 
 def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
@@ -289,25 +310,29 @@ class _Sampling:
 
     Attributes:
         candidate: what is called.
+        clock: tells seconds.
         calls: in one sample.
         warm_up: call it before each sample.
         least: the seconds of its fastest call until now, or the processor time of it where that is less.
+        works_in_this_thread: no other one has worked for it until now.
     """
 
     candidate: Candidate
+    clock: Clock
     calls: int = 1
     warm_up: bool = False
     least: float = math.inf
+    works_in_this_thread: bool = True
 
     @classmethod
-    def of(cls, candidate: Candidate) -> _Sampling:
-        once = cls(candidate)
-        once.sample()
+    def of(cls, candidate: Candidate, clock: Clock) -> _Sampling:
+        once = cls(candidate, clock)
+        once.works_in_this_thread = works_in_this_thread(once.sample)
         if once.least > _LONG_SECONDS:
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
-        calls = max(1, math.ceil(_SAMPLE_SECONDS / seconds))
-        return cls(candidate, calls, once.least < _WARM_UP_SECONDS, once.least)
+        once.calls, once.warm_up = max(1, math.ceil(_SAMPLE_SECONDS / seconds)), once.least < _WARM_UP_SECONDS
+        return once
 
     def sample(self) -> float:
         """Return the seconds that one call takes; a short sample that was interrupted is taken again."""
@@ -322,10 +347,10 @@ class _Sampling:
         return seconds
 
     def _once(self) -> float:
-        start, start_of_thread = time.perf_counter(), time.thread_time()
+        start, start_of_thread = self.clock(), time.thread_time()
         for _ in range(self.calls):
             self.candidate()
-        seconds = (time.perf_counter() - start) / self.calls
+        seconds = (self.clock() - start) / self.calls
         processor = (time.thread_time() - start_of_thread) / self.calls
         self.least = min(self.least, seconds, processor or seconds)  # some systems count it in large steps
         return seconds

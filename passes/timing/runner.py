@@ -75,6 +75,11 @@ class Runner:
         tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
         self._gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
 
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Say whether a call waits for work on a GPU."""
+        return bool(self._gpus)
+
     def __call__(self) -> None:
         with torch.set_grad_enabled(self.training):
             for call in self._calls:

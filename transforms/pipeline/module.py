@@ -57,6 +57,7 @@ class PipelineModule(InParts):
     def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
         super().__init__()
         names = list(model.state_dict())
+        parameters = dict(model.named_parameters())
         placement = Placement.of(model, layouts)
         placement.free(model)
         for layout in layouts:
@@ -71,6 +72,11 @@ class PipelineModule(InParts):
             placement,
         )
         self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
+        own = {id(parameter) for parameter in model.parameters()}
+        absent = {name: parameter for name, parameter in parameters.items() if id(parameter) not in own}
+        vars(self)["_absent"] = {
+            name: nn.Parameter(p.detach().to("meta"), p.requires_grad) for name, p in absent.items()
+        }
         self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
         self._ways = Ways(layouts, model)
         self.stages = placement.own
@@ -257,6 +263,10 @@ class PipelineModule(InParts):
                 found[name] = own[name].contiguous() if has else torch.empty(shape, dtype=dtype, device=self._device)
                 distributed.broadcast(found[name], src=rank)
         return {name: found.pop(name) for name in self._names if name in found} | found
+
+    def parameters_elsewhere(self) -> dict[str, nn.Parameter]:
+        """Return, by name, stand-ins for the parameters of other ranks: they have shapes, and no data."""
+        return dict(vars(self)["_absent"])
 
     # -- a module --------------------------------------------------------------------------------------------------
 

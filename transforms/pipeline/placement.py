@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from ...compat import all_modules, own_buffers, own_children, own_parameters
+from ...compat import all_modules, own_buffers, own_children, own_parameters, own_tensor, submodule
 from ...errors import StateError
+from ...passes.state import STATE_MAP, VIEWS, StateMap, StateStep
 from ...tracing.values import all_tensors
 from .layout import Layout
 
@@ -110,12 +111,17 @@ class Placement:
             for name, child in own_children(module).items():
                 if child is not None and needed.get(child) and not self._is_own(needed[child]):
                     own_children(module)[name] = Elsewhere(min(needed[child]))
+        for module in needed:
+            if STATE_MAP in vars(module):
+                vars(module)[STATE_MAP] = _of_this_rank(module, vars(module)[STATE_MAP])
 
     def _stages(self, module: nn.Module) -> set[int]:
         """Return the stages that need a module, or anything in it."""
         inside = all_modules(module)
+        views: list[Any] = [view for each in inside for view in vars(each).get(VIEWS, {}).values()]
         calls = {stage for each in inside for stage in self.called.get(each, ())}
-        return calls | {stage for tensor in all_tensors(inside) for stage in self.stages_of[id(tensor)]}
+        tensors = [*all_tensors(inside), *(view.stacked for view in views)]
+        return calls | {stage for tensor in tensors for stage in self.stages_of[id(tensor)]}
 
     def _is_own(self, stages: Collection[int]) -> bool:
         return any(stage in self.own for stage in stages)
@@ -138,3 +144,21 @@ class Placement:
         """Return the gradients of some parameters; of those that several ranks hold, the first one's."""
         others = {id(tied.parameter) for tied in self.tied if not tied.is_first}
         return [p.grad for p in parameters if p.grad is not None and id(p) not in others]
+
+
+def _of_this_rank(module: nn.Module, state_map: StateMap) -> StateMap:
+    """Return a module's map without the steps whose tensors are elsewhere."""
+    gone = {name for name in state_map.targets if not _has(module, name)}
+    steps: list[StateStep] = []
+    for step in reversed(state_map.steps):
+        if gone.issuperset(step.targets):
+            gone.update(step.sources)
+        else:
+            steps.append(step)
+    return replace(state_map, steps=tuple(reversed(steps)))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    holder = submodule(module, path)
+    return holder is not None and own_tensor(holder, last) is not None

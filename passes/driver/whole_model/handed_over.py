@@ -40,11 +40,12 @@ class HandedOver:
     seed: int = 0
     _all: list[Rewrite] = field(init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
+    _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool], Original | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._all = list(self.history.rewrites)
-        self._models, self._originals = {}, {}
+        self._models, self._twins, self._originals = {}, {}, {}
 
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
@@ -99,8 +100,15 @@ class HandedOver:
         chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
         calls = [inputs[number] for number in chosen]
         try:
+            if id(model) not in self._twins:
+                self._twins[id(model)] = twin(model)
             return Original(
-                twin(model), calls, training=training, gradients=gradients, seed=self.seed, is_usual=training is None
+                self._twins[id(model)],
+                calls,
+                training=training,
+                gradients=gradients,
+                seed=self.seed,
+                is_usual=training is None,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None

@@ -19,7 +19,7 @@ from ..tuner import Candidate, Tuner
 __all__ = ["WholeModel"]
 
 _AS_FAST = 0.98
-"""The least median speed at which a model whose interval reaches 1 counts as no slower: noise excuses no more."""
+"""Below this median speed of the model, rewrites that nothing else speaks for go, though its interval reaches 1."""
 
 
 class WholeModel:
@@ -44,10 +44,12 @@ class WholeModel:
             deactivate(self._tuner.program.names.distinct)
             timings = self._timings()
             speed = timings.ratio("before", "after")
-            if speed.high >= 1.0 and speed.mid >= _AS_FAST:
+            is_slower = speed.high < 1.0
+            unwanted = doubtful if is_slower else self._unproven() if speed.mid < _AS_FAST else []
+            if not unwanted:
                 return _as_timings(timing_figures(timings, "after"))
-            self._take_back(doubtful, f"the whole model was slower with it ({speed.mid:.3g}x)")
-            if not self._tuner.budget.left:
+            self._take_back(unwanted, f"the whole model was slower with it ({speed.mid:.3g}x)")
+            if is_slower and not self._tuner.budget.left:
                 self._take_back_all(speed.mid)
         return None
 
@@ -56,6 +58,14 @@ class WholeModel:
         while doubtful := self._doubtful():
             reason = f"the whole model was slower ({speed:.3g}x), and {self._tuner.budget} was spent"
             self._take_back(doubtful, reason)
+
+    def _unproven(self) -> list[Rewrite]:
+        """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
+        return [
+            each
+            for each in self._history.rewrites
+            if _is_optional(each) and "untimed" in each.decision.figures and not each.edit.leaves_fewer_operations
+        ]
 
     def _doubtful(self) -> list[Rewrite]:
         """Return the rewrites to take back next, together.
@@ -66,7 +76,7 @@ class WholeModel:
         fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]
         owners = {each.owner for each in fast}
         clean_ups = [each for each in self._history.rewrites if each.pass_.clean_up and each.owner not in owners]
-        optional = [each for each in fast if not each.group.required]
+        optional = [each for each in fast if _is_optional(each)]
         if clean_ups or not optional:
             return clean_ups
         untimed = [each for each in optional if "untimed" in each.decision.figures]
@@ -119,6 +129,10 @@ class WholeModel:
             return
         rewrite.edit = candidate.edit
         self._history.rewrites.append(rewrite)
+
+
+def _is_optional(rewrite: Rewrite) -> bool:
+    return rewrite.pass_.goal is Goal.SPEED and not rewrite.group.required
 
 
 def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:

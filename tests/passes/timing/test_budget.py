@@ -69,7 +69,7 @@ def test_time_for_the_whole_model_is_kept_back() -> None:
     assert budget.for_a_race() == pytest.approx(10.5)
     assert budget.for_a_race(whole=True) == pytest.approx(18.9)
     assert budget.allows_check(clean_up=True)
-    budget.spent = 10.0
+    budget.spent = 15.0
     assert not budget.allows_check(clean_up=True)
     assert budget.allows_check(clean_up=False)
     budget.spent = 20.0

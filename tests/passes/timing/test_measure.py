@@ -39,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for name in ("perf_counter", "thread_time"):
+    for name in ("perf_counter", "thread_time", "process_time"):
         monkeypatch.setattr(measure.time, name, lambda: clock.now)
     monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(measure, "_interruptions", lambda: 0)  # those of the machine that runs the tests
@@ -197,6 +197,56 @@ def test_short_calls_are_repeated_until_the_clock_can_tell(clock: Clock) -> None
     candidate = clock.candidate(1e-6)
     time_candidates({"a": lambda: (calls.append(0), candidate())}, seconds=0.001)
     assert len(calls) > 9 * 200
+
+
+class BusyMachine:
+    """Other programs have the core for most of the time, in pieces of any length: the wall clock tells by chance."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
+        self.clock, self.threads, self.waited, self.elsewhere = clock, threads, 0.0, 0.0
+        monkeypatch.setattr(measure.torch, "get_num_threads", lambda: self.threads)
+        monkeypatch.setattr(measure.torch, "set_num_threads", lambda count: setattr(self, "threads", count))
+        monkeypatch.setattr(measure.time, "thread_time", lambda: clock.now - self.waited)
+        monkeypatch.setattr(measure.time, "process_time", lambda: clock.now - self.waited + self.elsewhere)
+
+    def candidate(self, seconds: float, *, in_other_threads: bool = False) -> Callable[[], None]:
+        """Return what takes so long; `in_other_threads`, what is waited for while they work for it."""
+
+        def call() -> None:
+            waiting = self.clock.random.uniform(0.5, 10.0) * seconds
+            self.clock.now += seconds if in_other_threads else seconds + waiting
+            self.waited += seconds * 0.999 if in_other_threads else waiting
+            self.elsewhere += seconds if in_other_threads else 0.0
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_other_programs_take_nothing_from_a_race_in_one_thread(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    clock.random.seed(seed)
+    machine = BusyMachine(clock, monkeypatch)
+    found = time_candidates({"before": machine.candidate(0.1), "after": machine.candidate(0.098)}, limit=0.0)
+    assert len(found.rounds) == 6
+    assert found.ratio("before", "after").low == pytest.approx(100 / 98)
+    assert found.seconds("after") == pytest.approx(0.098)
+
+
+def test_where_other_programs_have_the_cores_one_thread_tells(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = BusyMachine(clock, monkeypatch, threads=2)
+    found = time_candidates({"before": machine.candidate(0.1), "after": machine.candidate(0.098)}, limit=0.0)
+    assert found.in_one_thread
+    assert found.ratio("before", "after").low == pytest.approx(100 / 98)
+    assert machine.threads == 2
+
+
+def test_what_other_threads_work_for_is_timed_by_the_wall_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = BusyMachine(clock, monkeypatch)
+    race = {"before": machine.candidate(0.1), "after": machine.candidate(0.05, in_other_threads=True)}
+    found = time_candidates(race, limit=0.0)
+    assert found.seconds("after") == pytest.approx(0.05)
+    assert found.seconds("before") > 0.15
 
 
 class Threads:

@@ -165,6 +165,48 @@ def on_rank_ways() -> dict[str, Any]:
     return found
 
 
+class Heads(nn.Module):
+    """An ensemble on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        return torch.stack([head(x) for head in self.heads]).mean(0)
+
+
+def on_rank_together() -> dict[str, Any]:
+    """Fused before, with an optimizer that has been used: its moments move with the parameters of this rank."""
+    torch.manual_seed(0)
+    model, x, target = Heads().double(), torch.randn(ROWS, 8).double(), torch.randn(ROWS, 2).double()
+    plain = Heads().double()
+    plain.load_state_dict(model.state_dict())
+    optimizer, theirs = (torch.optim.AdamW(each.parameters(), 0.1) for each in (model, plain))
+    for each, stepper in ((model, optimizer), (plain, theirs)):
+        F.mse_loss(each(x), target).backward()
+        stepper.step()
+        stepper.zero_grad()
+    passes = "fuse_ensembles{lowering=bmm},pipeline"
+    fast = fxopt.optimize(model, passes, example_inputs=x, optimizer=optimizer, measure=False)
+    assert isinstance(fast, PipelineModule)
+    fast.step(x, target, F.mse_loss)
+    optimizer.step()
+    F.mse_loss(plain(x), target).backward()
+    theirs.step()
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    state = fxopt.state_dict(fast)
+    return {
+        "fused": [d.status for d in fxopt.plan(fast).decisions],
+        "names": list(state) == list(plain.state_dict()),
+        "held": held == {id(p) for p in fast.parameters()} == {id(p) for p in optimizer.state},
+        "trained": farthest(plain.state_dict(), state),
+        "loaded": str(fast.load_state_dict(model.state_dict())),
+    }
+
+
 def on_rank_trained() -> dict[str, dict[str, Any]]:
     return {f"{make.__name__} {schedule}": trained(make, schedule) for make, schedule in CASES}
 
@@ -251,6 +293,14 @@ def plain_gpt2() -> nn.Module:
     return made(gpt2)[0]
 
 
+def of_other_weights() -> Made:
+    """Return a model that is another one on each rank."""
+    model, *rest = made(resnet)
+    with torch.no_grad():
+        next(model.parameters()).add_(distributed.get_rank())
+    return model, *rest
+
+
 def on_rank_refused() -> dict[str, str]:
     model, batch, target, loss = made(resnet)
     rank = distributed.get_rank()
@@ -276,6 +326,7 @@ def on_rank_refused() -> dict[str, str]:
         "thawed": said(lambda: thawed.step(inputs, target, loss)),
         "no inputs": said(lambda: fxopt.optimize(made(resnet)[0], "pipeline")),
         "tiny": said(lambda: fxopt.optimize(nn.Linear(2, 2), "pipeline", example_inputs=torch.randn(4, 2))),
+        "weights": optimized("pipeline", of_other_weights),
         "after all": str(float(fast.step(batch, target, loss)) > 0),
     }
 
@@ -306,6 +357,13 @@ def test_in_use(of_ranks: list[dict[str, Any]]):
         assert found["again"].startswith("InputError: the model is in parts on several ranks already")
 
 
+def test_a_fused_model_and_its_optimizer(of_ranks: list[dict[str, Any]]):
+    for each in of_ranks:
+        found = each["together"]
+        assert found["fused"] == ["applied", "applied"] and found["names"] and found["held"] and found["trained"] < 1e-9
+        assert found["loaded"] == "<All keys matched successfully>"
+
+
 def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str, Any]]):
     for each in of_ranks:
         found = each["ways"]
@@ -328,6 +386,7 @@ def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str,
         ("thawed", "UsageError: "),
         ("no inputs", "UsageError: pass 'pipeline': example_inputs are needed"),
         ("tiny", "UsageError: pass 'pipeline': the model's own forward cannot be cut"),
+        ("weights", "UsageError: pass 'pipeline': 'stem.weight' of rank 1 is not that of rank 0; seed all"),
         ("after all", "True"),
     ],
 )

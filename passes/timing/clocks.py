@@ -1,0 +1,38 @@
+"""By which clock something is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Clock", "race_clock", "works_in_this_thread"]
+
+Clock = Callable[[], float]
+
+_FINE_SECONDS = 1e-5
+"""A clock of coarser steps tells little of samples of 200 microseconds."""
+
+_ELSEWHERE = 0.5
+"""Where other threads of the process work for half as long as the calling one, they may do the model's work."""
+
+
+def race_clock(*, waits_for_gpu: bool = False) -> Clock:
+    """Return the clock by which candidates are compared.
+
+    Where torch computes in one thread, it is processor time of the calling one, which goes on only while that runs:
+    other programs take nothing from it. Several threads wait for each other, spinning or not, so that processor time
+    tells nothing of how long they take; nor does it of a GPU. For these it is the clock on the wall.
+    """
+    is_coarse = time.get_clock_info("thread_time").resolution > _FINE_SECONDS
+    several = waits_for_gpu or torch.get_num_threads() > 1
+    return time.perf_counter if is_coarse or several else time.thread_time
+
+
+def works_in_this_thread(action: Callable[[], object]) -> bool:
+    """Do something, and say whether the calling thread did it: whether others of the process did little meanwhile."""
+    start, start_of_thread = time.process_time(), time.thread_time()
+    action()
+    here = time.thread_time() - start_of_thread
+    return time.process_time() - start - here <= _ELSEWHERE * here
