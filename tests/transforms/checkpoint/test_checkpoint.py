@@ -296,3 +296,18 @@ def test_compiled_regions_compute_the_same() -> None:
     torch.compile(fast, backend="aot_eager")(x).square().sum().backward()
     tensors = {name: parameter.grad for name, parameter in fast.named_parameters()} | dict(fast.named_buffers())
     torch.testing.assert_close(tensors, {name: eager[name] for name in tensors}, rtol=0, atol=0)
+
+
+def test_bert() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).train()
+    tokens, calls = torch.randint(50, (2, 12)), {}
+    fast = checkpointed((model, tokens), 0.6, verify=False)
+    for name, each in (("plain", model), ("fast", fast)):
+        torch.manual_seed(0)
+        each(tokens).last_hidden_state.square().sum().backward()
+        calls[name] = {key: parameter.grad for key, parameter in each.named_parameters()}
+    torch.testing.assert_close(calls["fast"], calls["plain"], rtol=0, atol=0)
+    before, after = (memory_use(each, normalize_inputs((tokens,))).live for each in (model, fast))
+    assert after <= 0.6 * before
