@@ -73,8 +73,8 @@ class Checkpoint(Pass):
         if choice is None:
             peak = least.schedule.peak
             raise BudgetError(
-                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least that can "
-                f"be is {byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
+                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least "
+                f"that can be is {byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
                 "give no less, or 0 for the least"
             )
         return choice
