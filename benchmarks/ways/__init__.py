@@ -1,6 +1,6 @@
 """Ways to train a model on several processes: what a pass makes of it, beside the same written by hand.
 
-Each file here has `WAYS`; `benchmarks/parallel.py` runs them all.
+Each file here with `WAYS` is about one pass; `benchmarks/parallel.py` runs them all.
 """
 
 from __future__ import annotations

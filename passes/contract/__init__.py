@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
-from .processes import device_type, require_process_group, require_same_weights
+from .processes import (
+    device_type,
+    launch_command,
+    mesh_of_same_weights,
+    require_process_group,
+    require_same_weights,
+)
 
 __all__ = [
     "WORD",
@@ -14,6 +20,8 @@ __all__ = [
     "ValueMismatch",
     "device_type",
     "format_value",
+    "launch_command",
+    "mesh_of_same_weights",
     "option_types",
     "read_value",
     "require_process_group",

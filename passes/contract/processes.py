@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,7 +15,10 @@ from ...compat import all_modules
 from ...errors import UsageError
 from ...tracing.values import all_tensors, tensors_by_name
 
-__all__ = ["device_type", "require_process_group", "require_same_weights"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["device_type", "launch_command", "mesh_of_same_weights", "require_process_group", "require_same_weights"]
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 20
@@ -37,12 +40,16 @@ def require_process_group(name: str, processes: int = 2) -> None:
     if distributed.is_available() and distributed.is_torchelastic_launched():
         step = "call torch.distributed.init_process_group() before fxopt.optimize"
     else:
-        script = Path(sys.argv[0]).name or "train.py"
         step = (
-            f"run `torchrun --nproc-per-node={processes} {script}`, and call "
-            "torch.distributed.init_process_group() in it before fxopt.optimize"
+            f"run {launch_command(processes)}, and call torch.distributed.init_process_group() in it before "
+            "fxopt.optimize"
         )
     raise UsageError(f"pass '{name}' works on several processes, and there is no process group; {step}")
+
+
+def launch_command(processes: int) -> str:
+    """Return, for a message, the command that starts this script in several processes."""
+    return f"`torchrun --nproc-per-node={processes} {Path(sys.argv[0]).name or 'train.py'}`"
 
 
 def device_type(model: nn.Module, name: str) -> str:
@@ -69,6 +76,14 @@ def device_type(model: nn.Module, name: str) -> str:
     return kind
 
 
+def mesh_of_same_weights(model: nn.Module, name: str) -> DeviceMesh:
+    """Return the mesh of all processes, once they are seen to have the same weights (`require_same_weights`)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    require_same_weights(model, name)
+    return init_device_mesh(device_type(model, name), (distributed.get_world_size(),))
+
+
 def require_same_weights(model: nn.Module, name: str) -> None:
     """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
 
@@ -83,7 +98,7 @@ def require_same_weights(model: nn.Module, name: str) -> None:
     everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(everyone, mine)
     for rank, other in enumerate(everyone):
-        key = next((key for key, value in everyone[0].items() if other[key] != value), None)
+        key = next((key for key, value in everyone[0].items() if other.get(key) != value), None)
         if key is not None:
             step = "seed all processes alike, or let all load one checkpoint, before fxopt.optimize"
             raise UsageError(f"pass '{name}': '{key}' of rank {rank} is not that of rank 0; {step}")

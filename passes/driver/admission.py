@@ -9,7 +9,7 @@ from torch import nn
 
 from ...compat import submodule
 from ...errors import CaptureError, PassError
-from ...tracing.graphs import capture_of
+from ...tracing.graphs import specializations_of
 from ...tracing.program import Program
 from ..contract import Pass
 from ..rewriting import Snapshot, UnnotedChange, only_reading
@@ -84,8 +84,7 @@ def _check_node(program: Program, site: Site, name: str) -> None:
     try:
         program.node(site.owner, name, site.specialization)
     except CaptureError:
-        capture = capture_of(program.module(site.owner))
-        others = [] if capture is None else capture.specializations
+        others = specializations_of(program.module(site.owner))
         if all(name not in (node.name for node in each.graph.nodes) for each in others):
             raise
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...errors import StateError, UsageError
-from ...tracing.graphs import capture_of, deactivate_again
+from ...tracing.graphs import deactivate_again, specializations_of
 from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
 from ..state import StateMap, all_parameters, check_type, leave_to_other_ranks, translate_optimizer
 from .record import Record, record_of
@@ -104,9 +104,7 @@ _REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_
 
 def _constants(module: nn.Module) -> set[str]:
     """Return the names of what a module's graphs read: plain attributes among them may be constants of a pass."""
-    capture = capture_of(module)
-    graphs = [] if capture is None else [specialization.graph for specialization in capture.specializations]
-    return {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr")}
+    return {str(node.target) for each in specializations_of(module) for node in each.graph.find_nodes(op="get_attr")}
 
 
 def _cut_off_history(value: Any, memo: dict[int, Any]) -> None:

@@ -20,6 +20,7 @@ from ...tracing.graphs import (
     note_removed,
     own,
     recompile,
+    specializations_of,
 )
 from ...tracing.guards import Guard, attribute_at, equal
 from ...tracing.program import Program, changed_metas
@@ -79,8 +80,8 @@ class TreeEdit(GraphEdit):
 
     def _check_takes_more(self, holder: nn.Module, name: str) -> None:
         """Make sure that nobody who goes through the children of a module comes across a new one."""
-        capture = None if counts_items(type(holder)) else capture_of(holder)
-        guards = [] if capture is None else [guard for each in capture.specializations for guard in each.guards]
+        specializations = () if counts_items(type(holder)) else specializations_of(holder)
+        guards = (guard for each in specializations for guard in each.guards)
         if any(OWN_CHILDREN in guard.sources() for guard in guards):
             raise MatchFailure(
                 f"the forward of '{self.site.owner or '(root)'}' goes through all its children, and would come across "

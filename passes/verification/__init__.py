@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
-from .compare import Tolerance, distance, form_problem, rounding, scale_of
+from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
 from .float64 import Float64Mode, double_defaults, narrow, widened
 from .inputs import jittered, perturbed_inputs, perturbed_state
 from .modes import depends_on_mode, modes_to_check
@@ -30,6 +30,7 @@ __all__ = [
     "double_defaults",
     "form_problem",
     "found_in_graphs",
+    "half_the_digits",
     "is_on_meta",
     "jittered",
     "modes_to_check",

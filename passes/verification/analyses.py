@@ -67,22 +67,26 @@ class TensorOwners:
 class TensorReads:
     """Which parameters and buffers graphs read themselves, other than by calling the module that holds them."""
 
-    readers: Mapping[int, str]
+    readers: Mapping[int, tuple[str, ...]]
 
     @classmethod
     def compute(cls, program: Program) -> TensorReads:
-        readers: dict[int, str] = {}
+        readers: defaultdict[int, dict[str, None]] = defaultdict(dict)
         for owner, capture in program.captures.items():
             module = program.module(owner)
             for specialization in capture.specializations:
                 for node in specialization.graph.find_nodes(op="get_attr"):
                     path, _, last = str(node.target).rpartition(".")
-                    readers.setdefault(id(getattr(module.get_submodule(path), last, None)), owner or "(root)")
-        return cls(readers)
+                    readers[id(getattr(module.get_submodule(path), last, None))][owner or "(root)"] = None
+        return cls({tensor: tuple(owners) for tensor, owners in readers.items()})
+
+    def readers_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the modules whose graphs read a tensor."""
+        return self.readers.get(id(tensor), ())
 
     def reader(self, tensor: Tensor) -> str | None:
         """Return the module whose graph reads a tensor, or None."""
-        return self.readers.get(id(tensor))
+        return next(iter(self.readers_of(tensor)), None)
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
-from .capture import Capture, RegionPlan, Specialization, capture_of, required_capture
+from .capture import Capture, RegionPlan, Specialization, capture_of, required_capture, specializations_of
 from .captured import (
     EVAL_ONLY,
     Captured,
@@ -63,6 +63,7 @@ __all__ = [
     "required_capture",
     "select",
     "sharing",
+    "specializations_of",
     "uninstall",
     "with_graph",
     "with_specializations",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,15 @@ from .contexts import Context
 from .inactive import is_as_found
 from .portable import PortableGraph, copy_graph
 
-__all__ = ["Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "required_capture"]
+__all__ = [
+    "Capture",
+    "RegionPlan",
+    "Specialization",
+    "capture_of",
+    "check_picklable",
+    "required_capture",
+    "specializations_of",
+]
 
 
 @dataclass
@@ -215,6 +223,12 @@ def capture_of(module: nn.Module) -> Capture | None:
     """Return the graphs that `module` runs from, or None; while it is inactive, those it would run from."""
     capture: Capture | None = module.__dict__.get("_fxopt_capture")
     return capture if capture is None or is_as_found(module, capture.base) else None
+
+
+def specializations_of(module: nn.Module) -> Sequence[Specialization]:
+    """Return the graphs that `module` runs from, each with what it is for; none if it was not captured."""
+    capture = capture_of(module)
+    return () if capture is None else capture.specializations
 
 
 def required_capture(module: nn.Module) -> Capture:

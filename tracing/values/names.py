@@ -95,6 +95,10 @@ class ModelNames:
         """Return every module once, with all its names."""
         return self._names.items()
 
+    def names(self, module: nn.Module) -> Sequence[str]:
+        """Return all names of a module in the model, the first one first."""
+        return self._names[module]
+
     def __contains__(self, module: object) -> bool:
         return module in self._names
 

@@ -13,7 +13,7 @@ from ...compat import all_modules, has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.sites import Refusal
 from ...passes.verification import CallSites
-from ...tracing.graphs import Context, WrappedRegion, capture_of, required_capture
+from ...tracing.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, is_leaf, qualified, user_class
 from .leaf import AutocastLeaf
@@ -120,8 +120,7 @@ class Search:
         self._seen.add(module)
         parts: list[Part] = []
         called: dict[str, None] = {}
-        capture = capture_of(module)
-        for number, specialization in enumerate(() if capture is None else capture.specializations):
+        for number, specialization in enumerate(specializations_of(module)):
             found = self._in_graph(owner, number, specialization.graph)
             parts += found
             inside = {node for part in found for node in part.nodes}

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import nn
 
 from ...compat import own_children
-from ...tracing.graphs import capture_of
+from ...tracing.graphs import specializations_of
 from ...tracing.program import Program
 
-__all__ = ["Callers", "graphs_of"]
+__all__ = ["Callers"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,11 @@ class Callers:
         return cls({module: frozenset(callers) for module, callers in found.items()}, frozenset(unseen))
 
 
-def graphs_of(module: nn.Module) -> list[fx.Graph]:
-    """Return the graphs of a module; none if it could not be captured."""
-    capture = capture_of(module)
-    return [] if capture is None else [specialization.graph for specialization in capture.specializations]
-
-
 def _called(program: Program, caller: nn.Module) -> Iterator[nn.Module]:
-    graphs = graphs_of(caller)
-    for graph in graphs:
-        for node in graph.find_nodes(op="call_module"):
+    specializations = specializations_of(caller)
+    for specialization in specializations:
+        for node in specialization.graph.find_nodes(op="call_module"):
             yield caller.get_submodule(str(node.target))
-    if not graphs and program.inputs and any(own_children(caller).values()):
+    if not specializations and program.inputs and any(own_children(caller).values()):
         for call in program.recording().calls.get(caller, ()):
             yield from (module for module, _ in call.children)

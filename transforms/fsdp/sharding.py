@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ...errors import UsageError
-from ...passes.contract import Pass, device_type, require_process_group, require_same_weights
+from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .checks import check_batch_norms, check_parameters
@@ -69,11 +69,9 @@ class Fsdp(Pass):
         yield from search.refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        require_same_weights(model, self.name)
-        mesh = init_device_mesh(device_type(model, self.name), (distributed.get_world_size(),))
+        mesh = mesh_of_same_weights(model, self.name)
         inside = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32 if self.dtype else None)
         own = next((parameter.dtype for parameter in model.parameters()), None)
         around = MixedPrecisionPolicy(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...compat import own_children
 from ...passes.sites import Refusal
-from ...passes.verification import TensorOwners
+from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
-from .callers import Callers, graphs_of
+from .callers import Callers
 
 __all__ = ["Unit", "Units"]
 
@@ -109,14 +109,14 @@ class Units:
     def _obstacle(self, name: str) -> str:
         """Say why the parameters of a module are needed while it does not run."""
         inside = f"{name}."
-        owners, readers = self.program.analyses[TensorOwners], self._readers
+        owners, reads = self.program.analyses[TensorOwners], self.program.analyses[TensorReads]
         for own, parameter in self.program.module(name).named_parameters(prefix=name):
             other = next((alias for alias in owners.names(own) if not self._is_inside(alias, name)), None)
             if other is not None:
                 return f"'{own}' is tied to '{other}': one unit around both has it"
-            reader = next((r for r in readers.get(id(parameter), ()) if not f"{r}.".startswith(inside)), None)
+            reader = next((r for r in reads.readers_of(parameter) if not f"{r}.".startswith(inside)), None)
             if reader is not None:
-                return f"the graph of {reader or '(root)'} reads its '{own.removeprefix(inside)}'"
+                return f"the graph of {reader} reads its '{own.removeprefix(inside)}'"
         for module in self.program.module(name).modules():
             callers = self._callers.of.get(module, frozenset())
             outside = [self.program.name_of(caller) for caller in callers]
@@ -128,8 +128,7 @@ class Units:
 
     def _is_inside(self, tensor: str, name: str) -> bool:
         module = self.program.module(name)
-        names = next(names for each, names in self.program.names.all_of_each() if each is module)
-        return any(tensor.startswith(f"{each}.") for each in names)
+        return any(tensor.startswith(f"{each}.") for each in self.program.names.names(module))
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -178,19 +177,6 @@ class Units:
     @property
     def _callers(self) -> Callers:
         return self.program.analyses[Callers]
-
-    @cached_property
-    def _readers(self) -> Mapping[int, Sequence[str]]:
-        """Return id of a tensor -> the modules whose graphs read it themselves."""
-        found: dict[int, list[str]] = {}
-        for module, names in self.program.names.all_of_each():
-            for graph in graphs_of(module):
-                for node in graph.find_nodes(op="get_attr"):
-                    path, _, last = str(node.target).rpartition(".")
-                    tensor = getattr(module.get_submodule(path), last, None)
-                    if isinstance(tensor, Tensor):
-                        found.setdefault(id(tensor), []).append(names[0])
-        return found
 
     def _children(self, name: str) -> dict[str, nn.Module]:
         children = own_children(self.program.module(name))

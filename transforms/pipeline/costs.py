@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...compat import version_of
 from ...tracing.graphs import capture_of, fitting
 from ...tracing.guards import require
 from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
@@ -191,7 +192,7 @@ def _length(value: Any) -> int | None:
 
 def _versions(value: Any) -> tuple[int, ...]:
     # Writing into a tensor is counted by its version, which views share; tensors of inference mode have none.
-    return tuple(tensor._version for tensor in tensors_within(value) if not tensor.is_inference())  # pyright: ignore[reportPrivateUsage]
+    return tuple(version_of(tensor) for tensor in tensors_within(value) if not tensor.is_inference())
 
 
 def _written_by(run: _Run, writer: fx.Node) -> bool:

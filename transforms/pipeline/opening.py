@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from ...compat import has_hooks, submodule
 from ...errors import GuardError, MatchFailure
 from ...passes.rewriting import unmet_guards
-from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of
+from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of, specializations_of
 from ...tracing.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...tracing.values import keep, qualified, user_class
 
@@ -130,9 +130,7 @@ def why_closed(module: nn.Module) -> str | None:
 
 def depends_on_mode(module: nn.Module) -> bool:
     """Say whether a captured module has other graphs in training than in evaluation."""
-    capture = capture_of(module)
-    specializations = () if capture is None else capture.specializations
-    return any(guard.asks_for_training for specialization in specializations for guard in specialization.guards)
+    return any(guard.asks_for_training for each in specializations_of(module) for guard in each.guards)
 
 
 class _Opener:

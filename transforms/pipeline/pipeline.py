@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import distributed, nn
 
 from ...errors import GuardError, MatchFailure, UsageError
-from ...passes.contract import Pass
+from ...passes.contract import Pass, launch_command, require_process_group, require_same_weights
 from ...passes.sites import Goal, Numerics, Refusal, Site
 from ...tracing.program import Program
 from .costs import Cost
@@ -48,11 +48,7 @@ class Pipeline(Pass):
     goal: ClassVar[Goal] = Goal.PARALLEL
 
     def check(self, model: nn.Module) -> None:
-        if not (distributed.is_available() and distributed.is_initialized()):
-            raise UsageError(
-                f"pass 'pipeline' needs a process group: run `torchrun --nproc-per-node={self._processes()} "
-                "your_script.py`, and call torch.distributed.init_process_group() first"
-            )
+        require_process_group(self.name, self._processes())
         self._check_sizes(distributed.get_world_size())
         check_norms(model)
 
@@ -86,6 +82,7 @@ class Pipeline(Pass):
         data = sites[0].data
         if "refused" in data:
             raise UsageError(f"pass 'pipeline': {data['refused']}")
+        require_same_weights(model, self.name)
         layouts = [Layout.of(model, route) for route in data["routes"]]
         return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
@@ -109,8 +106,8 @@ class Pipeline(Pass):
             )
         if self.schedule != "interleaved" and stages != processes:
             raise UsageError(
-                f"pass 'pipeline': {stages} stages do not fit {processes} processes; run `torchrun "
-                f"--nproc-per-node={stages} your_script.py`, or give stages={processes}"
+                f"pass 'pipeline': {stages} stages do not fit {processes} processes; run "
+                f"{launch_command(stages)}, or give stages={processes}"
             )
         if self.schedule == "1f1b" and microbatches < stages:
             raise UsageError(

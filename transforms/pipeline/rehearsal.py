@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import GuardError, MatchFailure
-from ...passes.verification import Tolerance, distance, scale_of
+from ...passes.verification import distance, half_the_digits
 from ...tracing.recording import copy_inputs, in_phase, preserved
 from ...tracing.values import Inputs, RandomState, tensors_in
 from .batches import divided, rows_of
@@ -62,7 +62,7 @@ def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count
         rows = sum(piece.shape[0] for piece in pieces if piece.ndim)
         if count > 1 and (not tensor.ndim or rows != tensor.shape[0]):
             continue
-        problem = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], _tolerance(tensor)).problem
+        problem = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], half_the_digits(tensor)).problem
         if problem:
             return f"output {number} {problem}"
     return ""
@@ -80,9 +80,3 @@ def _results(model: nn.Module, layouts: Sequence[Layout], calls: Sequence[Inputs
             crossed = stage.run(crossed[0], number)
         found.append(crossed)
     return found
-
-
-def _tolerance(tensor: Tensor) -> Tolerance:
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return Tolerance(0.0, 0.0)
-    return Tolerance(0.0, scale_of(tensor) * torch.finfo(tensor.dtype).eps ** 0.5)

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ...operators import operator_info, operator_of_module
 from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners
-from ...tracing.graphs import Specialization, capture_of
+from ...tracing.graphs import Specialization, capture_of, specializations_of
 from ...tracing.guards import reader
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
@@ -94,7 +94,7 @@ class _Run:
         """Return the ids of the tensors whose numbers a graph reads that is not of their own module."""
         found: set[int] = set()
         for module in self.program.names.distinct:
-            for graph in (each.graph for each in _specializations(module)):
+            for graph in (each.graph for each in specializations_of(module)):
                 for node in graph.find_nodes(op="get_attr"):
                     path, _, last = str(node.target).rpartition(".")
                     reads = any(user.target is not getattr or user.args[1] not in _HARMLESS for user in node.users)
@@ -172,8 +172,7 @@ class _Run:
     def _is_bound_elsewhere(self, module: nn.Module, name: str) -> bool:
         """Say whether the parameters of a layer are tied, or read by another module's graph."""
         owners = self.program.analyses[TensorOwners]
-        names = next(names for each, names in self.program.names.all_of_each() if each is module)
-        inside = tuple(f"{each}." for each in names)
+        inside = tuple(f"{each}." for each in self.program.names.names(module))
         return any(
             id(parameter) in self.read
             or any(not alias.startswith(inside) for alias in owners.names(qualified(name, own)))
@@ -208,13 +207,8 @@ def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _of_its_mode(module: nn.Module) -> Specialization | None:
-    found = _specializations(module)
+    found = specializations_of(module)
     return next((each for each in found if each.runs_in_mode(module)), found[0] if found else None)
-
-
-def _specializations(module: nn.Module) -> list[Specialization]:
-    capture = capture_of(module)
-    return [] if capture is None else capture.specializations
 
 
 def _bound(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import distributed, nn
 
-from ...passes.contract import Pass, device_type, require_process_group, require_same_weights
+from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
 from ...passes.sites import Goal, Phase, Refusal, Site
 from ...tracing.program import Program
 from .blocks import Blocks, is_conv1d
@@ -47,13 +47,11 @@ class TensorParallel(Pass):
         yield from search.refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module
 
         from .styles import column_style, row_style
 
-        require_same_weights(model, self.name)
-        mesh = init_device_mesh(device_type(model, self.name), (distributed.get_world_size(),))
+        mesh = mesh_of_same_weights(model, self.name)
         plan = {
             name: style(is_conv1d(model.get_submodule(name)))
             for site in sites

@@ -19,7 +19,7 @@ from ...contract import Pass
 from ...pipeline import Decision, Ranks, on_all_ranks
 from ...sites import Numerics, Site
 from ...state import RECORD_KEY
-from ...verification import Tolerance, distance, form_problem, is_on_meta, scale_of
+from ...verification import Tolerance, distance, form_problem, half_the_digits, is_on_meta, scale_of
 from ..record import Record
 
 __all__ = ["finished"]
@@ -94,8 +94,7 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor], pass_: Pass) 
 
 
 def _tolerance(tensor: Tensor, pass_: Pass) -> Tolerance:
-    """Allow the pass's error budget; of a pass that keeps the function half of the digits: it may sum in parts."""
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return Tolerance(0.0, 0.0)
-    lossy = pass_.numerics is Numerics.APPROXIMATE
-    return Tolerance(0.0, scale_of(tensor) * (pass_.error_budget if lossy else torch.finfo(tensor.dtype).eps ** 0.5))
+    """Allow the pass's error budget; of a pass that keeps the function half of the digits."""
+    if pass_.numerics is not Numerics.APPROXIMATE or not (tensor.is_floating_point() or tensor.is_complex()):
+        return half_the_digits(tensor)
+    return Tolerance(0.0, scale_of(tensor) * pass_.error_budget)

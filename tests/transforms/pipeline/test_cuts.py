@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import pytest
 import torch
@@ -155,6 +156,9 @@ def test_options_as_text():
         assert parse(str(one)) == parse(text) and isinstance(one, Pipeline)
 
 
-def test_without_a_process_group_it_says_what_to_run():
-    with pytest.raises(fxopt.errors.UsageError, match=r"torchrun --nproc-per-node=4 your_script\.py"):
+def test_without_a_process_group_it_says_what_to_run(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/fit.py"])
+    with pytest.raises(
+        fxopt.errors.UsageError, match=r"there is no process group; run `torchrun --nproc-per-node=4 fit"
+    ):
         fxopt.optimize(nn.Linear(2, 2), "pipeline{stages=4}", example_inputs=torch.randn(4, 2))

@@ -293,6 +293,14 @@ def plain_gpt2() -> nn.Module:
     return made(gpt2)[0]
 
 
+def of_other_weights() -> Made:
+    """Return a model that is another one on each rank."""
+    model, *rest = made(resnet)
+    with torch.no_grad():
+        next(model.parameters()).add_(distributed.get_rank())
+    return model, *rest
+
+
 def on_rank_refused() -> dict[str, str]:
     model, batch, target, loss = made(resnet)
     rank = distributed.get_rank()
@@ -318,6 +326,7 @@ def on_rank_refused() -> dict[str, str]:
         "thawed": said(lambda: thawed.step(inputs, target, loss)),
         "no inputs": said(lambda: fxopt.optimize(made(resnet)[0], "pipeline")),
         "tiny": said(lambda: fxopt.optimize(nn.Linear(2, 2), "pipeline", example_inputs=torch.randn(4, 2))),
+        "weights": optimized("pipeline", of_other_weights),
         "after all": str(float(fast.step(batch, target, loss)) > 0),
     }
 
@@ -377,6 +386,7 @@ def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str,
         ("thawed", "UsageError: "),
         ("no inputs", "UsageError: pass 'pipeline': example_inputs are needed"),
         ("tiny", "UsageError: pass 'pipeline': the model's own forward cannot be cut"),
+        ("weights", "UsageError: pass 'pipeline': 'stem.weight' of rank 1 is not that of rank 0; seed all"),
         ("after all", "True"),
     ],
 )
