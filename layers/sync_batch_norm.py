@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from ..compat_distributed import BatchNorm, sync_batch_norm
 from ..tracing.recording import is_rank_local
 
-__all__ = ["SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
+__all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
 
 
 class SyncBatchNorm(BatchNorm):
@@ -76,6 +76,9 @@ SYNCHRONIZED: Mapping[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm3d: SyncBatchNorm3d,
 }
 """Each batch norm of torch, and what it becomes."""
+
+BATCH_NORMS = (*SYNCHRONIZED, nn.SyncBatchNorm)
+"""All kinds of batch norms; what `SYNCHRONIZED` gives is among them."""
 
 
 class _Statistics(NamedTuple):

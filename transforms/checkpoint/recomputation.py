@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
 from ...compat import DispatchMode, all_modules, checkpoint, own_buffers
+from ...layers.sync_batch_norm import BATCH_NORMS
 from ...tracing.values import map_tensors
 
 __all__ = ["PRODUCTS", "Recomputation", "counts"]
@@ -28,10 +29,7 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 """Matrix products, convolutions and attention: what selective recomputation keeps."""
 
-_NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
+_NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Ddp(Pass):
     Before: a model        After: the same, with hooks that average gradients and broadcast buffers
     Refuses: parameters that no gradient reaches in the example calls; these stay as they are.
 
-    Attributes:
+    Options:
         find_unused_parameters: look at every forward which parameters it used. None: where the graphs say that another
             forward may use others.
         bucket_cap_mb: how many MiB of gradients are sent in one message; None: as torch has it.

@@ -7,7 +7,7 @@ from torch import nn
 
 from ...compat import modules_by_name
 from ...errors import UsageError
-from ...layers.sync_batch_norm import SYNCHRONIZED
+from ...layers.sync_batch_norm import BATCH_NORMS
 
 __all__ = ["check_batch_norms", "check_parameters"]
 
@@ -40,7 +40,7 @@ def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
         UsageError: the model has one.
     """
     for name, module in modules_by_name(model).items():
-        if isinstance(module, (*SYNCHRONIZED, nn.SyncBatchNorm)):
+        if isinstance(module, BATCH_NORMS):
             word = str(dtype).removeprefix("torch.")
             raise UsageError(
                 f"pass 'fsdp': '{name}' keeps its statistics in float32, and takes no others; "

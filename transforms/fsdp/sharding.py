@@ -26,7 +26,7 @@ class Fsdp(Pass):
     Before: every process has all parameters        After: every process has its share of each
     Refuses: modules that are never called, whose tensors are tied or read elsewhere; a unit around them has those.
 
-    Attributes:
+    Options:
         dtype: in which parameters are gathered and computed with; they are kept, and gradients added up, in their own.
         reshard: free the parameters of a unit after its forward, and gather them again for its backward.
         unit_size: parameters that a unit should have at the most; larger blocks are opened, smaller ones joined.

@@ -6,10 +6,9 @@ from torch import nn
 
 from ...compat import modules_by_name
 from ...errors import UsageError
+from ...layers.sync_batch_norm import BATCH_NORMS
 
 __all__ = ["check_norms"]
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_norms(model: nn.Module) -> None:
@@ -19,7 +18,7 @@ def check_norms(model: nn.Module) -> None:
         UsageError: one does.
     """
     for name, module in modules_by_name(model).items():
-        if isinstance(module, _NORMS) and (module.training or not module.track_running_stats):
+        if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
             raise UsageError(
                 f"'{name}' is a {type(module).__name__} in training, and a pipeline would give it statistics of "
                 "microbatches: freeze it (.eval() after every model.train()), or use GroupNorm"
