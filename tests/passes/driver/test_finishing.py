@@ -137,6 +137,16 @@ def test_it_comes_last_and_on_a_copy() -> None:
         fxopt.optimize(model, Tag(), example_inputs=x, inplace=True)
 
 
+@pytest.mark.parametrize("again", ["eliminate_dead_code", Tag()])
+def test_nothing_comes_after_it_in_another_call_either(again: str | Pass) -> None:
+    model, x = made()
+    first = fxopt.optimize(model, Tag(), example_inputs=x)
+    with pytest.raises(UsageError, match=r"has been through 'tag', which comes last, .* list all passes in one call"):
+        fxopt.optimize(first, again, example_inputs=x)
+    second = fxopt.optimize(fxopt.restore(first), again, example_inputs=x)
+    assert torch.equal(second.eval()(x), model.eval()(x))
+
+
 def test_an_optimizer_goes_along() -> None:
     model, x = made()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
