@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from .errors import (
         ArchiveError,
+        BudgetError,
         CaptureError,
         FusedMemberError,
         FxoptError,
@@ -74,9 +75,9 @@ _PLACES = {
         "translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError ModeError OrderError "
-        "PassError PipelineError PlanError StateError StateWarning MatchFailure UnverifiedWarning UsageError "
-        "VerificationError"
+        "ArchiveError BudgetError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError "
+        "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
+        "UsageError VerificationError"
     ),
     "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
@@ -102,6 +103,7 @@ _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in
 
 __all__ = [
     "ArchiveError",
+    "BudgetError",
     "CaptureError",
     "Concatenate",
     "Context",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArchiveError",
+    "BudgetError",
     "CaptureError",
     "FusedMemberError",
     "FxoptError",
@@ -57,6 +58,10 @@ def _rebuild_pipeline_error(message: str, text: str, start: int, end: int) -> Pi
 
 class OrderError(UsageError):
     """Two passes cannot run in the order asked for, or not together."""
+
+
+class BudgetError(UsageError):
+    """A budget that this model cannot be brought into; the message says what the least is."""
 
 
 class InputError(FxoptError):

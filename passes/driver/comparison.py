@@ -23,7 +23,10 @@ from ..state import StateMap, twin
 from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 
-__all__ = ["Comparison", "microseconds", "timing_figures"]
+__all__ = ["UNNAMED", "Comparison", "microseconds", "timing_figures"]
+
+UNNAMED = "after"
+"""The candidate of a pass that knows one way of rewriting a site."""
 
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
@@ -176,7 +179,8 @@ class Comparison:
         if speed.low > 1.0 or self.group.required:
             return figures, ""
         verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
-        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}) as {best}"
+        how = "" if best == UNNAMED else f" as {best}"
+        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}){how}"
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

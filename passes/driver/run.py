@@ -103,6 +103,12 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
     for pass_ in request.passes:
         _ = pass_.error_budget
         pass_.check(model)
+    record = record_of(model)
+    if record is not None and record.finished_by:
+        raise UsageError(
+            f"the model has been through {record.finished_by[-1]!r}, which comes last, and a copy would lose that; "
+            "list all passes in one call, on the model as it was before (fxopt.restore)"
+        )
     return names
 
 
@@ -362,6 +368,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         spent=_spent(manager.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
+        finished_by=tuple(pass_.name for pass_ in request.passes if pass_.finishes),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),

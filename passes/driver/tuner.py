@@ -19,7 +19,7 @@ from ..rewriting import Edit, Snapshot
 from ..sites import Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
-from .comparison import Comparison
+from .comparison import UNNAMED, Comparison
 from .groups import Group, changes, identity, is_like
 from .site_calls import SiteCalls
 from .switches import switches_kept
@@ -288,7 +288,7 @@ class Tuner:
             candidate = self._written(comparison, comparison.group.lowered(choice))
             decide = self._runnable if comparison.timed else self._verified
             candidate = decide(comparison, candidate)
-            candidates[choice or "after"] = candidate
+            candidates[choice or UNNAMED] = candidate
             is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
             if is_settled and not comparison.timed:
                 break

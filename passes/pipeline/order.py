@@ -18,13 +18,15 @@ Rule = tuple[int, int, str]
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Check that the passes may run together and in this order; a pass may be listed more than once.
+    """Check that the passes may run together and in this order; one that rewrites may be listed more than once.
 
     Raises:
         OrderError: two of them may not; the message names both, the reason, and an order that works if there is one.
+            Or one is listed twice that acts on the finished model.
     """
     _check_phases(passes)
     _check_required(passes)
+    _check_finished_once(passes)
     rules = list(_rules(passes))
     broken = next((rule for rule in rules if rule[0] > rule[1]), None)
     if broken is None:
@@ -50,6 +52,13 @@ def _check_required(passes: Sequence[Pass]) -> None:
     for name, needed in ((p.name, needed) for p in passes for needed in p.requires):
         if needed not in names:
             raise OrderError(f"{name!r} needs {needed!r} to have run before it; list it first: {needed},{name}")
+
+
+def _check_finished_once(passes: Sequence[Pass]) -> None:
+    names = [p.name for p in passes if p.finishes]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise OrderError(f"{twice!r} is listed twice, and a model is finished once; leave one out")
 
 
 def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...errors import UsageError
+from ...errors import BudgetError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -53,6 +53,8 @@ class Checkpoint(Pass):
             return
         found = choices(program)
         choice = self._chosen(found)
+        if not choice.stretches:
+            yield Refusal(self._idle(found.problem.saved), at="(root)")
         for stretch in choice.stretches:
             yield _site(program, stretch)
         if choice.stretches:
@@ -63,19 +65,25 @@ class Checkpoint(Pass):
         """Return what the budget asks for.
 
         Raises:
-            UsageError: if nothing meets it; the message says what the least is.
+            BudgetError: if nothing meets it; the message says what the least is.
         """
         saved, least = found.problem.saved, found.frontier[-1]
         limit = limit_of(self.budget, saved)
         choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)
         if choice is None:
             peak = least.schedule.peak
-            raise UsageError(
-                f"budget={self.budget} allows {byte_text(limit)} of activations, and the least that can be is "
-                f"{byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
+            raise BudgetError(
+                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least "
+                f"that can be is {byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
                 "give no less, or 0 for the least"
             )
         return choice
+
+    def _idle(self, saved: int) -> str:
+        says = f"the model saves {byte_text(saved)} of activations"
+        if limit_of(self.budget, saved) < saved:
+            return f"{says}, and no region would make that less"
+        return f"{says}, which budget={self.budget} allows: nothing has to be computed again"
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         nodes = [site[label] for label in site.nodes]
@@ -101,7 +109,6 @@ def _site(program: Program, stretch: Stretch) -> Site:
     detail = f"{byte_text(stretch.kept)} kept of {byte_text(stretch.saved)}"
     data: dict[str, Any] = {"selective": region.selective}
     nodes = {f"node_{number}": unit.node.name for number, unit in enumerate(units)}
+    count = "1 node" if len(units) == 1 else f"{len(units)} nodes"
     how = ", with its matrix products" if region.selective else ""
-    return Site(
-        program, units[0].owner, nodes, units[0].specialization, detail=f"{len(units)} nodes: {detail}{how}", data=data
-    )
+    return Site(program, units[0].owner, nodes, units[0].specialization, detail=f"{count}: {detail}{how}", data=data)

@@ -51,6 +51,7 @@ class Units:
     program: Program
     most: int | None = None
     refusals: list[Refusal] = field(default_factory=list[Refusal])
+    _sizes: dict[str, int] = field(default_factory=dict[str, int], init=False)
 
     def find(self) -> list[Unit]:
         """Return the units, the root last: it has what no other has."""
@@ -108,20 +109,30 @@ class Units:
 
     def _obstacle(self, name: str) -> str:
         """Say why the parameters of a module are needed while it does not run."""
-        inside = f"{name}."
-        owners, reads = self.program.analyses[TensorOwners], self.program.analyses[TensorReads]
-        for own, parameter in self.program.module(name).named_parameters(prefix=name):
+        return self._tied_outside(name) or self._read_outside(name) or self._called_outside(name)
+
+    def _tied_outside(self, name: str) -> str:
+        owners = self.program.analyses[TensorOwners]
+        for own, _ in self.program.module(name).named_parameters(prefix=name):
             other = next((alias for alias in owners.names(own) if not self._is_inside(alias, name)), None)
             if other is not None:
                 return f"'{own}' is tied to '{other}': one unit around both has it"
-            reader = next((r for r in reads.readers_of(parameter) if not f"{r}.".startswith(inside)), None)
+        return ""
+
+    def _read_outside(self, name: str) -> str:
+        reads = self.program.analyses[TensorReads]
+        for own, parameter in self.program.module(name).named_parameters():
+            reader = next((each for each in reads.readers_of(parameter) if not f"{each}.".startswith(f"{name}.")), None)
             if reader is not None:
-                return f"the graph of {reader} reads its '{own.removeprefix(inside)}'"
-        for module in self.program.module(name).modules():
-            callers = self._callers.of.get(module, frozenset())
-            outside = [self.program.name_of(caller) for caller in callers]
-            caller = next((each for each in outside if not f"{each}.".startswith(inside)), None)
-            if module is not self.program.module(name) and caller is not None:
+                return f"the graph of {reader} reads its '{own}'"
+        return ""
+
+    def _called_outside(self, name: str) -> str:
+        unit, inside = self.program.module(name), f"{name}."
+        for module in unit.modules():
+            callers = map(self.program.name_of, self._callers.of.get(module, ()))
+            caller = next((each for each in callers if not f"{each}.".startswith(inside)), None)
+            if module is not unit and caller is not None:
                 called = self.program.name_of(module).removeprefix(inside)
                 return f"{caller or '(root)'} calls its '{called}' itself"
         return ""
@@ -151,10 +162,6 @@ class Units:
         if name not in self._sizes:
             self._sizes[name] = sum(parameter.numel() for parameter in self.program.module(name).parameters())
         return self._sizes[name]
-
-    @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return {}
 
     @property
     def _limit(self) -> float:

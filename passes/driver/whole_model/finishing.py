@@ -17,7 +17,7 @@ from ....tracing.recording import copy_inputs, in_phase, preserved
 from ....tracing.values import Inputs, RandomState, tensors_in
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, on_all_ranks
-from ...sites import Numerics, Site
+from ...sites import Goal, Numerics, Site
 from ...state import RECORD_KEY
 from ...verification import Tolerance, distance, form_problem, half_the_digits, is_on_meta, scale_of
 from ..record import Record
@@ -63,8 +63,10 @@ def _finish(model: nn.Module, pass_: Pass, planned: Sequence[Decision], inputs: 
     if compares and result is model:
         problem = _difference(before, _outputs(result, inputs[0]), pass_)
         if problem:
+            shared = pass_.goal is Goal.PARALLEL and pass_.numerics is not Numerics.APPROXIMATE
+            step = "give all processes the same example inputs, or leave it out" if shared else "leave it out"
             raise PassError(
-                f"pass '{pass_.name}' changed what the model gives: {problem}; your model is as it was: leave it out"
+                f"pass '{pass_.name}' changed what the model gives: {problem}; your model is as it was: {step}"
             )
     return result
 

@@ -90,7 +90,10 @@ def test_a_plan_says_where() -> None:
 def test_a_pass_that_changes_the_outputs_is_refused() -> None:
     model, x = made()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(PassError, match=r"pass 'tag' changed what the model gives: output 0 differs: .*leave it out"):
+    with pytest.raises(
+        PassError,
+        match=r"pass 'tag' changed what the model gives: output 0 differs: .*: give all processes the same .*out",
+    ):
         fxopt.optimize(model, Tag("scale"), example_inputs=x)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -135,6 +138,16 @@ def test_it_comes_last_and_on_a_copy() -> None:
         chosen_passes([Tag(), "fuse_ensembles"])
     with pytest.raises(UsageError, match="'tag' works on a copy: leave inplace=True out"):
         fxopt.optimize(model, Tag(), example_inputs=x, inplace=True)
+
+
+@pytest.mark.parametrize("again", ["eliminate_dead_code", Tag()])
+def test_nothing_comes_after_it_in_another_call_either(again: str | Pass) -> None:
+    model, x = made()
+    first = fxopt.optimize(model, Tag(), example_inputs=x)
+    with pytest.raises(UsageError, match=r"has been through 'tag', which comes last, .* list all passes in one call"):
+        fxopt.optimize(first, again, example_inputs=x)
+    second = fxopt.optimize(fxopt.restore(first), again, example_inputs=x)
+    assert torch.equal(second.eval()(x), model.eval()(x))
 
 
 def test_an_optimizer_goes_along() -> None:

@@ -27,6 +27,12 @@ def test_no_rules_no_objection():
     check_order([a, b, a])
 
 
+def test_a_model_is_finished_once():
+    a, last = a_pass("A"), a_pass("Last", finalize=lambda self, model, sites: model)
+    check_order([a, a, last])
+    assert message(a, last, last) == "'last' is listed twice, and a model is finished once; leave one out"
+
+
 def test_rules_that_hold():
     check_order(
         [a_pass("A", before=("b",)), a_pass("B", after=("a",), requires=("a",)), a_pass("C", destroys={"a": "gone"})]

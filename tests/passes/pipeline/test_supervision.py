@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fxopt.errors import CaptureError, MatchFailure, PassError
+from fxopt.errors import BudgetError, CaptureError, MatchFailure, PassError
 from fxopt.passes.pipeline import supervised
 from fxopt.passes.timing import collection_paused
 
@@ -122,3 +122,12 @@ def test_collection_is_as_before() -> None:
     with pytest.raises(PassError):
         supervised(lambda: 1 / 0, what="pass", seconds=5)
     assert gc.isenabled()
+
+
+def test_a_budget_that_cannot_be_met_is_no_failure_of_the_pass() -> None:
+    def fail() -> None:
+        raise BudgetError("the least is 3 KiB")
+
+    with pytest.raises(BudgetError, match=r"^the least is 3 KiB$") as caught:
+        supervised(fail, what="pass 'odd'", seconds=5)
+    assert caught.value.exit_code == 2

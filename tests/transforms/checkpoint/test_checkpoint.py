@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import PassError, UsageError
+from fxopt.errors import BudgetError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.passes.timing import memory_use
 from fxopt.tracing.values import normalize_inputs
@@ -196,10 +196,19 @@ def test_a_module_that_is_called_twice() -> None:
 
 
 def test_a_budget_that_cannot_be_met_says_what_can(transformer: Made) -> None:
-    with pytest.raises(PassError, match=r"budget=0.001 allows .* the least that can be is .* KiB, 0\.\d+ of"):
+    with pytest.raises(
+        BudgetError, match=r"^pass 'checkpoint': budget=0.001 allows .* least that can be is .* 0\.\d+ of"
+    ):
         checkpointed(transformer, 0.001)
-    with pytest.raises(PassError, match="budget=1KiB allows 1 KiB of activations"):
+    with pytest.raises(BudgetError, match="budget=1KiB allows 1 KiB of activations"):
         checkpointed(transformer, "1KiB")
+
+
+@pytest.mark.parametrize("budget", [1, "2GB"])
+def test_a_budget_that_is_met_already_says_so(budget: float | str, transformer: Made) -> None:
+    ((status, reason),) = decisions(checkpointed(transformer, budget))
+    assert status == "refused"
+    assert f"of activations, which budget={budget} allows: nothing has to be computed again" in reason
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1.5, "lots", "2", "3 parsecs", True, float("nan")])
