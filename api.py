@@ -121,12 +121,12 @@ def optimize(
     for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
         expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
     expect(seed, int, "seed", "a whole number")
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     if inplace:
         refuse_finishing(pipeline)
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(

@@ -140,13 +140,13 @@ class History:
             total = total.compose(rewrite.edit.state_map_of_model())
         return total
 
-    def checked(self, earlier: Record) -> str:
+    def checked(self, earlier: Record | None = None) -> str:
         """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
         ways = dict.fromkeys(
             "not now: a plan was repeated" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
             for rewrite in self.rewrites
         )
-        if any(decision.status == "applied" for decision in earlier.plan.decisions):
+        if earlier is not None and any(decision.status == "applied" for decision in earlier.plan.decisions):
             ways.setdefault(earlier.checked)
         return ", ".join(sorted(ways, key=lambda way: "unverified: " in way)) or "nothing was rewritten"
 
