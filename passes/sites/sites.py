@@ -58,7 +58,9 @@ class Phase(enum.Enum):
         words = {"train": cls.TRAIN, "training": cls.TRAIN, "eval": cls.EVAL, "inference": cls.EVAL}
         found = words.get(phase) if isinstance(phase, str) else phase
         if found not in (cls.TRAIN, cls.EVAL):
-            shown = f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of {type(phase).__name__}"
+            shown = (
+                f"phase={phase!r}" if isinstance(phase, (str, int, Phase)) else f"phase of type {type(phase).__name__}"
+            )
             raise UsageError(f"{shown}; use 'train', 'eval', or None for the model's own mode")
         return found
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, fx, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...errors import FxoptError, UsageError
@@ -182,13 +181,19 @@ class PipelineModule(InParts):
                 "the microbatches of this batch take different paths through the model, and other values cross between "
                 "stages on each; put rows of one kind into a batch"
             )
+        from torch.distributed import pipelining  # it brings torch's compiler along: only where it is used
+
         stages = [
-            PipelineStage(
+            pipelining.PipelineStage(
                 run, number, count, self._device, input_args=forms[number], output_args=forms.get(number + 1, loss_form)
             )
             for number, run in self._runs.items()
         ]
-        classes = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+        classes = {
+            "1f1b": pipelining.Schedule1F1B,
+            "gpipe": pipelining.ScheduleGPipe,
+            "interleaved": pipelining.ScheduleInterleaved1F1B,
+        }
         # The loss is divided: torch would divide all gradients, those of earlier steps, too, and tied ones twice.
         given: Any = stages if self._schedule == "interleaved" else stages[0]
         schedule: Any = classes[self._schedule]
