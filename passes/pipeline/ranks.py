@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from torch import distributed, nn
 
 from ...compat_distributed import shared_store
-from ...errors import PassError, UsageError
+from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError
 from ...tracing.values import tensors_by_name
 from ..contract import Pass
 from .plan import Decision, Plan
@@ -25,6 +25,7 @@ from .plan import Decision, Plan
 __all__ = ["Ranks", "on_all_ranks", "optimized_on_all", "ranks"]
 
 T = TypeVar("T")
+_OF_THE_USER = {kind.__name__: kind for kind in (UsageError, BudgetError, InputError, StateError)}
 Failures = dict[str, str]
 """Number of the pass and key of a site, as one text -> why it cannot be rewritten on all ranks."""
 
@@ -94,7 +95,7 @@ def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
     """Return what `run` does here, once it has been done on every rank; None: here alone.
 
     Raises:
-        PassError: it raised on another rank; what it raises here is raised as it is.
+        FxoptError: it raised on another rank, a UsageError there is one here; what it raises here is raised as it is.
     """
     if ranks is None:
         return run()
@@ -244,8 +245,10 @@ def _first_of_each(everyone: Sequence[Any]) -> tuple[Any, Failures]:
     return raised, failed
 
 
-def _failed(rank: int, message: str) -> PassError:
-    return PassError(f"rank {rank} failed, so nothing is optimized on any: {message}")
+def _failed(rank: int, message: str) -> FxoptError:
+    """Return another rank's error as one of this rank: of the same class where it is about what the user gave."""
+    kind = _OF_THE_USER.get(message.partition(":")[0], PassError)
+    return kind(f"rank {rank} failed, so nothing is optimized on any: {message}")
 
 
 def _site(decision: Decision) -> str:

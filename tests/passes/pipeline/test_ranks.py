@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from fxopt.errors import PassError, UsageError
+from fxopt.errors import BudgetError, PassError, UsageError
 from fxopt.passes.pipeline import Decision, Plan, optimized_on_all, ranks
 from fxopt.passes.pipeline.ranks import Ranks
 from fxopt.transforms.eliminate_dead_code import EliminateDeadCode
@@ -71,8 +71,14 @@ def test_what_fails_anywhere_is_undone_everywhere() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_whatever_is_raised_reaches_all(failing: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("error", "elsewhere"), [(ValueError, PassError), (KeyboardInterrupt, PassError), (BudgetError, BudgetError)]
+)
+def test_whatever_is_raised_reaches_all(
+    failing: int, error: type[BaseException], elsewhere: type[BaseException]
+) -> None:
+    """What is about the user's request is of the same class everywhere."""
+
     def act(each: Ranks) -> Any:
         def made(plan: Plan = PLAN) -> tuple[nn.Module, Plan]:
             if each.rank == failing:
@@ -86,7 +92,7 @@ def test_whatever_is_raised_reaches_all(failing: int, error: type[BaseException]
         if rank == failing:
             assert type(result) is error
         else:
-            assert type(result) is PassError
+            assert type(result) is elsewhere
             assert str(result) == f"rank {failing} failed, so nothing is optimized on any: {error.__name__}: enough"
 
 
