@@ -2,7 +2,7 @@
 
 A group has `size` units. Everything that mentions a unit goes when the unit goes: slices of tensors (`Cut`), sizes in
 graphs (`Number`), sizes in attributes (`Attribute`). A field `units` says, index by index, which unit of the group an
-index belongs to; -1 is none of them: the index stays. Sizes become what they were, minus the removed indices: so several
+index belongs to; -1 is none of them: the index stays. Sizes become what they were minus the removed indices, so several
 groups that meet in one tensor or size may be cut one after another.
 """
 
