@@ -109,7 +109,7 @@ class Solution:
         if (units == first).all():
             return np.full(units.shape[axis], FIXED, dtype=np.int64)
         others = tuple(other for other in range(units.ndim) if other != axis)
-        return units.min(others)
+        return np.amin(units, axis=others)
 
 
 def _merge(parents: Array, edges: Sequence[tuple[Array, Array]]) -> None:

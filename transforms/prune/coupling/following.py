@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -93,13 +93,18 @@ class Follower:
         """Return the operation that runs, with its place."""
         return f"{self.operator} in {self.place.module or 'the model itself'}"
 
+    @property
+    def is_own_forward(self) -> bool:
+        """Say whether the run is in the own forward of a module that has a graph."""
+        return self.own_forwards and self.place.owner is not None and self.place.module == self.place.owner
+
     def knows(self, value: object) -> bool:
         """Say whether anything is known of a tensor's dimensions."""
         return isinstance(value, Tensor) and (id(value) in self.tensors or value in self._labels)
 
     def get(self, value: Tensor) -> Labels:
         """Return the labels of a tensor."""
-        known = self._labels.get(value)
+        known = cast("Labels | None", self._labels.get(value))
         if known is not None:
             if known.spoilt is not None:
                 self.atoms.fix(known.spoilt, self.why)
@@ -159,9 +164,9 @@ class Follower:
         if block is None and not isinstance(size, Size):
             return
         count = None if block is None else Count(block.atoms, block.dims.index(dim))
-        own = self.own_forwards and self.place.owner is not None
-        self.requirements.append(Requirement(size, count, self.why, self.place.module, own))
+        self.requirements.append(Requirement(size, count, self.why, self.place.module, self.is_own_forward))
 
     def observe(self, kind: str, block: Block, dim: int) -> None:
         """Note a statistic over a dimension."""
-        self.statistics.append(Statistic(kind, self.place, Count(block.atoms, block.dims.index(dim))))
+        if not self.own_forwards:
+            self.statistics.append(Statistic(kind, self.place, Count(block.atoms, block.dims.index(dim))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .following import Follower
 from .labels import Block, Labels
+from .rules import results_of
 from .sizes import Count, Size, Source
 
 __all__ = ["Functions"]
@@ -56,7 +57,7 @@ def _property(follower: Follower, func: Any, args: Sequence[Any]) -> Any:
 def _size(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     sizes = _counted(follower, args[0], args[0].shape)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return sizes if dim is None else sizes[dim]
+    return sizes if dim is None else cast("Any", sizes)[dim]
 
 
 def _counted(follower: Follower, tensor: Tensor, shape: torch.Size) -> torch.Size:
@@ -77,7 +78,9 @@ def _shape_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int,
         given = args[first]
         if isinstance(given, int):
             return list(args[first:])
-    return list(given) if isinstance(given, (tuple, list)) else [] if given is None else [given]
+    if isinstance(given, (tuple, list)):
+        return list(cast("Sequence[Any]", given))
+    return [] if given is None else [given]
 
 
 def _viewed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -174,7 +177,7 @@ def _require_prefix(follower: Follower, tensor: Tensor, dim: int, end: Any) -> N
 
 def _indexed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:  # noqa: ARG001
     """Require of the ends of slices that they are numbers of indices."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    index = results_of(args[1]) if isinstance(args[1], tuple) else (args[1],)
     rank = len(args[0].shape)
     used = sum(_span(each) for each in index)
     dim = 0
@@ -183,7 +186,7 @@ def _indexed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any],
             dim += rank - used
             continue
         if isinstance(each, slice):
-            for end in (each.start, each.stop):
+            for end in (cast("Any", each).start, cast("Any", each).stop):
                 _require_prefix(follower, args[0], dim, end)
         dim += _span(each)
 
@@ -214,7 +217,7 @@ def _normed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _other(follower: Follower, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Require of sizes that any other function is given that they stay what they are."""
     for value in (*args, *kwargs.values()):
-        for size in value if isinstance(value, (tuple, list)) else (value,):
+        for size in cast("Sequence[Any]", value) if isinstance(value, (tuple, list)) else (value,):
             if isinstance(size, Size) and not (isinstance(size.term, Source) and not size.term.is_attribute):
                 follower.operator = name
                 follower.require(size, None, 0)

@@ -85,7 +85,7 @@ class Labels:
         return replace(self, blocks=tuple(blocks))
 
     def moved(self, shape: Sequence[int], dims: Sequence[int | None]) -> Labels:
-        """Return the labels of a value of `shape` whose dimension `dims[i]` was `i`; None is gone, which stayed whole."""
+        """Return the labels of a value of `shape` whose dimension `dims[i]` was `i`; what stayed whole may be gone."""
         blocks = [
             block.at([d for d in (dims[old] for old in block.dims) if d is not None])
             for block in self.blocks
@@ -109,17 +109,15 @@ class Labels:
 
     def reshaped(self, shape: Sequence[int], atoms: Atoms, why: str) -> Labels:
         """Return the labels of the same elements in another shape."""
-        labels = self
         where: dict[int, int] = {}
-        blocks: list[Block] = []
         joint: list[tuple[list[int], list[int]]] = []
         for old, new in _matching(self.shape, shape):
             if len(old) == len(new) == 1:
                 where[old[0]] = new[0]
             elif old:
                 joint.append((old, new))
-        for block in labels._one_a_run(joint, atoms, why).blocks:
-            blocks.append(_reshaped(block, self.shape, tuple(shape), where, joint, atoms, why))
+        kept = self._one_a_run(joint, atoms, why).blocks
+        blocks = [_reshaped(block, self.shape, tuple(shape), where, joint, atoms, why) for block in kept]
         return Labels(tuple(shape), tuple(block for block in blocks if block.dims))
 
     def _one_a_run(self, joint: Sequence[tuple[list[int], list[int]]], atoms: Atoms, why: str) -> Labels:
@@ -146,7 +144,7 @@ def normal(block: Block) -> Block:
                 return Block((), np.empty(0, dtype=np.int64))
             break
         if (atoms == atoms.take([0], axis)).all():
-            atoms = atoms.take(0, axis)
+            atoms = np.asarray(atoms.take(0, axis))
             del dims[axis]
     return Block(tuple(dims), atoms, block.zero)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
-
 
 from ....compat import DispatchMode
 from .following import Follower
 from .labels import Labels
-from .rules import RULES
+from .rules import RULES, results_of
 
 __all__ = ["Operators"]
 
@@ -53,9 +52,8 @@ def _follow(follower: Follower, name: str, args: tuple[Any, ...], kwargs: dict[s
         _give_up(follower, args, kwargs)
         return
     labels = rule(follower, args, kwargs, out)
-    results: Sequence[Any] = out if isinstance(out, (tuple, list)) else (out,)
-    found: Sequence[Labels | None] = labels if isinstance(labels, (tuple, list)) else (labels,)
-    for result, each in zip(results, found, strict=False):
+    found: Sequence[Labels | None] = results_of(labels)
+    for result, each in zip(results_of(out), found, strict=False):
         if isinstance(result, Tensor) and each is not None:
             follower.set(result, each)
             if in_place:
@@ -80,7 +78,7 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
+        return [tensor for item in cast("dict[Any, Any]", value).values() for tensor in _tensors(item)]
     return []

@@ -15,11 +15,18 @@ from .following import Dimension, Follower
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
 from .requirements import Assigned, Broken, assigned, broken
 from .running import RESULT
+from .sizes import Requirement, Size, Source
 from .widths import widths
 
 __all__ = ["resolved"]
 
 _ONE_UNIT = "all of its units go together"
+
+
+def _given(requirement: Requirement) -> Source | None:
+    """Return where a graph is given a size that it computes: a plain number can stand there."""
+    size = requirement.size
+    return size.given if isinstance(size, Size) and requirement.count is not None else None
 
 
 @dataclass
@@ -51,23 +58,22 @@ def resolved(program: Program, follower: Follower) -> Coupling:
     while True:
         solution = follower.atoms.solve()
         units = [solution.of(dimension.atoms) for dimension in follower.dimensions]
-        grouping = _grouped(follower, solution, units)
+        grouping = _grouped(follower, units)
         known = assigned(follower.requirements, solution)
         wrong = list(broken(follower.requirements, known, solution, grouping.group))
-        fatal = [each for each in wrong if not each.requirement.own]
+        fatal = [each for each in wrong if not each.requirement.own and _given(each.requirement) is None]
         if not fatal:
             return _Writer(program, follower, solution, units, grouping, known, wrong).coupling()
         for each in fatal:
             follower.atoms.fix(np.flatnonzero(grouping.group == each.group), each.why)
 
 
-def _grouped(follower: Follower, solution: Solution, units: Sequence[Array]) -> _Grouping:
+def _grouped(follower: Follower, units: Sequence[Array]) -> _Grouping:
     """Put units together that are mentioned by the same dimensions; units that are alone in that stay."""
     signatures = np.zeros(follower.atoms.count, dtype=np.uint64)
-    random = np.random.default_rng(0)
-    for each in units:
+    for index, each in enumerate(units):
         found, counts = np.unique(each[each != FIXED], return_counts=True)
-        factor = random.integers(1, 2**63, dtype=np.uint64) | np.uint64(1)
+        factor = np.uint64((2 * index + 1) * 0x9E3779B97F4A7C15 % 2**64)
         signatures[found] += factor * (counts.astype(np.uint64) ** np.uint64(3))
     group = np.full(follower.atoms.count, -1, dtype=np.int64)
     number = np.full(follower.atoms.count, -1, dtype=np.int64)
@@ -113,7 +119,7 @@ class _Writer:
         count = len(self._grouping.dimensions)
         numbers, attributes = self._sizes(count)
         norms = self._norms(count)
-        order = sorted(range(count), key=lambda group: self._maker(group))
+        order = sorted(range(count), key=self._maker)
         names = self._names(order)
         groups = [
             Group(
@@ -173,6 +179,13 @@ class _Writer:
                     numbers[group].append(
                         Number(source.owner, source.specialization, source.name, source.path, value, of)
                     )
+        for each in self._wrong:
+            source = None if each.requirement.own else _given(each.requirement)
+            if source is not None and each.requirement.count is not None:
+                of = self._grouping.of(each.requirement.count.units(self._solution), each.group)
+                numbers[each.group].append(
+                    Number(source.owner, source.specialization, source.name, source.path, len(of), of, computed=True)
+                )
         for name, width in self._widths():
             if (name, width.name, width.index) not in seen:
                 for group in self._grouping.groups_in(width.units):
@@ -210,7 +223,8 @@ class _Writer:
         return self._grouping.groups_in(self._solution.of(atoms))
 
     def _hard_coded(self, group: int) -> tuple[tuple[str, str], ...]:
-        found = [(each.requirement.module, each.why) for each in self._wrong if each.group == group]
+        wrong = [each for each in self._wrong if each.group == group and each.requirement.own]
+        found = [(each.requirement.module, each.why) for each in wrong]
         return tuple(dict(reversed(found)).items())
 
     def _refused(self) -> Iterator[Refused]:
@@ -225,4 +239,3 @@ class _Writer:
 
 def _layer(dimension: Dimension) -> str:
     return dimension.tensor.rpartition(".")[0]
-

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -95,9 +95,9 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
+        return [tensor for item in cast("Mapping[Any, Any]", value).values() for tensor in _tensors(item)]
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [tensor for field in dataclasses.fields(value) for tensor in _tensors(getattr(value, field.name))]
     return []
@@ -206,17 +206,21 @@ def _attribute(module: nn.Module, target: str) -> Any:
 def _filled(value: Any, results: Mapping[fx.Node, Any], source: Any = None, path: tuple[str | int, ...] = ()) -> Any:
     """Return a node's arguments, in which plain numbers know where they are written."""
     if isinstance(value, fx.Node):
-        return results[value]
+        found = results[value]
+        return Size(found, found.term, source(path)) if isinstance(found, Size) and source is not None else found
     if isinstance(value, (tuple, list)):
-        made = [_filled(item, results, source, (*path, i)) for i, item in enumerate(value)]
-        if isinstance(value, list):
+        given = cast("Sequence[Any]", value)
+        made = [_filled(item, results, source, (*path, i)) for i, item in enumerate(given)]
+        if isinstance(given, list):
             return made
-        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+        return cast("Any", type(given))(*made) if hasattr(given, "_fields") else tuple(made)
     if isinstance(value, Mapping):
-        return {key: _filled(item, results, source, (*path, key)) for key, item in value.items()}
+        pairs = cast("Mapping[str, Any]", value).items()
+        return {key: _filled(item, results, source, (*path, key)) for key, item in pairs}
     if isinstance(value, slice):
-        start, stop = (_filled(getattr(value, end), results, source, (*path, end)) for end in ("start", "stop"))
-        return slice(start, stop, _filled(value.step, results))
+        ends = cast("Any", value)
+        start, stop = (_filled(getattr(ends, end), results, source, (*path, end)) for end in ("start", "stop"))
+        return slice(start, stop, _filled(ends.step, results))
     return marked(value, source, path) if type(value) is int and source is not None else value
 
 
@@ -226,4 +230,6 @@ def _plain(value: Any) -> Any:
         return int(value)
     if type(value) in (tuple, list):
         return type(value)(map(_plain, value))
-    return {key: _plain(item) for key, item in value.items()} if type(value) is dict else value
+    if type(value) is not dict:
+        return value
+    return {key: _plain(item) for key, item in cast("dict[Any, Any]", value).items()}

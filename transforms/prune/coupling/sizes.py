@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from .atoms import Array, Solution
 
@@ -52,13 +52,19 @@ Term: TypeAlias = "Source | Count | tuple[Callable[[int, int], int], int, int]"
 
 
 class Size(int):
-    """A number with its origin; arithmetic with whole numbers keeps it."""
+    """A number with its origin; arithmetic with whole numbers keeps it.
+
+    Attributes:
+        term: how it comes about.
+        given: where a graph's node was given it, if it was computed.
+    """
 
     term: Term
+    given: Source | None
 
-    def __new__(cls, value: int, term: Term) -> Size:
+    def __new__(cls, value: int, term: Term, given: Source | None = None) -> Size:
         made = super().__new__(cls, value)
-        made.term = term
+        made.term, made.given = term, given
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,12 +129,7 @@ def marked(value: Any, source: Callable[[tuple[str | int, ...]], Source], path: 
     """Return plain arguments in which each whole number knows where it is written."""
     if type(value) is int:
         return Size(value, dataclasses.replace(source(path), value=value))
-    if isinstance(value, slice):
-        ends = {name: getattr(value, name) for name in ("start", "stop")}
-        return slice(*(marked(end, source, (*path, name)) for name, end in ends.items()), value.step)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        made = [marked(item, source, (*path, i)) for i, item in enumerate(value)]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, Mapping):
-        return {key: marked(item, source, (*path, key)) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        items = cast("Sequence[Any]", value)
+        return type(value)(marked(item, source, (*path, i)) for i, item in enumerate(items))
     return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -13,7 +14,8 @@ from .atoms import Array
 __all__ = ["Width", "widths"]
 
 
-class Width(NamedTuple):
+@dataclass(frozen=True)
+class Width:
     """An attribute, and the units of what it counts."""
 
     name: str

@@ -7,12 +7,12 @@ from typing import Any
 
 from .contraction import CONTRACTIONS
 from .convolution import CONVOLUTIONS
-from .elementwise import ELEMENTWISE
+from .elementwise import ELEMENTWISE, results_of
 from .indexing import INDEXING
 from .reduction import REDUCTIONS
 from .shapes import SHAPES
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "results_of"]
 
 RULES: Mapping[str, Callable[..., Any]] = {
     **ELEMENTWISE,

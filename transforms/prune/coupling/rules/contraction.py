@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..following import Follower
 from ..labels import Block, Labels
-from .elementwise import merged
+from .elementwise import merged, results_of
 
 __all__ = ["CONTRACTIONS", "contracted"]
 
@@ -67,7 +67,7 @@ def _batched(follower: Follower, left: Labels, right: Labels, dim: int) -> tuple
         lines.append(side.line(dim, follower.atoms, follower.why))
         if block is not None and len(block.dims) > 1:
             follower.heads.append(block.atoms)
-    left, right = (follower_without(side, dim) for side in (left, right))
+    left, right = (_without(side, dim) for side in (left, right))
     a, b = lines
     if a is None or b is None:
         for line in lines:
@@ -78,7 +78,7 @@ def _batched(follower: Follower, left: Labels, right: Labels, dim: int) -> tuple
     return left, right, Block((dim,), a.atoms, a.zero or b.zero)
 
 
-def follower_without(labels: Labels, dim: int) -> Labels:
+def _without(labels: Labels, dim: int) -> Labels:
     """Return labels without the block over a dimension."""
     return Labels(labels.shape, tuple(block for block in labels.blocks if dim not in block.dims))
 
@@ -122,28 +122,32 @@ def _linear(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out
 
 def _attention(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Attention over [batch, heads, length, width]: heads of a query go with those of its key and value."""
-    query, key, value = (follower.get(each) for each in args[:3])
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if isinstance(mask, Tensor) and follower.get(mask).blocks:
+    if isinstance(mask, Tensor):
         follower.keep_whole(follower.get(mask))
-    wide = [follower.keep_whole(each, [0, 2, 3]) for each in (query, key)]
-    value = follower.keep_whole(value, [0, 2]) if value.of(3) is None or len(value.of(3).dims) == 1 else follower.keep_whole(value, [0, 2, 3])  # type: ignore[union-attr]  # fmt: skip
-    lines = [each.of(1) for each in (*wide, value)]
-    blocks = [] if value.of(3) is None or value.of(3) is value.of(1) else [value.of(3)]
-    if any(line is None for line in lines):
-        for line in lines:
-            if line is not None:
-                follower.atoms.fix(line.atoms, follower.why)
-    else:
-        q, k, v = lines
-        times = q.atoms.size // k.atoms.size  # type: ignore[union-attr]
-        follower.atoms.join(k.atoms, v.atoms, follower.why)  # type: ignore[union-attr]
-        follower.atoms.join(q.atoms, k.atoms.repeat(times), follower.why)  # type: ignore[union-attr]
-        follower.heads.append(q.atoms)  # type: ignore[union-attr]
-        blocks.append(Block((1,), q.atoms, v.zero))  # type: ignore[union-attr]
-    result = out[0] if isinstance(out, (tuple, list)) else out
-    labels = Labels(tuple(result.shape), tuple(blocks))  # type: ignore[arg-type]
-    return (labels, *(None for _ in out[1:])) if isinstance(out, (tuple, list)) else labels
+    query, key = (follower.keep_whole(follower.get(each), [0, 2, 3]) for each in args[:2])
+    value = follower.get(args[2])
+    wide = value.of(3)
+    own_width = wide is not None and len(wide.dims) == 1
+    value = follower.keep_whole(value, [0, 2] if own_width else [0, 2, 3])
+    heads = _attending(follower, query.of(1), key.of(1), value.of(1))
+    blocks = [block for block in (heads, wide if own_width else None) if block is not None]
+    results = results_of(out)
+    labels = Labels(tuple(results[0].shape), tuple(blocks))
+    return [labels]
+
+
+def _attending(follower: Follower, query: Block | None, key: Block | None, value: Block | None) -> Block | None:
+    """Join the heads of an attention; several of a query may share one of the key and value."""
+    if query is None or key is None or value is None:
+        for block in (query, key, value):
+            if block is not None:
+                follower.atoms.fix(block.atoms, follower.why)
+        return None
+    follower.atoms.join(key.atoms, value.atoms, follower.why)
+    follower.atoms.join(query.atoms, key.atoms.repeat(query.atoms.size // key.atoms.size), follower.why)
+    follower.heads.append(query.atoms)
+    return Block((1,), query.atoms, value.zero)
 
 
 CONTRACTIONS: dict[str, Callable[..., Any]] = {

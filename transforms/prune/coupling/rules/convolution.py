@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..following import Follower
 from ..labels import Block, Labels
-from .elementwise import merged
+from .elementwise import merged, results_of
 
 __all__ = ["CONVOLUTIONS"]
 
@@ -57,7 +57,13 @@ def _joined(follower: Follower, line: Block | None, columns: Block | None) -> No
 
 
 def _grouped(
-    follower: Follower, line: Block | None, outputs: Block | None, inputs: Block | None, groups: int, *, transposed: bool
+    follower: Follower,
+    line: Block | None,
+    outputs: Block | None,
+    inputs: Block | None,
+    groups: int,
+    *,
+    transposed: bool,
 ) -> Block | None:
     """Return the channels of a grouped convolution's result.
 
@@ -113,10 +119,9 @@ def _in_space(rank: int, *, zero: bool = True) -> Callable[..., Any]:
         x = follower.get(args[0])
         first = len(x.shape) - rank
         x = follower.keep_whole(x, range(first, len(x.shape)))
-        results = out if isinstance(out, (tuple, list)) else (out,)
+        results = results_of(out)
         labels = [Labels(tuple(result.shape), x.blocks) for result in results]
-        labels = [each if zero and number == 0 else each.with_zero(False) for number, each in enumerate(labels)]
-        return labels if isinstance(out, (tuple, list)) else labels[0]
+        return [each if zero and number == 0 else each.with_zero(False) for number, each in enumerate(labels)]
 
     return rule
 
@@ -162,7 +167,9 @@ def _pad(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: T
         dim, (before, after) = rank - 1 - number, pads[2 * number : 2 * number + 2]
         if (before or after) and labels.of(dim) is not None:
             labels = follower.keep_whole(labels, [dim])
-    return Labels(tuple(out.shape), labels.blocks).with_zero(zero) if not zero else Labels(tuple(out.shape), labels.blocks)
+    return (
+        Labels(tuple(out.shape), labels.blocks).with_zero(zero) if not zero else Labels(tuple(out.shape), labels.blocks)
+    )
 
 
 def _family(names: str, rank: int, *, zero: bool = True) -> dict[str, Callable[..., Any]]:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..following import Follower
 from ..labels import Block, Labels
 
-__all__ = ["ELEMENTWISE", "merged"]
+__all__ = ["ELEMENTWISE", "merged", "results_of"]
 
 _Zero = Callable[[Sequence[bool | None]], bool]
 
 _KEEPING = (
-    "relu relu6 gelu silu tanh sin tan asin atan sinh asinh atanh sqrt abs neg negative positive leaky_relu elu hardtanh "
+    "relu relu6 gelu silu tanh sin tan asin atan sinh asinh atanh sqrt abs neg negative positive leaky_relu elu "
     "hardswish mish celu selu sign sgn erf expm1 log1p clone detach alias _to_copy lift_fresh lift contiguous square "
-    "round floor ceil trunc frac nan_to_num softshrink hardshrink rrelu_with_noise prelu _prelu_kernel clamp_max "
-    "native_dropout dropout feature_dropout alpha_dropout zeros_like empty_like view_as_real real imag isnan isinf "
-    "_conj conj set_data pin_memory to fill_zero erfinv deg2rad rad2deg lgamma_zero zero logical_and_zero"
+    "round floor ceil trunc frac nan_to_num softshrink hardshrink rrelu_with_noise prelu _prelu_kernel erfinv deg2rad "
+    "native_dropout dropout feature_dropout alpha_dropout zeros_like empty_like real imag isnan isinf _conj to zero "
+    "rad2deg"
 )  # fmt: skip
 _CHANGING = (
     "sigmoid exp cos log log2 log10 reciprocal rsqrt softplus hardsigmoid logical_not bitwise_not log_sigmoid "
-    "log_sigmoid_forward erfc cosh acos ones_like full_like fill rand_like randn_like bernoulli threshold clamp_min clamp "
-    "clip exp2 digamma lgamma uniform normal exponential geometric random isfinite logit i0 randint_like"
+    "log_sigmoid_forward erfc cosh acos ones_like full_like fill rand_like randn_like bernoulli threshold exp2 digamma "
+    "lgamma uniform normal exponential geometric random isfinite logit i0 randint_like"
 )  # fmt: skip
-_ALL = "add sub rsub maximum minimum copy hypot ne fmax fmin logaddexp_zero bitwise_or bitwise_xor logical_or logical_xor gt lt"
+_ALL = "add sub rsub maximum minimum copy hypot ne fmax fmin bitwise_or bitwise_xor logical_or logical_xor gt lt"
 _ANY = "mul bitwise_and logical_and"
 _FIRST = "div true_divide floor_divide fmod remainder pow"
 _NEVER = "eq ge le atan2 xlogy logaddexp nextafter float_power polar complex isclose"
+
+
+def results_of(out: Any) -> Sequence[Any]:
+    """Return what an operator gives as a sequence."""
+    return cast("Sequence[Any]", out) if isinstance(out, (tuple, list)) else (out,)
 
 
 def merged(follower: Follower, operands: Sequence[Labels], shape: Sequence[int], zero: _Zero) -> Labels:
@@ -64,7 +69,7 @@ def _merged(follower: Follower, operands: Sequence[Labels], dims: tuple[int, ...
     """Return the block of a result over dimensions that blocks of the operands connect."""
     present = [labels for labels in operands if any(labels.shape[dim] > 1 for dim in dims)]
     blocks = [labels.of(dims[0]) for labels in operands]
-    if all(labels.of(dims[0]) is not None and labels.of(dims[0]).dims == dims for labels in present):  # type: ignore[union-attr]
+    if all(_covers(labels.of(dims[0]), dims) for labels in present):
         given = [block for block in blocks if block is not None]
         for other in given[1:]:
             follower.atoms.join(given[0].atoms, other.atoms, follower.why)
@@ -79,6 +84,10 @@ def _merged(follower: Follower, operands: Sequence[Labels], dims: tuple[int, ...
     for other in given[1:]:
         follower.atoms.join(given[0].atoms, other.atoms, follower.why)
     return Block((cut,), given[0].atoms, zero([None if line is None else line.zero for line in lines]))
+
+
+def _covers(block: Block | None, dims: tuple[int, ...]) -> bool:
+    return block is not None and block.dims == dims
 
 
 def _cut(operands: Sequence[Labels], dims: tuple[int, ...]) -> int | None:
@@ -106,21 +115,25 @@ def _never(flags: Sequence[bool | None]) -> bool:  # noqa: ARG001  one of severa
     return False
 
 
+def _sum_and_product(flags: Sequence[bool | None]) -> bool:
+    return flags[0] is True and (flags[1] is True or flags[2] is True)
+
+
 def _rule(zero: _Zero, *, scalars: bool = False) -> Callable[..., Any]:
     def elementwise(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:  # noqa: ARG001
-        first = out[0] if isinstance(out, (tuple, list)) else out
+        results = results_of(out)
         operands = [value for value in args if isinstance(value, Tensor)]
         plain = [value for value in args[:2] if not isinstance(value, Tensor)] if scalars else []
         empty = [Labels(()) for value in plain if value != 0]
-        labels = merged(follower, [*map(follower.get, operands), *empty], first.shape, zero)
-        return (labels,) * len(out) if isinstance(out, (tuple, list)) else labels
+        labels = merged(follower, [*map(follower.get, operands), *empty], results[0].shape, zero)
+        return [labels] * len(results)
 
     return elementwise
 
 
 def _clamp(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
     """Clamping keeps a zero that is within the limits."""
-    low, high = ((*args, None, None)[1:3])
+    low, high = (*args, None, None)[1:3]
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     tensors = [value for value in (args[0], low, high) if isinstance(value, Tensor)]
     keeps = len(tensors) == 1 and (low is None or low <= 0) and (high is None or high >= 0)
@@ -142,8 +155,7 @@ def _masked_fill(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _fused(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
     """Add a product or quotient to a value."""
-    product = lambda flags: flags[0] is True and (flags[1] is True or flags[2] is True)  # noqa: E731
-    return merged(follower, [follower.get(value) for value in args[:3]], out.shape, product)
+    return merged(follower, [follower.get(value) for value in args[:3]], out.shape, _sum_and_product)
 
 
 ELEMENTWISE: dict[str, Callable[..., Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from ..following import Follower
@@ -38,11 +38,8 @@ def _index(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out:
     """Index by tensors: what they index stays whole, the dimensions behind move."""
     labels, indices = follower.get(args[0]), args[1]
     positions = [dim for dim, index in enumerate(indices) if index is not None]
-    spans: list[int] = []
-    for index in indices:  # a mask indexes as many dimensions as it has
-        is_mask = index is not None and index.dtype.is_floating_point is False and str(index.dtype) == "torch.bool"
-        spans.append(index.dim() if is_mask else 1)
-    if any(span > 1 for span in spans) or (positions and positions != list(range(positions[0], positions[-1] + 1))):
+    masks = [index.dim() for index in indices if index is not None and index.dtype is torch.bool]
+    if max(masks, default=1) > 1 or (positions and positions != list(range(positions[0], positions[-1] + 1))):
         follower.keep_whole(labels)
         return Labels(tuple(out.shape))
     labels = follower.keep_whole(labels, positions)
@@ -87,12 +84,6 @@ def _index_put(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], 
         return merged(follower, [into, values], out.shape, lambda flags: all(map(bool, flags)))
     follower.keep_whole(values)
     return follower.keep_whole(into)
-
-
-def _one_dimension(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
-    labels = follower.get(args[0])
-    follower.keep_whole(labels)
-    return Labels(tuple(np.shape(out)))
 
 
 INDEXING: dict[str, Callable[..., Any]] = {

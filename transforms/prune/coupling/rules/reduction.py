@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..following import Follower
 from ..labels import Block, Labels
-from .elementwise import merged
+from .elementwise import merged, results_of
 
 __all__ = ["REDUCTIONS"]
 
@@ -18,10 +18,10 @@ def _dims(labels: Labels, given: Any) -> list[int]:
     rank = len(labels.shape)
     if given is None or given == []:
         return list(range(rank))
-    return [dim % rank for dim in (given if isinstance(given, (list, tuple)) else [given])] if rank else []
+    return [int(dim) % rank for dim in results_of(given)] if rank else []
 
 
-def _without(follower: Follower, labels: Labels, dims: Sequence[int], out: Tensor, *, zero: bool) -> Labels:
+def _without(labels: Labels, dims: Sequence[int], out: Tensor, *, zero: bool) -> Labels:
     """Return the labels of a result in which dimensions are gone, or of size one."""
     blocks = tuple(block for block in labels.blocks if not set(block.dims) & set(dims))
     kept = [dim for dim in range(len(labels.shape)) if dim not in dims]
@@ -46,9 +46,8 @@ def _rule(position: int = 1, *, additive: bool = False, observed: str = "", zero
         given = args[position] if len(args) > position else kwargs.get("dim")
         dims = [] if isinstance(given, bool) else _dims(labels, given)
         labels = _reduced(follower, labels, dims, additive=additive, observed=observed)
-        results = out if isinstance(out, (tuple, list)) else (out,)
-        found = [_without(follower, labels, dims, result, zero=zero and not n) for n, result in enumerate(results)]
-        return found if isinstance(out, (tuple, list)) else found[0]
+        results = results_of(out)
+        return [_without(labels, dims, result, zero=zero and not n) for n, result in enumerate(results)]
 
     return rule
 
@@ -76,10 +75,9 @@ def _along(position: int = 1, *, zero: bool = False, fixed_default: bool = False
         labels = follower.get(args[0])
         given = args[position] if len(args) > position else kwargs.get("dim", -1 if fixed_default else 0)
         labels = follower.keep_whole(labels, _dims(labels, given))
-        results = out if isinstance(out, (tuple, list)) else (out,)
-        found = [Labels(tuple(each.shape), labels.blocks).with_zero(zero and not n) for n, each in enumerate(results)]
-        found = [each if zero and not n else each.with_zero(False) for n, each in enumerate(found)]
-        return found if isinstance(out, (tuple, list)) else found[0]
+        results = results_of(out)
+        found = [Labels(tuple(each.shape), labels.blocks) for each in results]
+        return [each if zero and not n else each.with_zero(False) for n, each in enumerate(found)]
 
     return rule
 
@@ -123,11 +121,13 @@ def _normalized(follower: Follower, value: Tensor, rank: int, given: Sequence[An
         else:
             follower.observe(kind, block, inside[0])
     weights = [follower.get(each) for each in given if isinstance(each, Tensor)]
-    results = out if isinstance(out, (tuple, list)) else (out,)
+    results = results_of(out)
     flags = bool(weights)
-    found = merged(follower, [x, *weights], results[0].shape, lambda zeros: flags and len(zeros) > 1 and bool(zeros[-1]))
+    found = merged(
+        follower, [x, *weights], results[0].shape, lambda zeros: flags and len(zeros) > 1 and bool(zeros[-1])
+    )
     _require_normalized(follower, found, dims)
-    return [found, *(None for _ in results[1:])] if isinstance(out, (tuple, list)) else found
+    return [found]
 
 
 def _require_normalized(follower: Follower, labels: Labels, dims: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ def _group_norm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any],
     shape = (1, -1, *(1 for _ in x.shape[2:]))
     columns = [Labels(shape, tuple(block.at([1]) for block in each.blocks)) for each in given]
     affine = isinstance(args[1], Tensor)
-    found = merged(follower, [x, *columns], out[0].shape, lambda flags: affine)  # noqa: ARG005
+    found = merged(follower, [x, *columns], out[0].shape, lambda flags: affine)
     return [found, *(None for _ in out[1:])]
 
 
@@ -166,13 +166,12 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_MOST.split(), _rule()),
     **dict.fromkeys(("logsumexp", "argmax", "argmin"), _rule(zero=False)),
     **dict.fromkeys("softmax _softmax log_softmax _log_softmax _safe_softmax".split(), _along()),
-    **dict.fromkeys("cumsum cumprod flip_along logcumsumexp".split(), _cumulative),
+    **dict.fromkeys("cumsum cumprod logcumsumexp".split(), _cumulative),
     **dict.fromkeys("sort argsort".split(), _along(fixed_default=True)),
     "topk": _along(2, fixed_default=True),
-    "glu_": _along(),
     **dict.fromkeys(
-        "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
-        "_batch_norm_with_update _batch_norm_no_update batch_norm".split(),
+        "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm".split(),
         _batch_norm,
     ),
     **dict.fromkeys(("native_layer_norm", "layer_norm"), _layer_norm),

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..atoms import FIXED
+from ..atoms import FIXED, Array
 from ..following import Follower
 from ..labels import Block, Labels
+from .elementwise import results_of
 
 __all__ = ["SHAPES"]
 
@@ -78,7 +79,7 @@ def _selected(follower: Follower, labels: Labels, dim: int, index: int, out: Ten
     if len(block.dims) == 1:
         return follower.keep_whole(labels, [dim]).moved(out.shape, rest)
     axis = block.dims.index(dim)
-    part = Block(tuple(d for d in block.dims if d != dim), block.atoms.take(index, axis), block.zero)
+    part = Block(tuple(d for d in block.dims if d != dim), np.asarray(block.atoms.take(index, axis)), block.zero)
     follower.atoms.join(block.atoms, block.atoms.take([0], axis), follower.why)
     others = tuple(each for each in labels.blocks if each is not block)
     return Labels(labels.shape, (*others, part)).moved(out.shape, rest)
@@ -94,7 +95,7 @@ def _split(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out:
     """Split into parts of one size: they lose alike."""
     labels = follower.get(args[0])
     dim = _argument(args, kwargs, 2, "dim", 0) % len(labels.shape)
-    if labels.of(dim) is not None and len({part.shape[dim] for part in out}) > 1:
+    if labels.of(dim) is not None and out[-1].shape[dim] != out[0].shape[dim]:
         labels = follower.keep_whole(labels, [dim])
     parts = _parts(labels, dim, out)
     for part in parts[1:]:
@@ -124,14 +125,14 @@ def _parts(labels: Labels, dim: int, out: Sequence[Tensor]) -> list[Labels]:
 def _cat(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
     """Put values one behind the other; along other dimensions they go together."""
     dim = _argument(args, kwargs, 1, "dim", 0) % len(out.shape)
-    values = [value for value in args[0] if len(value.shape) == len(out.shape) and value.shape[dim] > 0]
+    values = [value for value in results_of(args[0]) if len(value.shape) == len(out.shape) and value.shape[dim] > 0]
     operands = [follower.get(value) for value in values]
     joint = {d for labels in operands for block in labels.blocks if len(block.dims) > 1 for d in block.dims}
     if joint - {dim} and not _same_blocks(operands, dim):
-        operands = [follower.keep_whole(labels, joint - {dim}) for labels in operands]
+        operands = [follower.keep_whole(labels, sorted(joint - {dim})) for labels in operands]
     blocks: list[Block] = []
     for dims in dict.fromkeys(block.dims for labels in operands for block in labels.blocks):
-        block = _behind(follower, operands, dims, dim) if dim in dims else _beside(follower, operands, dims)
+        block = _behind(operands, dims, dim) if dim in dims else _beside(follower, operands, dims)
         blocks += [] if block is None else [block]
     return Labels(tuple(out.shape), tuple(blocks))
 
@@ -143,7 +144,7 @@ def _same_blocks(operands: Sequence[Labels], dim: int) -> bool:
     return len(kinds) == 1 and len(rest) == 1
 
 
-def _behind(follower: Follower, operands: Sequence[Labels], dims: tuple[int, ...], dim: int) -> Block | None:
+def _behind(operands: Sequence[Labels], dims: tuple[int, ...], dim: int) -> Block | None:
     parts: list[Any] = []
     zero = True
     for labels in operands:
@@ -190,7 +191,7 @@ def _flip(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: 
     return labels
 
 
-def _repeat(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
+def _repeat(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
     labels = _expand(follower, args, kwargs, out)
     times = args[1]
     blocks = [
@@ -206,7 +207,7 @@ def _repeat_interleave(follower: Follower, args: Sequence[Any], kwargs: dict[str
     if not isinstance(args[1], int) or dim is None:
         follower.keep_whole(labels)
         return Labels(tuple(out.shape))
-    indices = np.arange(labels.shape[dim]).repeat(args[1])
+    indices: Array = np.arange(labels.shape[int(dim)], dtype=np.int64).repeat(int(args[1]))
     return labels.taken(out.shape, dim % len(out.shape), indices)
 
 
