@@ -59,7 +59,8 @@ class Together:
             return list(found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
-        return [item for item in found if item not in decided]
+        known = set(map(id, decided))
+        return [item for item in found if id(item) not in known]
 
     def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         suitable = self._suitable(pass_, groups)
