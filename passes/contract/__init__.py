@@ -8,6 +8,7 @@ from .processes import (
     device_type,
     launch_command,
     mesh_of_same_weights,
+    missing_process_group,
     require_process_group,
     require_same_weights,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "format_value",
     "launch_command",
     "mesh_of_same_weights",
+    "missing_process_group",
     "option_types",
     "read_value",
     "require_process_group",

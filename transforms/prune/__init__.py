@@ -1,0 +1,1 @@
+"""Pruning: which weights a model can do without, and how they go."""
