@@ -9,6 +9,7 @@ from .processes import (
     device_type,
     launch_command,
     mesh_of_same_weights,
+    missing_process_group,
     require_process_group,
     require_same_weights,
 )
@@ -24,7 +25,11 @@ __all__ = [
     "format_value",
     "launch_command",
     "mesh_of_same_weights",
+<<<<<<< HEAD
     "names_module",
+=======
+    "missing_process_group",
+>>>>>>> main
     "option_types",
     "read_value",
     "require_process_group",

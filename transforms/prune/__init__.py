@@ -1,4 +1,4 @@
-"""Pruning: what may go, by which scores; masks over weights, and layers that are really smaller."""
+"""Pruning: which weights a model can do without, and how they go."""
 
 from __future__ import annotations
 
