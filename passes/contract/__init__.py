@@ -25,11 +25,8 @@ __all__ = [
     "format_value",
     "launch_command",
     "mesh_of_same_weights",
-<<<<<<< HEAD
-    "names_module",
-=======
     "missing_process_group",
->>>>>>> main
+    "names_module",
     "option_types",
     "read_value",
     "require_process_group",
