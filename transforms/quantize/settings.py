@@ -20,4 +20,4 @@ class Settings:
     per_channel: bool = True
     group_size: int = 64
     aim: Literal["speed", "size"] = "speed"
-    calibration: Any = field(default=None, compare=False, repr=False, metadata={"text": False})
+    calibration: Any = field(default=None, compare=False, repr=False)
