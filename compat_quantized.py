@@ -53,7 +53,7 @@ def int8_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> Any:
 
 @cache
 def _warn_now() -> None:
-    """Let PyTorch say now, and unheard, what it says once: that it will replace the tensors which kernels are packed by.
+    """Let PyTorch say now, unheard, what it says once: that it will replace the tensors which kernels are packed by.
 
     `fxopt` goes with versions of PyTorch that have them.
     """
