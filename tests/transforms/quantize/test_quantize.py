@@ -219,16 +219,18 @@ def test_it_is_not_sharded_afterwards():
             fxopt.optimize(Net().eval(), pipeline, example_inputs=(X,))
 
 
-@given(
+OPTIONS = st.tuples(
     st.sampled_from(SCHEMES),
-    st.lists(st.sampled_from(["down", "up", "*"]), max_size=2),
+    st.lists(st.sampled_from(["down", "up", "*"]), max_size=2).map(tuple),
     st.one_of(st.none(), st.floats(1e-3, 1)),
     st.booleans(),
     st.sampled_from([32, 64]),
     st.sampled_from(["speed", "size"]),
 )
-def test_options_are_read_as_they_are_written(*options: Any):
-    scheme, keep, *others = options
-    wanted = Quantize(scheme, tuple(keep), *others)
+
+
+@given(OPTIONS)
+def test_options_are_read_as_they_are_written(options: tuple[Any, ...]):
+    wanted = Quantize(*options)
     assert parse(str(wanted)) == (wanted,)
     assert "calibration" not in str(Quantize(calibration=[X]))
