@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
+from .named_modules import check_named, names_module
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
 from .processes import (
     device_type,
@@ -19,11 +20,13 @@ __all__ = [
     "Pass",
     "Text",
     "ValueMismatch",
+    "check_named",
     "device_type",
     "format_value",
     "launch_command",
     "mesh_of_same_weights",
     "missing_process_group",
+    "names_module",
     "option_types",
     "read_value",
     "require_process_group",
