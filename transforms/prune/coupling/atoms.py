@@ -107,9 +107,10 @@ class Solution:
             return units
         first = units.take([0], axis)
         if (units == first).all():
-            return np.full(units.shape[axis], FIXED, dtype=np.int64)
+            return np.zeros(units.shape[axis], dtype=np.int64)
         others = tuple(other for other in range(units.ndim) if other != axis)
-        return np.amin(units, axis=others)
+        least: Array = np.minimum.reduce(units, axis=others)
+        return least
 
 
 def _merge(parents: Array, edges: Sequence[tuple[Array, Array]]) -> None:
