@@ -29,10 +29,12 @@ class StateStep(ABC):
     Attributes:
         kind: the step's name in JSON.
         lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
+        is_compact: whether the new tensors take less room, and give the old ones back: archives hold the new ones.
     """
 
     kind: ClassVar[str]
     lossy: ClassVar[bool] = False
+    is_compact: ClassVar[bool] = False
 
     @property
     @abstractmethod

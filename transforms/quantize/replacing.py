@@ -1,0 +1,43 @@
+"""Put a layer with small numbers in the place of a linear one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import MatchFailure
+from ...layers.quantized import QuantizedLinear
+from ...passes.rewriting import Edit
+from ...passes.state import QuantizeWeight
+from .linears import Linear, linear_of
+
+__all__ = ["Made", "replace_linear"]
+
+Made = Callable[[Tensor, Tensor, "nn.Parameter | None", torch.dtype], QuantizedLinear]
+
+
+def replace_linear(edit: Edit, make: Made, form: str, group: int) -> QuantizedLinear:
+    """Replace the site's module, a linear layer, and say how its state follows.
+
+    Args:
+        edit: of the site.
+        make: the new layer's class.
+        form, group: see `QuantizeWeight`.
+    """
+    linear = _there(edit)
+    dtype = str(linear.weight.dtype).removeprefix("torch.")
+    step = QuantizeWeight("weight", ("weight_values", "weight_scales"), form, dtype, linear.dim, group)
+    values, scales = step.forward([linear.weight.detach()])
+    module = make(values, scales, linear.bias, linear.weight.dtype)
+    edit.replace_module("", module)
+    edit.record_state(step)
+    return module
+
+
+def _there(edit: Edit) -> Linear:
+    linear = linear_of(edit.owner)
+    if linear is None:
+        raise MatchFailure("it is no linear layer any more")
+    return linear
