@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .errors import UsageError
+
 __all__ = [
+    "OBSERVERS",
     "int4_packed",
     "int4_product",
     "int8_packed",
     "int8_product_dynamic",
     "int8_product_of_weights",
     "needs_reduced_range",
+    "observer_called",
     "why_no_int8",
 ]
 
 _OPERATORS: Any = cast("Any", torch.ops).quantized
+OBSERVERS = {
+    "histogram": "HistogramObserver",
+    "minmax": "MinMaxObserver",
+    "moving_average": "MovingAverageMinMaxObserver",
+}
+"""What options call observers -> torchao's class."""
+
 _ENGINES = ("x86", "fbgemm", "onednn")
 
 
@@ -67,3 +80,25 @@ def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
     return torch._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])  # pyright: ignore[reportPrivateUsage]
+
+
+def observer_called(kind: str) -> Any:
+    """Return torchao's observer of activations in 8 bits, 0 to 255: "histogram", "minmax" or "moving_average".
+
+    Raises:
+        UsageError: torchao is not installed.
+    """
+    observer = getattr(_torchao_observers(), OBSERVERS[kind])
+    return observer(dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255)
+
+
+def _torchao_observers() -> Any:
+    """Import torchao, which tells at length which of its CUDA libraries are not there."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("torchao.quantization.pt2e.observer")
+    except ImportError as error:
+        raise UsageError('calibration needs torchao; install it with: pip install "fxopt[quantization]"') from error
+    finally:
+        logging.disable(before)

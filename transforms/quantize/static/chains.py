@@ -15,13 +15,13 @@ from ....passes.verification import CallSites
 from ....tracing.graphs import Region, required_capture
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ...fold_batchnorm import obstacles, pairs_in
+from ...fold_batchnorm.find import obstacles, pairs_in
+from .layout import Followers, followers
+from .pools import pooling_of
 
 __all__ = ["Chain", "Link", "chains"]
 
-_MOVING = frozenset(
-    "contiguous dropout flatten identity max_pool1d max_pool2d max_pool3d reshape squeeze unsqueeze view".split()
-)
+_MOVING = frozenset("contiguous dropout flatten identity reshape squeeze unsqueeze view".split())
 """What only moves numbers or chooses among them: numbers of 8 bits go through as floats do."""
 
 _ASKING = frozenset({"dim", "shape", "size"})
@@ -36,6 +36,7 @@ class Link:
         node: that calls it.
         norm: that calls a batch norm on the result, which is folded into it, or None.
         relu: on the result of both, or None.
+        followers: what counts on how its result lies in memory.
         between: the operations up to the layers behind, where all that comes behind are such, of one range.
         output: that range; None: it gives floats.
     """
@@ -46,6 +47,7 @@ class Link:
     relu: fx.Node | None = None
     between: list[fx.Node] = field(default_factory=list[fx.Node])
     output: Range | None = None
+    followers: Followers = Followers((), is_open=False)
 
     @property
     def last(self) -> fx.Node:
@@ -113,6 +115,7 @@ def _connected(
             graph.add_edges_from((link, other) for other in behind)
         else:
             link.between.clear()
+            link.followers = followers(program, owner, link.last)
     order = {link: number for number, link in enumerate(links.values())}
     for group in nx.connected_components(graph):
         yield sorted(group, key=order.__getitem__)
@@ -128,12 +131,19 @@ def _layers_behind(program: Program, owner: str, link: Link, links: Mapping[fx.N
             operator = _operator(program, owner, user)
             if user in links:
                 behind.append(links[user])
-            elif operator in _MOVING and user.args[:1] == (node,) and not has_random_effects(user):
+            elif _moves(program, owner, user) and user.args[:1] == (node,):
                 link.between.append(user)
                 pending.append(user)
             elif operator not in _ASKING:
                 return []
     return behind
+
+
+def _moves(program: Program, owner: str, node: fx.Node) -> bool:
+    """Say whether an operation takes numbers as it does floats."""
+    if pooling_of(program, owner, node) is not None:
+        return True
+    return _operator(program, owner, node) in _MOVING and not has_random_effects(node)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -11,13 +11,16 @@ from torch import fx, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
-from ....layers.quantized import Geometry, Range, StaticConv, StaticLayer, StaticLinear, to_numbers
+from ....layers.quantized import Geometry, Range, StaticConv, StaticLayer, StaticLinear, max_pool_numbers, to_numbers
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import QuantizeWeight
 from ....tracing.values import TensorMeta, qualified, user_class
-from ...fold_batchnorm import Fold, dimensions_wanted, expect_dimensions
+from ...fold_batchnorm.arithmetic import Fold
+from ...fold_batchnorm.dimensions import expect_dimensions
+from ...fold_batchnorm.find import dimensions_wanted
 from .candidates import CONVOLUTIONS
+from .pools import pooling_of
 
 __all__ = ["rewrite"]
 
@@ -45,6 +48,8 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     for label in site.nodes:
         if label.startswith("between."):
             _pass_numbers(edit.graph_node(label), edit)
+        if label.startswith("view."):
+            _loosened(edit.graph_node(label), edit)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit)
     if layer["output"] is not None:
         options["output"] = tuple(layer["output"])
     else:
-        options["contiguous"] = _needs_contiguous(replaced[-1], edit)
+        options["contiguous"] = layer["contiguous"]
     x = _numbers_of(node, layer, edit)
     call = edit.call(str(node.target), x, before=replaced[-1], **options)
     for old in replaced:
@@ -140,26 +145,24 @@ def _calls_layer(user: fx.Node, edit: Edit) -> bool:
     return isinstance(edit.owner.get_submodule(str(user.target)), (nn.Linear, *CONVOLUTIONS, StaticLayer))
 
 
-def _needs_contiguous(last: fx.Node, edit: Edit) -> bool:
-    """Say whether somebody behind may count on how a result lies in memory: `view`, and what cannot be seen from here."""
-    return any(
-        user.op == "output" or user.target == "view" or (user.op == "call_module" and not _is_plain(user, edit))
-        for user in last.users
-    )
-
-
-def _is_plain(user: fx.Node, edit: Edit) -> bool:
-    called = user_class(type(edit.owner.get_submodule(str(user.target))))
-    return called.__module__.startswith("torch.nn.") or issubclass(called, StaticLayer)
-
-
 def _pass_numbers(node: fx.Node, edit: Edit) -> None:
     """Let an operation take numbers, whose channels come last in memory."""
-    if node.op == "call_method" and node.target == "view":
-        reshaped = edit.call(".reshape", *node.args, before=node, **node.kwargs)
-        edit.replace(node, reshaped)
-        node = reshaped
-    _note_numbers(node)
+    pooling = pooling_of(edit.program, edit.site.owner, node)
+    if pooling is not None:
+        pooled = edit.call(max_pool_numbers, node.args[0], *pooling, before=node)
+        edit.replace(node, pooled)
+        _note_numbers(pooled)
+    else:
+        _note_numbers(_loosened(node, edit))
+
+
+def _loosened(node: fx.Node, edit: Edit) -> fx.Node:
+    """Let an operation take any layout: `view` becomes `reshape`."""
+    if node.op != "call_method" or node.target != "view":
+        return node
+    reshaped = edit.call(".reshape", *node.args, before=node, **node.kwargs)
+    edit.replace(node, reshaped)
+    return reshaped
 
 
 def _note_numbers(node: fx.Node) -> None:

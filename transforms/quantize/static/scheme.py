@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from ....compat_onednn import why_no_static_int8
+from ....compat_quantized import OBSERVERS
 from ....errors import UsageError
 from ....layers.quantized import Range
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....tracing.program import Program
+from ....suggest import did_you_mean
 from ..settings import Settings
 from .batches import calls
 from .calibration import ranges_of
@@ -31,6 +33,11 @@ class _Static:
         reason = why_no_static_int8()
         if reason:
             raise UsageError(f"pass 'quantize': scheme={settings.scheme} does not run here: {reason}")
+        if isinstance(settings.batches, bool) or settings.batches < 1:
+            raise UsageError(f"pass 'quantize': batches={settings.batches}; give a positive number, such as 32")
+        if settings.observer not in OBSERVERS:
+            near = did_you_mean(str(settings.observer), OBSERVERS)
+            raise UsageError(f"pass 'quantize': observer={settings.observer!r} is unknown{near}")
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
         if program.training:
@@ -62,10 +69,11 @@ def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Mo
     yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
     if not ranges:
         return
-    found = sensitivity(program, ranges, _group(settings), data[0], settings.budget)
+    budget: float = cast("Any", settings).error_budget
+    found = sensitivity(program, ranges, _group(settings), data[0], budget)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
-        yield Refusal(f"{cost}; the budget of all layers is {settings.budget:g}", name)
+        yield Refusal(f"{cost}; the budget of all layers is {budget:g}", name)
     yield from _sites(program, {name: range_ for name, range_ in ranges.items() if name not in found.left}, found)
 
 
@@ -81,7 +89,7 @@ def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) ->
 
 
 def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found: Sensitivity) -> Site:
-    data = [_data(link.name, ranges[link.name], link.output, found) for link in chain.links]
+    data = [_data(link.name, ranges[link.name], link, found) for link in chain.links]
     nodes = {label: name for number, link in enumerate(chain.links) for label, name in _nodes(number, link)}
     return Site(program, chain.owner, nodes, chain.specialization, data={"layers": data}, detail=_detail(data))
 
@@ -90,12 +98,15 @@ def _nodes(number: int, link: Link) -> Iterator[tuple[str, str]]:
     named = {"layer": link.node, "norm": link.norm, "relu": link.relu}
     yield from ((f"{what}.{number}", node.name) for what, node in named.items() if node is not None)
     yield from ((f"between.{number}.{place}", node.name) for place, node in enumerate(link.between))
+    yield from ((f"view.{number}.{place}", node.name) for place, node in enumerate(link.followers.views))
 
 
-def _data(name: str, of_input: Range, output: Range | None, found: Sensitivity) -> dict[str, Any]:
+def _data(name: str, of_input: Range, link: Link | None, found: Sensitivity) -> dict[str, Any]:
+    output = None if link is None else link.output
     return {
         "name": name, "scale": of_input.scale, "zero_point": of_input.zero_point,
         "output": None if output is None else [output.scale, output.zero_point],
+        "contiguous": link is None or link.followers.is_open,
         "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),
     }  # fmt: skip
 
