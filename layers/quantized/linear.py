@@ -39,6 +39,7 @@ class QuantizedLinear(QuantizedLayer):
     """
 
     form: ClassVar[str] = "int8"
+    bias: nn.Parameter | None
 
     def __init__(self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,9 +58,8 @@ class QuantizedLinear(QuantizedLayer):
     @property
     def held(self) -> tuple[Tensor, Tensor]:
         """Return the numbers and the scales."""
-        values, scales = own_buffers(self)["weight_values"], own_buffers(self)["weight_scales"]
-        assert values is not None and scales is not None
-        return values, scales
+        buffers: Any = own_buffers(self)
+        return buffers["weight_values"], buffers["weight_scales"]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         if torch.compiler.is_compiling() or not input.is_cpu or not input.numel() or not is_plainly_eager():
@@ -87,7 +87,8 @@ class Int8DynamicLinear(QuantizedLinear):
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute in int8; the result has the input's type."""
         packed = self.packing.of(int8_packed, *self.held, self.bias)
-        return int8_product_dynamic(input.float(), packed).to(input.dtype)
+        rows = input.float().reshape(-1, self.in_features)
+        return int8_product_dynamic(rows, packed).to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 
 class _WithNarrowActivations(QuantizedLinear):
@@ -158,5 +159,5 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _with_gradient(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    apply: Any = _WithGradient.apply
-    return apply(layer, x, layer.bias)
+    function: Any = _WithGradient
+    return function.apply(layer, x, layer.bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import has_hooks, has_state_hooks, own_parameters
+from ...passes.contract import names_module
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .settings import Settings
-from .words import is_kept
 
-__all__ = ["Linear", "linear_of", "linears", "obstacle", "value_problem"]
+__all__ = ["Linear", "is_kept", "linear_of", "linears", "obstacle", "value_problem"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +65,7 @@ def linears(settings: Settings, program: Program, objection: Objection) -> Itera
     found = [(name, linear) for name, module in _modules(program) if (linear := linear_of(module)) is not None]
     called = _called(program, [linear.module for _, linear in found])
     for name, linear in found:
-        if is_kept(settings.keep, name, linear.module):
+        if is_kept(settings.keep, name, program):
             continue
         reason = obstacle(name, linear.module, linear.weight, program) or objection(linear)
         if not reason and called is not None and linear.module not in called:
@@ -85,6 +85,13 @@ def value_problem(name: str, tensor: Tensor) -> str:
     if not tensor.numel():
         return f"{name} is empty"
     return "" if tensor.is_meta or tensor.isfinite().all() else f"{name} has elements that are not finite"
+
+
+def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
+    """Say whether words name a module, or one around it."""
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return any(names_module(word, path, program.module(path)) for path in around for word in words)
 
 
 def _modules(program: Program) -> Iterator[tuple[str, nn.Module]]:

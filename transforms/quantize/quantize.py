@@ -8,18 +8,15 @@ from typing import ClassVar
 
 from torch import nn
 
-from ...compat import modules_by_name
 from ...errors import UsageError
-from ...passes.contract import Pass
+from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from .replayable import replayable
 from .schemes import SCHEMES, scheme_called
 from .settings import Settings
-from .words import is_kept
 
 __all__ = ["Quantize"]
 
@@ -35,8 +32,8 @@ class Quantize(Settings, Pass):
     Refuses: tied weights, layers with hooks, weights that other code reads, layers that are never called.
 
     Options:
-        scheme: `int8_dynamic` (activations are quantized at each call), `int8_static` (with scales found by calibration),
-            `int8_weight`, `int4_weight` and `float8` (weights alone).
+        scheme: `int8_dynamic` (activations are quantized at each call), `int8_static` (with scales that calibration
+            found), `int8_weight`, `int4_weight` and `float8` (weights alone).
         keep: what stays as it is: names of modules, which may hold `*`, or their classes.
         budget: the error that is allowed, relative to the scale of each tensor; by default 0.05, of `float8` 0.1 and of
             `int4_weight` 0.2.
@@ -54,11 +51,8 @@ class Quantize(Settings, Pass):
     phase: ClassVar[Phase] = Phase.EVAL
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
     destroys: ClassVar[Mapping[str, str]] = {
-        name: "it needs the floating-point weights that quantize has replaced; put it before quantize"
-        for name in ("prune", "fuse_ensembles", "fold_batchnorm", "qat")
-    } | {
-        name: "layers with integers cannot be split over processes; leave one of the two out"
-        for name in ("fsdp", "tensor_parallel")
+        **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
+        **dict.fromkeys(("fsdp", "tensor_parallel"), "layers with small numbers cannot be split over processes"),
     }
 
     @property
@@ -78,19 +72,9 @@ class Quantize(Settings, Pass):
             raise UsageError(f"pass 'quantize': aim={self.aim!r}; use 'speed' or 'size'")
         if isinstance(self.group_size, bool) or self.group_size < 1:
             raise UsageError(f"pass 'quantize': group_size={self.group_size}; give a positive number, such as 64")
-        self._check_keep(model)
+        check_named(self.name, "keep", self.keep, model)
         _ = self.error_budget
         scheme_called(self.scheme).check(self, model)
-
-    def _check_keep(self, model: nn.Module) -> None:
-        modules: dict[str, nn.Module] = modules_by_name(model)
-        for word in self.keep:
-            if not any(is_kept((word,), name, module) for name, module in modules.items()):
-                names = [name for name in modules if name]
-                names += [user_class(type(module)).__name__ for module in modules.values()]
-                raise UsageError(
-                    f"pass 'quantize': keep={word!r} names nothing in the model{did_you_mean(word, names)}"
-                )
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         return scheme_called(self.scheme).find(self, program)

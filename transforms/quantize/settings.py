@@ -22,4 +22,4 @@ class Settings:
     aim: Literal["speed", "size"] = "speed"
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
-    calibration: Any = field(default=None, compare=False, repr=False, metadata={"text": False})
+    calibration: Any = field(default=None, compare=False, repr=False)

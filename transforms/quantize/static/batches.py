@@ -40,7 +40,7 @@ def calls(given: Any, count: int, program: Program) -> Sequence[Inputs]:
 def _batches(given: Any) -> Iterable[Any]:
     if isinstance(given, (Tensor, Inputs, dict, tuple)):
         return [given]
-    if not hasattr(given, "__iter__"):
+    if not hasattr(given, "__iter__") or isinstance(given, str):
         kind = type(given).__name__
         raise CalibrationError(f"calibration= is of type {kind}; give a loader, an iterator, or a list of batches")
     return cast("Iterable[Any]", given)
@@ -64,6 +64,8 @@ def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
     """
     try:
         return call.run(model)
+    except CalibrationError:
+        raise
     except Exception as error:  # whatever the user's forward raises
         text = f"the model does not take calibration batch {number}: {type(error).__name__}: {one_line(error)}"
         raise CalibrationError(text) from error

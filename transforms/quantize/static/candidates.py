@@ -12,9 +12,8 @@ from ....layers.quantized import Geometry
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ..linears import obstacle
+from ..linears import is_kept, obstacle
 from ..settings import Settings
-from ..words import is_kept
 
 __all__ = ["CONVOLUTIONS", "candidates"]
 
@@ -26,7 +25,7 @@ def candidates(settings: Settings, program: Program) -> Iterator[tuple[str, nn.M
     """Yield the layers that can be quantized, by name, and refusals of those that cannot."""
     for module in program.names.distinct:
         name = program.names.name(module)
-        if user_class(type(module)) not in (nn.Linear, *CONVOLUTIONS) or is_kept(settings.keep, name, module):
+        if user_class(type(module)) not in (nn.Linear, *CONVOLUTIONS) or is_kept(settings.keep, name, program):
             continue
         reason = _reason(name, module, program)
         yield Refusal(reason, name or "(root)") if reason else (name, module)
