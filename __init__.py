@@ -76,9 +76,9 @@ _PLACES = {
         "translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError "
-        "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
-        "UsageError VerificationError"
+        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
+        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
+        "UnverifiedWarning UsageError VerificationError"
     ),
     "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",

@@ -1,4 +1,4 @@
-"""oneDNN's kernels for activations and weights of 8 bits: operators that PyTorch documents nowhere, all in one place."""
+"""oneDNN's kernels for activations and weights of 8 bits, which PyTorch documents nowhere, all in one place."""
 
 from __future__ import annotations
 

@@ -46,19 +46,19 @@ class StaticLayer(QuantizedLayer):
         scales: of the weight, [outputs] or [1].
         bias: [outputs] or None; kept as it is.
         dtype: of the weight that is simulated.
-        range: of the input.
+        of_input: the range of the input.
     """
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, range: Range
-    ) -> None:  # noqa: A002
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
+    ) -> None:
         super().__init__()
         self.register_buffer("weight_values", values)
         self.register_buffer("weight_scales", scales)
         self.register_parameter("bias", bias)
-        self.dtype, self.range = dtype, range
+        self.dtype, self.range = dtype, of_input
 
     @property
     def weight(self) -> Tensor:
@@ -68,14 +68,18 @@ class StaticLayer(QuantizedLayer):
     @property
     def held(self) -> tuple[Tensor, Tensor]:
         """Return the numbers and the scales of the weight."""
-        values, scales = own_buffers(self)["weight_values"], own_buffers(self)["weight_scales"]
-        assert values is not None and scales is not None
-        return values, scales
+        buffers = own_buffers(self)
+        return cast("Tensor", buffers["weight_values"]), cast("Tensor", buffers["weight_scales"])
 
     def forward(
-        self, input: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, activation: str = "none",
-        output: tuple[float, int] | None = None, contiguous: bool | None = None,
-    ) -> Tensor:  # fmt: skip  # noqa: A002
+        self,
+        input: Tensor,  # noqa: A002  as torch.nn calls it
+        scales: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str = "none",
+        output: tuple[float, int] | None = None,
+        contiguous: bool | None = None,
+    ) -> Tensor:
         """Compute the layer, and what a graph says of the operations behind it.
 
         Args:
@@ -102,10 +106,13 @@ class StaticLayer(QuantizedLayer):
     def kernel(self, input: Tensor, scales: Tensor, bias: Tensor | None, behind: Behind) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
         floats = self.dtype if input.dtype is torch.uint8 else input.dtype
-        numbers = input if input.dtype is torch.uint8 else to_numbers(input.detach(), self.range.scale, self.range.zero_point)
-        output = behind.output
-        form = (1.0, 0, floats) if output is None else (output.scale, output.zero_point, torch.uint8)
-        result = self.product(numbers, scales, bias, (*form, behind.activation))
+        numbers, output = input, behind.output
+        if input.dtype is not torch.uint8:
+            numbers = to_numbers(input.detach(), self.range.scale, self.range.zero_point)
+        form: Result = (1.0, 0, floats, behind.activation)
+        if output is not None:
+            form = (output.scale, output.zero_point, torch.uint8, behind.activation)
+        result = self.product(numbers, scales, bias, form)
         contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
         return result.contiguous() if contiguous and output is None else result
 
@@ -132,9 +139,9 @@ class StaticLinear(StaticLayer):
     """Compute a linear layer; see `StaticLayer`."""
 
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, range: Range
-    ) -> None:  # noqa: A002
-        super().__init__(values, scales, bias, dtype, range)
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
+    ) -> None:
+        super().__init__(values, scales, bias, dtype, of_input)
         self.out_features, self.in_features = values.shape
 
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Result) -> Tensor:
@@ -183,10 +190,10 @@ class StaticConv(StaticLayer):
     """
 
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, range: Range,
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
         geometry: Geometry,
-    ) -> None:  # fmt: skip  # noqa: A002
-        super().__init__(values, scales, bias, dtype, range)
+    ) -> None:  # fmt: skip
+        super().__init__(values, scales, bias, dtype, of_input)
         self.geometry = geometry
         self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
@@ -215,22 +222,19 @@ class _WithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through what it stands for."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: StaticLayer, behind: Behind, input: Tensor, scales: Tensor, bias: Tensor | None
-    ) -> Tensor:  # noqa: A002
+    def forward(ctx: Any, layer: StaticLayer, behind: Behind, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.behind = layer, behind
-        ctx.save_for_backward(input, scales, bias)
-        return layer.kernel(input, scales, bias, behind)
+        ctx.save_for_backward(x, scales, bias)
+        return layer.kernel(x, scales, bias, behind)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[2:]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
         with torch.enable_grad():
-            given = [
-                tensor if tensor is None else tensor.detach().requires_grad_(want)
-                for tensor, want in zip(ctx.saved_tensors, wanted, strict=True)
-            ]
+            pairs = zip(saved, wanted, strict=True)
+            given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
             result = ctx.layer.simulated(*given, ctx.behind)
-        leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if want]
-        found = iter(torch.autograd.grad(result, leaves, gradient))
+        leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+        found = iter(torch.autograd.grad([result], leaves, list(gradients)))
         return None, None, *(next(found) if want else None for want in wanted)

@@ -57,6 +57,7 @@ __all__ = [
     "announce_changes",
     "are_plain",
     "cached_by_class",
+    "call_of_batch",
     "changed_paths",
     "check_whole",
     "class_recipe",

@@ -42,8 +42,8 @@ class Quantize(Settings, Pass):
         aim: `speed` times each layer and leaves those alone that do not gain; `size` does not.
         calibration: for `int8_static`: a loader, an iterator or a list of batches; the option text leaves it out. None
             stands for the example inputs.
-        observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare, `minmax`
-            nothing, `moving_average` what batches differ by.
+        observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,
+            `minmax` nothing, `moving_average` what batches differ by.
         batches: for `int8_static`: how many batches of `calibration` are used.
     """
 

@@ -33,7 +33,7 @@ def calls(given: Any, count: int, program: Program) -> Sequence[Inputs]:
         return program.whole_calls
     found = list(_taken(_batches(given), count, program.model))
     if not found:
-        raise CalibrationError("calibration= has no batches; give a loader that has, or an iterator that is not used up")
+        raise CalibrationError("calibration= has no batches; give a loader that has some, or a fresh iterator")
     return found
 
 

@@ -35,7 +35,9 @@ def advancing(what: str, total: int) -> Generator[Any]:
         yield partial(progress.advance, task)
 
 
-def ranges_of(program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str) -> dict[str, Range]:
+def ranges_of(
+    program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str
+) -> dict[str, Range]:
     """Return the range of the input of each layer that the calls reach.
 
     Args:
@@ -49,11 +51,11 @@ def ranges_of(program: Program, layers: Mapping[str, nn.Module], calls: Sequence
     """
     observers = {name: observer_called(kind) for name in layers}
     seen: set[str] = set()
-    with torch.no_grad(), preserved(program.model), _watched(layers, observers, seen):
-        with advancing("calibrating", len(calls)) as advance:
-            for number, call in enumerate(calls):
-                run_call(program.model, call, number)
-                advance()
+    watched = _watched(layers, observers, seen)
+    with torch.no_grad(), preserved(program.model), watched, advancing("calibrating", len(calls)) as advance:
+        for number, call in enumerate(calls):
+            run_call(program.model, call, number)
+            advance()
     return {name: _range(observers[name]) for name in layers if name in seen}
 
 

@@ -32,7 +32,7 @@ def candidates(settings: Settings, program: Program) -> Iterator[tuple[str, nn.M
 
 
 def _reason(name: str, module: nn.Module, program: Program) -> str:
-    weight = cast("nn.Linear", module).weight
+    weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
     reason = obstacle(name, module, weight, program)
     if reason:
         return reason

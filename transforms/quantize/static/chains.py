@@ -47,7 +47,7 @@ class Link:
     relu: fx.Node | None = None
     between: list[fx.Node] = field(default_factory=list[fx.Node])
     output: Range | None = None
-    followers: Followers = Followers((), is_open=False)
+    followers: Followers = field(default_factory=Followers)
 
     @property
     def last(self) -> fx.Node:
@@ -156,5 +156,3 @@ def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
         return canonical_name(node)
     module = program.callee(owner, node)
     return None if has_hooks(module) else operator_of_module(user_class(type(module)))
-
-

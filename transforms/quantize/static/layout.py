@@ -26,8 +26,8 @@ class Followers:
         is_open: somebody else may count on the layout: whoever called the model, `view` in another graph, other code.
     """
 
-    views: tuple[fx.Node, ...]
-    is_open: bool
+    views: tuple[fx.Node, ...] = ()
+    is_open: bool = False
 
 
 def followers(program: Program, owner: str, node: fx.Node) -> Followers:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -14,7 +14,10 @@ from ....tracing.values import user_class
 
 __all__ = ["pooling_of"]
 
-_SETTINGS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+_SETTINGS: Mapping[str, Any] = {
+    "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False,
+}  # fmt: skip
+"""Of max pooling, with what they are by default."""
 
 
 def pooling_of(program: Program, owner: str, node: fx.Node) -> tuple[list[int], list[int], list[int]] | None:
@@ -36,9 +39,9 @@ def _settings(program: Program, owner: str, node: fx.Node) -> Mapping[str, Any] 
     if canonical_name(node) != "max_pool2d":
         return None
     named = normalized_arguments("max_pool2d", node.target, node.args, node.kwargs).named
-    return {name: named.get(name, default) for name, default in zip(_SETTINGS, (None, None, 0, 1, False, False), strict=True)}
+    return {name: named.get(name, default) for name, default in _SETTINGS.items()}
 
 
 def _pair(value: Any) -> list[int] | None:
-    values = list(value) if isinstance(value, (tuple, list)) else [value, value]
+    values = list(cast("Sequence[Any]", value)) if isinstance(value, (tuple, list)) else [value, value]
     return values if len(values) == 2 and all(type(each) is int for each in values) else None

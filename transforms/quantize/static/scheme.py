@@ -13,8 +13,8 @@ from ....errors import UsageError
 from ....layers.quantized import Range
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
-from ....tracing.program import Program
 from ....suggest import did_you_mean
+from ....tracing.program import Program
 from ..settings import Settings
 from .batches import calls
 from .calibration import ranges_of
