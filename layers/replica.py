@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat_distributed import after_backward, after_forward, before_forward, broadcast_together
 from ..errors import StateError
-from ..tracing.recording import is_rank_local
+from ..tracing.recording import is_rank_local, is_trial_step
 
 __all__ = ["REPLICA", "Replica", "replicate"]
 
@@ -48,7 +48,7 @@ class Replica:
         self._names = {parameter: name for name, parameter in named}
         self._state, self._buffers = state, buffers
         self._arrived: dict[nn.Parameter, None] = {}
-        self._reduces = self._waits = False
+        self._reduces = self._waits = self._tries = False
         self._reducer: DistributedDataParallel | None = None
         self._handles = {p: p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names}
 
@@ -64,7 +64,9 @@ class Replica:
         """Make the model like that of process 0, and start the reducer; a hook before the forward."""
         if not self._takes_part:
             return None
-        self._reduces, self._waits = self.syncs, False
+        self._reduces, self._waits, self._tries = self.syncs, False, is_trial_step()
+        if self._tries:
+            return None
         if self.syncs and module.training:
             broadcast_together(self._state or self._buffers)
             self._state = ()
@@ -78,13 +80,13 @@ class Replica:
 
     @property
     def _takes_part(self) -> bool:
-        return bool(self._names) and torch.is_grad_enabled() and not is_rank_local()
+        return bool(self._names) and torch.is_grad_enabled() and (is_trial_step() or not is_rank_local())
 
     # -- the first backward ----------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Note that a gradient has come; the first one of a backward has its end waited for."""
-        if is_rank_local():
+        if is_rank_local() and not self._tries:
             return
         if self._reducer is not None:
             name = self._names[cast("nn.Parameter", parameter)]
@@ -99,7 +101,7 @@ class Replica:
 
     @torch.no_grad()
     def _finish_first(self) -> None:
-        """Average what the first synchronized backward left, and hand over to the reducer."""
+        """Average what the first synchronized backward left, and hand over to the reducer, unless it was on trial."""
         self._waits = False
         everything = list(self._names)
         flags = torch.tensor([float(p.grad is not None) for p in everything], device=everything[0].device)
@@ -107,6 +109,10 @@ class Replica:
         used = [parameter for parameter, flag in zip(everything, flags, strict=True) if flag]
         for parameter in used:
             _average(parameter)
+        if self._tries:
+            self._tries = False
+            self._arrived.clear()
+            return
         self._start_reducer(self._in_order(everything if self._search else used))
 
     def _in_order(self, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:
