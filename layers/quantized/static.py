@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager, own_buffers
-from ...compat_onednn import Result, convolution, convolution_weight, linear, linear_weight
+from ...compat_quantized import (
+    Int8Result,
+    int8_convolution,
+    int8_convolution_packed,
+    int8_product_static,
+    int8_static_packed,
+)
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
 from .layer import QuantizedLayer
@@ -109,7 +115,7 @@ class StaticLayer(QuantizedLayer):
         numbers, output = input, behind.output
         if input.dtype is not torch.uint8:
             numbers = to_numbers(input.detach(), self.range.scale, self.range.zero_point)
-        form: Result = (1.0, 0, floats, behind.activation)
+        form: Int8Result = (1.0, 0, floats, behind.activation)
         if output is not None:
             form = (output.scale, output.zero_point, torch.uint8, behind.activation)
         result = self.product(numbers, scales, bias, form)
@@ -126,7 +132,7 @@ class StaticLayer(QuantizedLayer):
         result = F.relu(result) if behind.activation == "relu" else result
         return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
 
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Result) -> Tensor:
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
         raise NotImplementedError
 
@@ -144,10 +150,10 @@ class StaticLinear(StaticLayer):
         super().__init__(values, scales, bias, dtype, of_input)
         self.out_features, self.in_features = values.shape
 
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Result) -> Tensor:
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
-        packed = self.packing.of(linear_weight, self.held[0], scales, bias)
-        return linear(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
+        packed = self.packing.of(int8_static_packed, self.held[0], scales, bias)
+        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
@@ -199,17 +205,17 @@ class StaticConv(StaticLayer):
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
         self.stride, self.padding, self.dilation = geometry.stride, geometry.padding, geometry.dilation
 
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Result) -> Tensor:
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
         packed = self.packing.of(self._packed, self.held[0], scales, bias)
         rows = numbers if numbers.ndim == self.held[0].ndim else numbers.unsqueeze(0)
-        found = convolution(rows, scale, zero_point, packed, settings, result)
+        found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if rows is numbers else found.squeeze(0)
 
     def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return convolution_weight(values, scales, bias, scale, zero_point, settings)
+        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""

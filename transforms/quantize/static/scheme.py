@@ -7,8 +7,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ....compat_onednn import why_no_static_int8
-from ....compat_quantized import OBSERVERS
+from ....compat_quantized import OBSERVERS, why_no_static_int8
 from ....errors import UsageError
 from ....layers.quantized import Range
 from ....passes.rewriting import Edit
