@@ -211,6 +211,17 @@ def _repeat_interleave(follower: Follower, args: Sequence[Any], kwargs: dict[str
     return labels.taken(out.shape, dim % len(out.shape), indices)
 
 
+def _glu(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
+    """Multiply one half by a function of the other: they lose alike."""
+    labels = follower.get(args[0])
+    dim = _argument(args, kwargs, 1, "dim", -1) % len(out.shape)
+    first, second = _parts(labels, dim, (out, out))
+    a, b = first.of(dim), second.of(dim)
+    if a is not None and b is not None:
+        follower.atoms.join(a.atoms, b.atoms, follower.why)
+    return first
+
+
 def _last_two(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
     labels = follower.get(args[0])
     rank = len(labels.shape)
@@ -231,6 +242,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys("cat concat".split(), _cat),
     "stack": _stack,
     "flip": _flip,
+    "glu": _glu,
     "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("tril", "triu"), _last_two),
