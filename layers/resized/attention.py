@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ class ResizedAttention(nn.MultiheadAttention):
     Attributes:
         head_dim: the width of a head.
     """
+
+    head_dim: int
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> ResizedAttention:
@@ -54,9 +56,9 @@ class ResizedAttention(nn.MultiheadAttention):
             query, key, value = (each.unsqueeze(0 if self.batch_first else 1) for each in (query, key, value))
         if not self.batch_first:
             query, key, value = (each.transpose(0, 1) for each in (query, key, value))
-        heads = self._heads(query, key, value)
-        mask = _mask(heads[0], heads[1], key_padding_mask, attn_mask, is_causal=is_causal and attn_mask is None)
-        out, weights = self._attended(*heads, mask, need_weights=need_weights)
+        q, k, v = self._heads(query, key, value)
+        mask = _mask(q, k, key_padding_mask, attn_mask, is_causal=is_causal and attn_mask is None)
+        out, weights = self._attended(q, k, v, mask, need_weights=need_weights)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not self.batch_first:
             out = out.transpose(0, 1)
@@ -69,13 +71,16 @@ class ResizedAttention(nn.MultiheadAttention):
 
     def _heads(self, *inputs: Tensor) -> list[Tensor]:
         """Project the inputs, and divide them into heads: [batch, heads, length, width]."""
-        if self.in_proj_weight is not None:
-            weights = list(self.in_proj_weight.chunk(3))
-        else:
-            weights = [cast("Tensor", getattr(self, f"{name}_proj_weight")) for name in "qkv"]
-        biases: list[Any] = [None] * 3 if self.in_proj_bias is None else list(self.in_proj_bias.chunk(3))
-        made = [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
-        return [each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in made]
+        packed: Tensor | None = cast("Tensor | None", self.in_proj_weight)
+        bias: Tensor | None = cast("Tensor | None", self.in_proj_bias)
+        own = [cast("Tensor", getattr(self, f"{name}_proj_weight")) for name in "qkv"]
+        weights = own if packed is None else list(packed.chunk(3))
+        biases: list[Tensor | None] = [None] * 3 if bias is None else list(bias.chunk(3))
+        made = [F.linear(x, weight, each) for x, weight, each in zip(inputs, weights, biases, strict=True)]
+        return [self._divided(each) for each in made]
+
+    def _divided(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, need_weights: bool
@@ -83,7 +88,7 @@ class ResizedAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             return F.scaled_dot_product_attention(query, key, value, mask, dropout), None
-        scores = query @ key.transpose(-1, -2) * self.head_dim**-0.5
+        scores = query @ key.transpose(-1, -2) * float(self.head_dim) ** -0.5
         weights = (scores if mask is None else scores + mask).softmax(-1)
         weights = F.dropout(weights, dropout)
         return weights @ value, weights
@@ -100,7 +105,7 @@ def _mask(
     found: Tensor | None = None
     if attention is not None:
         found = _added(attention, query)
-        found = found.unflatten(0, (query.shape[0], -1)) if found.dim() == 3 else found
+        found = found.view(query.shape[0], -1, *found.shape[1:]) if found.dim() == 3 else found
     if padding is not None:
         rows = _added(padding if padding.dim() == 2 else padding.unsqueeze(0), query)[:, None, None, :]
         found = rows if found is None else found + rows

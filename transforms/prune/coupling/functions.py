@@ -76,7 +76,7 @@ def _size(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _counted(follower: Follower, tensor: Tensor, shape: torch.Size) -> torch.Size:
     if not follower.knows(tensor):
         return shape
-    labels = follower.get(tensor)
+    labels = follower.look(tensor)
     sizes: list[int] = list(shape)
     for block in labels.blocks:
         for axis, dim in enumerate(block.dims):

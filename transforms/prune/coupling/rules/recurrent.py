@@ -11,6 +11,7 @@ from torch import Tensor
 from ..atoms import Array
 from ..following import Follower
 from ..labels import Block, Labels
+from .elementwise import results_of
 
 __all__ = ["WHOLE"]
 
@@ -45,7 +46,7 @@ def _recurrent(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any
     dim = len(outputs.shape) - 1
     if above is not None:
         follower.set(outputs, Labels(tuple(outputs.shape), (Block((dim,), above.atoms),)))
-    given = state if isinstance(state, (tuple, list)) else (state,)
+    given = results_of(state)
     results = list(states)
     for before, after, atoms in zip(given, results, units, strict=False):
         _joined(follower, _line(follower, before), None if atoms is None else Block((0,), atoms))
