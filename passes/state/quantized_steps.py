@@ -58,7 +58,7 @@ class QuantizeWeight(StateStep):
         (weight,) = tensors
         if weight.ndim <= self.dim:
             raise StateError(f"'{self.old}' has shape {list(weight.shape)}; it has {self.dim + 1} dimensions or more")
-        return quantized(weight.movedim(self.dim, 0).to(self.torch_dtype), self.format, self.group)
+        return quantized(weight.movedim(self.dim, 0).to(self.torch_dtype).contiguous(), self.format, self.group)
 
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         values, scales = tensors

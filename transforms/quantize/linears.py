@@ -61,8 +61,12 @@ def linear_of(module: nn.Module) -> Linear | None:
 
 
 def linears(settings: Settings, program: Program, objection: Objection) -> Iterator[Site | Refusal]:
-    """Yield a site for each linear layer, each by its first name, and why others stay as they are."""
+    """Yield a site for each linear layer, the largest first, and why others stay as they are.
+
+    So what one time budget allows is spent where the most is gained.
+    """
     found = [(name, linear) for name, module in _modules(program) if (linear := linear_of(module)) is not None]
+    found.sort(key=lambda pair: -pair[1].weight.numel())
     called = _called(program, [linear.module for _, linear in found])
     for name, linear in found:
         if _is_kept(settings.keep, name, program):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor, nn
-
 from ...errors import MatchFailure
 from ...layers.quantized import QuantizedLinear
 from ...passes.rewriting import Edit
 from ...passes.state import QuantizeWeight
+from .kernels import kernel_problem
 from .linears import Linear, linear_of
 
-__all__ = ["Made", "replace_linear"]
-
-Made = Callable[[Tensor, Tensor, "nn.Parameter | None", torch.dtype], QuantizedLinear]
+__all__ = ["replace_linear"]
 
 
-def replace_linear(edit: Edit, make: Made, form: str, group: int) -> QuantizedLinear:
+def replace_linear(edit: Edit, make: type[QuantizedLinear], form: str, group: int) -> QuantizedLinear:
     """Replace the site's module, a linear layer, and say how its state follows.
 
     Args:
@@ -31,6 +25,9 @@ def replace_linear(edit: Edit, make: Made, form: str, group: int) -> QuantizedLi
     step = QuantizeWeight("weight", ("weight_values", "weight_scales"), form, dtype, linear.dim, group)
     values, scales = step.forward([linear.weight.detach()])
     module = make(values, scales, linear.bias, linear.weight.dtype)
+    problem = kernel_problem(type(module), module.out_features, module.in_features, group)
+    if problem:
+        raise MatchFailure(problem)
     edit.replace_module("", module)
     edit.record_state(step)
     return module

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import ModeError, OrderError, UsageError
 from fxopt.passes.pipeline import parse
+from fxopt.passes.state import quantized as quantized_weight
 from fxopt.transforms.quantize import Quantize
+from fxopt.transforms.quantize.kernels import kernel_problem
 
 SCHEMES = ("int8_dynamic", "int8_weight", "int4_weight", "float8")
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
@@ -151,6 +154,42 @@ def test_a_budget_that_does_not_hold_puts_layers_back():
     fast = quantized(Net().eval(), budget=1e-5)
     assert {status for status, _ in decisions(fast)} == {"undone"}
     assert type(fast.up) is nn.Linear
+
+
+def test_archives_hold_small_numbers(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).eval()
+    x = torch.randn(4, 256)
+    sizes: list[int] = []
+    for scheme in ("int8_dynamic", "int4_weight"):
+        fast = quantized(model, scheme, x)
+        fxopt.save(fast, tmp_path / "model.fxopt", factory="torch.nn:Identity")
+        sizes.append((tmp_path / "model.fxopt").stat().st_size)
+        loaded = fxopt.load(tmp_path / "model.fxopt", model=model)
+        assert torch.equal(loaded(x), fast(x))
+        assert type(loaded[0]) is type(fast[0]) or type(loaded[0]).__name__ == type(fast[0]).__name__
+    assert sizes[0] < 0.3 * 4 * 256 * 256 and sizes[1] < 0.2 * 4 * 256 * 256
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_kernel_that_is_wrong_is_found_out(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    classes: Any = type(quantized(Net().eval(), scheme).up).__mro__
+    kind = next(each for each in classes if "kernel" in vars(each))
+    right = kind.kernel
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(kind, "kernel", lambda self, x: right(self, x) * 1.03)
+    assert "the kernel for 64 to 128 is off by" in decisions(quantized(Net().eval(), scheme))[0][1]
+    kernel_problem.cache_clear()
+
+
+@pytest.mark.parametrize(("form", "group", "low"), [("int8", 0, -127), ("int8", -1, -127), ("int4", 32, -7)])
+def test_scales_are_those_of_torchao(form: str, group: int, low: int):
+    primitives: Any = pytest.importorskip("torchao.quantization.quant_primitives")
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    block = {0: (1, 64), -1: (8, 64)}.get(group, (1, group))
+    symmetric = primitives.MappingType.SYMMETRIC
+    expected, _ = primitives.choose_qparams_affine(weight, symmetric, block, torch.int8, low, -low)
+    _, found = quantized_weight(weight, form, group)
+    assert torch.allclose(found.float().flatten(), expected.flatten(), rtol=2**-8 if form == "int4" else 1e-6)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
