@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from .layer import QuantizedLayer
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from .lstm import Int8DynamicLSTM
 from .packing import Packing
 
 __all__ = [
     "Float8Linear",
     "Int4WeightLinear",
+    "Int8DynamicLSTM",
     "Int8DynamicLinear",
     "Int8WeightLinear",
     "Packing",
