@@ -16,7 +16,7 @@ from ...tracing.program import Program
 from ...tracing.values import qualified
 from .settings import Settings
 
-__all__ = ["Layer", "sites"]
+__all__ = ["Layer", "is_kept", "obstacle", "sites"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,15 +51,15 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
     """
     called = _called(program, [layer.module for layer in layers])
     for layer in sorted(layers, key=lambda layer: -layer.size):
-        if _is_kept(settings.keep, layer.name, program):
+        if is_kept(settings.keep, layer.name, program):
             continue
-        reason = _obstacle(layer, program) or layer.objection
+        reason = obstacle(layer, program) or layer.objection
         if not reason and called is not None and layer.module not in called:
             reason = "the example inputs never call it"
         yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)
 
 
-def _is_kept(words: Sequence[str], name: str, program: Program) -> bool:
+def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
     """Say whether words name a module, or one around it."""
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -73,7 +73,7 @@ def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None
     return {module for module in modules if program.recording(modules).calls.get(module)}
 
 
-def _obstacle(layer: Layer, program: Program) -> str:
+def obstacle(layer: Layer, program: Program) -> str:
     """Return why a layer must stay as it is, or ""."""
     if not layer.name:
         return "the whole model is this layer, and nothing can be put in its place"
