@@ -9,11 +9,11 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["Quiet", "class_recipe", "identity", "same_kind", "subclass", "user_class"]
+__all__ = ["Quiet", "Remade", "class_recipe", "empty_instance", "identity", "same_kind", "subclass", "user_class"]
 
 _Key = tuple[type, tuple[type, ...], object]
 _classes: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
@@ -47,6 +47,19 @@ class Quiet:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+
+class Remade(Quiet):
+    """Let instances of a dynamic class be copied and pickled: the class is made again from its recipe."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return empty_instance, class_recipe(cast("Any", type(self))), vars(self)
+
+
+def empty_instance(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+    """Return a module without attributes, of the class that a recipe makes."""
+    cls = make(*arguments)
+    return cls.__new__(cls)
 
 
 def user_class(cls: type[nn.Module]) -> type[nn.Module]:
