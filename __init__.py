@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .layers.replica import no_sync
+    from .layers.accumulation import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
     from .passes.pipeline import Decision, Plan
@@ -79,7 +79,7 @@ _PLACES = {
         "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
         "UsageError VerificationError"
     ),
-    "layers.replica": "no_sync",
+    "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..compat import is_plainly_eager, read_by_name, version_of
 from ..passes.state import STATE_MAP, sharded_like
 from ..tracing.graphs import capture_of, install, uninstall
-from ..tracing.values import Remade, class_recipe, subclass, user_class
+from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
 
 __all__ = ["Masked", "gone_of", "masked_module", "set_gone", "unmask"]
 
@@ -59,9 +59,7 @@ def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
         module: stays as it is.
         gone: name of a parameter of the module's own -> which of its elements are zero, booleans of its shape.
     """
-    new = object.__new__(type(module))
-    for name, value in vars(module).items():
-        vars(new)[name] = dict(cast("dict[str, Any]", value)) if type(value) is dict else value
+    new = in_class(module, type(module))
     uninstall(new)
     new.__class__ = _masked_class(user_class(type(module)), tuple(gone))
     set_gone(new, gone)

@@ -32,11 +32,13 @@ class StateStep(ABC):
         lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
         idempotent: whether `forward` leaves what has been through it as it is: then tensors from before and after need
             not be told apart, and state dicts with zeros are no surprise.
+        is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
     """
 
     kind: ClassVar[str]
     lossy: ClassVar[bool] = False
     idempotent: ClassVar[bool] = False
+    is_compact: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -201,6 +203,7 @@ class Select(_OfOne):
 
     kind: ClassVar[str] = "select"
     lossy: ClassVar[bool] = True
+    is_compact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...tracing.values import Remade, class_recipe, empty_instance, subclass, user_class
+from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
 from .returning import ReturningAutocast
 
 __all__ = ["AutocastLeaf", "in_autocast"]
@@ -27,10 +27,8 @@ class AutocastLeaf(Remade):
 
 def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module`, which computes under autocast."""
-    new = empty_instance(*class_recipe(_leaf_class(type(module))))
-    for name, value in vars(module).items():
-        new.__dict__[name] = dict(cast("dict[str, Any]", value)) if type(value) is dict else value
-    new.__dict__["autocast"] = ReturningAutocast(dtype, device)
+    new = in_class(module, _leaf_class(type(module)))
+    vars(new)["autocast"] = ReturningAutocast(dtype, device)
     return new
 
 

@@ -39,6 +39,7 @@ class Ddp(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.PARALLEL
+    averages: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.TRAIN
     before: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pipeline")  # with the lines below: never together
     destroys: ClassVar[Mapping[str, str]] = {

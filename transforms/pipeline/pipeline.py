@@ -46,6 +46,7 @@ class Pipeline(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.PARALLEL
+    trains_by_call: ClassVar[bool] = False  # it has `.step`
 
     def check(self, model: nn.Module) -> None:
         require_process_group(self.name, self._processes())
