@@ -167,8 +167,7 @@ class TreeEdit(GraphEdit):
                 is saved of it.
 
         Raises:
-            MatchFailure: if there is no such tensor, it has a name outside the site, or checkpoints from before and
-                after could not be told apart.
+            MatchFailure: there is none, it has a name outside the site, or the step's two sides cannot be told apart.
         """
         parent, _, last = path.rpartition(".")
         module = self.program.module(self._path(parent))
