@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .errors import (
         ArchiveError,
         BudgetError,
+        CalibrationError,
         CaptureError,
         FusedMemberError,
         FxoptError,
@@ -75,9 +76,9 @@ _PLACES = {
         "translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError BudgetError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError "
-        "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
-        "UsageError VerificationError"
+        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
+        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
+        "UnverifiedWarning UsageError VerificationError"
     ),
     "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
@@ -104,6 +105,7 @@ _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in
 __all__ = [
     "ArchiveError",
     "BudgetError",
+    "CalibrationError",
     "CaptureError",
     "Concatenate",
     "Context",

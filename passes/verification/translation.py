@@ -138,7 +138,8 @@ class Translation:
         for name, tensor in held.items():
             problem = "is gone" if id(tensor) not in reached else ""
             if name in found:
-                problem = form_problem(tensor, found[name]) or distance(tensor, found[name], slack).problem
+                other = found[name].detach()
+                problem = form_problem(tensor, other) or distance(tensor.detach(), other, slack).problem
             if problem:
                 raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
 

@@ -17,7 +17,7 @@ from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .settings import Settings
 
-__all__ = ["Linear", "linear_of", "linears", "value_problem"]
+__all__ = ["Linear", "is_kept", "linear_of", "linears", "obstacle", "value_problem"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -69,9 +69,9 @@ def linears(settings: Settings, program: Program, objection: Objection) -> Itera
     found.sort(key=lambda pair: -pair[1].weight.numel())
     called = _called(program, [linear.module for _, linear in found])
     for name, linear in found:
-        if _is_kept(settings.keep, name, program):
+        if is_kept(settings.keep, name, program):
             continue
-        reason = _obstacle(name, linear, program) or objection(linear)
+        reason = obstacle(name, linear.module, linear.weight, program) or objection(linear)
         if not reason and called is not None and linear.module not in called:
             reason = "the example inputs never call it"
         if reason:
@@ -91,7 +91,7 @@ def value_problem(name: str, tensor: Tensor) -> str:
     return "" if tensor.is_meta or tensor.isfinite().all() else f"{name} has elements that are not finite"
 
 
-def _is_kept(words: Sequence[str], name: str, program: Program) -> bool:
+def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
     """Say whether words name a module, or one around it."""
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -110,17 +110,17 @@ def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None
     return {module for module in modules if program.recording(modules).calls.get(module)}
 
 
-def _obstacle(name: str, linear: Linear, program: Program) -> str:
-    """Return why a layer must stay as it is, or ""."""
-    module, weight = linear.module, qualified(name, "weight")
+def obstacle(name: str, module: nn.Module, weight: nn.Parameter, program: Program) -> str:
+    """Return why a layer with a weight must stay as it is, or ""."""
+    path = qualified(name, "weight")
     if not name:
         return "the whole model is this layer, and nothing can be put in its place"
     if has_hooks(module) or has_state_hooks(module):
         return "it has hooks, which the layer in its place would not have"
-    tied = [other for other in program.analyses[TensorOwners].names(weight) if other != weight]
+    tied = [other for other in program.analyses[TensorOwners].names(path) if other != path]
     if tied:
         return f"its weight is tied to '{tied[0]}'"
-    reader = program.analyses[TensorReads].reader(linear.weight)
+    reader = program.analyses[TensorReads].reader(weight)
     if reader is not None and reader != name:
         return f"'{reader}' reads its weight"
-    return value_problem(f"'{weight}'", cast("Any", linear.weight))
+    return value_problem(f"'{path}'", cast("Any", weight))

@@ -14,6 +14,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
+from .replayable import replayable
 from .schemes import SCHEMES, scheme_called
 from .settings import Settings
 
@@ -39,7 +40,11 @@ class Quantize(Settings, Pass):
         per_channel: one scale for each output of an int8 layer, or one for all.
         group_size: how many weights of an `int4_weight` layer have a scale in common.
         aim: `speed` times each layer and leaves those alone that do not gain; `size` does not.
-        calibration: for `int8_static`: a loader, an iterator or example inputs; the option text leaves it out.
+        calibration: for `int8_static`: a loader, an iterator or a list of batches; the option text leaves it out. None
+            stands for the example inputs.
+        observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,
+            `minmax` nothing, `moving_average` what batches differ by.
+        batches: for `int8_static`: how many batches of `calibration` are used.
     """
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
@@ -58,6 +63,7 @@ class Quantize(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        object.__setattr__(self, "calibration", replayable(self.calibration))
 
     def check(self, model: nn.Module) -> None:
         if self.scheme not in SCHEMES:

@@ -40,6 +40,7 @@ class Scheme(Protocol):
 
 SCHEMES = {
     "int8_dynamic": ".dynamic",
+    "int8_static": ".static",
     "int8_weight": ".weights",
     "int4_weight": ".weights",
     "float8": ".weights",

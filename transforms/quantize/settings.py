@@ -20,4 +20,6 @@ class Settings:
     per_channel: bool = True
     group_size: int = 64
     aim: Literal["speed", "size"] = "speed"
+    observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
+    batches: int = 32
     calibration: Any = field(default=None, compare=False, repr=False)
