@@ -17,7 +17,7 @@ from fxopt.errors import BudgetError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.passes.timing import memory_use
 from fxopt.tracing.values import normalize_inputs
-from fxopt.transforms.checkpoint import Checkpoint, recomputation
+from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
 from fxopt.transforms.checkpoint.choices import Choices, choices
 from fxopt.transforms.checkpoint.spans import Search
 
@@ -147,6 +147,19 @@ def test_in_evaluation_and_without_gradients_regions_just_run(
     torch.testing.assert_close(fast.eval()(transformer[1]), transformer[0].eval()(transformer[1]), rtol=0, atol=0)
     with pytest.raises(AssertionError, match="checkpointed"):
         fast.train()(transformer[1])
+
+
+@pytest.mark.parametrize("name", ["transformer", "residual_network"])
+def test_a_region_runs_again_in_its_mode(name: str, request: pytest.FixtureRequest) -> None:
+    made = request.getfixturevalue(name)
+    fast = checkpointed(made, 0)
+    for model in (made[0], fast):
+        output = seeded(model)(made[1])
+        model.eval()
+        output.square().sum().backward()
+        assert not any(module.training for module in model.modules())
+    for expected, found in zip(made[0].parameters(), fast.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
 
 
 def test_the_same_autocast_holds_when_a_region_runs_again(transformer: Made) -> None:
@@ -349,6 +362,25 @@ def test_fused_ensembles_are_checkpointed() -> None:
     fused = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
     assert {status for status, _ in decisions(fast)} == {"applied"}
     assert_bit_equal(fused, fast, x)
+
+
+def test_what_goes_wrong_on_fake_tensors_is_not_swallowed(
+    transformer: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = transformer
+    raised: list[str] = []
+
+    def once(*args: object) -> float:
+        if not raised:
+            raised.append("once")
+            raise AttributeError("a fault of the cost model")
+        return 1.0
+
+    monkeypatch.setattr(forward, "_operations", once)
+    with pytest.raises(
+        fxopt.PassError, match=r"pass 'checkpoint' \(find\) raised AttributeError: a fault of the cost model"
+    ):
+        fxopt.optimize(model, "checkpoint", example_inputs=x)
 
 
 @settings(max_examples=30)
