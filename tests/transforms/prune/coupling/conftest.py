@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fxopt
-from fxopt.layers.resized import ResizedAttention
 from fxopt.tracing.graphs import capture_of, own, recompile
-from fxopt.transforms.prune.coupling import Coupling, Group, coupling
+from fxopt.transforms.prune.coupling import Coupling, Group, ResizedAttention, coupling
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
