@@ -11,7 +11,7 @@ from .reference import Data, Reference, reference
 from .tape import Tape
 from .translation import MapState
 from .verify import Verdict, verify
-from .whole_model import Original
+from .whole_model import Original, Simulation
 
 __all__ = [
     "CallSites",
@@ -20,6 +20,7 @@ __all__ = [
     "MapState",
     "Original",
     "Reference",
+    "Simulation",
     "Tape",
     "TensorOwners",
     "TensorReads",
