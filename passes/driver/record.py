@@ -49,7 +49,8 @@ class Record:
             one forward of the model (with its backward in training).
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
         eval_only: the passes whose rewrites hold in evaluation mode only.
-        finished_by: the passes that acted on the finished model; nothing can be done after them.
+        finished_by: the passes that acted on the finished model; nothing can be done after them. One that found no
+            place for it is none of them.
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.

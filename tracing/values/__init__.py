@@ -6,7 +6,7 @@ from .autograd_functions import FunctionCall
 from .class_cache import cached_by_class
 from .dynamic import Quiet, class_recipe, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
-from .inputs import Inputs, is_input, normalize_inputs
+from .inputs import Inputs, check_whole, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
@@ -58,6 +58,7 @@ __all__ = [
     "are_plain",
     "cached_by_class",
     "changed_paths",
+    "check_whole",
     "class_recipe",
     "contents",
     "copied",

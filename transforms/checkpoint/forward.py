@@ -84,11 +84,11 @@ class Forward:
 
 
 def traced_forward(program: Program) -> Forward:
-    """Return what the model's forward on its first example call does in training.
+    """Return what the model's forward on its first example call of the whole model does in training.
 
     It runs on fake tensors, which hold no data; where the model decides by data, on real ones.
     """
-    call = program.inputs[0]
+    call = program.whole_calls[0]
     with in_phase(program.model, True), preserved(program.model), torch.enable_grad():
         with contextlib.suppress(Exception), fake_tensors() as mode:
             return _traced(program, call, mode.from_tensor)

@@ -35,11 +35,11 @@ class Rehearsal:
 def rehearse(program: Program) -> Rehearsal:
     """Run the example calls forward and backward; without any, all buffers count as written, and nothing as unused."""
     model, buffers = program.model, _own_buffers(program.model)
-    if not program.inputs or is_on_meta(model):
+    if not program.whole_calls or is_on_meta(model):
         return Rehearsal((), tuple(buffers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     used, written = set[str](), set[str]()
-    for inputs in program.inputs:
+    for inputs in program.whole_calls:
         try:
             reached, changed = _step(model, inputs, trained)
         except Exception:  # an example for evaluation need not do for training: one row and a batch norm, say

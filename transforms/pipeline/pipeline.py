@@ -55,7 +55,7 @@ class Pipeline(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         stages = self._stages(distributed.get_world_size())
         try:
-            if not program.inputs:
+            if not program.whole_calls:
                 raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
             found = find_stages(program, stages, self.cost)
             others = list(other_routes(program, found))
@@ -71,7 +71,7 @@ class Pipeline(Pass):
 
     def _rehearse(self, program: Program, routes: Sequence[dict[str, Any]]) -> None:
         layouts = [Layout.of(program.model, route) for route in routes]
-        for number, call in enumerate(program.inputs):
+        for number, call in enumerate(program.whole_calls):
             try:
                 rehearse(program.model, layouts, call, training=program.training)
             except GuardError as error:

@@ -47,7 +47,7 @@ def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Re
     """
     names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
     known = [dict(found.opened.chosen)]
-    for number, call in enumerate(program.inputs):
+    for number, call in enumerate(program.whole_calls):
         for training in _modes(program, names, is_first=number == 0):
             try:
                 route = _route(program.model, call, names, training)

@@ -83,7 +83,7 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
             if best is None:
                 raise
             return best
-        seen, fits = measured(opened, model, program.inputs[0], cost, training=program.training)
+        seen, fits = measured(opened, model, program.whole_calls[0], cost, training=program.training)
         if unpackable(opened, seen):
             unpacked |= unpackable(opened, seen)
             continue

@@ -14,7 +14,7 @@ from ....compat_distributed import shard_again
 from ....errors import FxoptError, PassError
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs, in_phase, preserved
-from ....tracing.values import Inputs, RandomState, tensors_in
+from ....tracing.values import Inputs, tensors_in
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, on_all_ranks
 from ...sites import Goal, Numerics, Site
@@ -73,16 +73,12 @@ def _finish(model: nn.Module, pass_: Pass, planned: Sequence[Decision], inputs: 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Return what an evaluation of the model gives; in training, dropout would draw otherwise in parts of a model."""
-    random = RandomState()
     given = copy_inputs(inputs)
-    try:
-        with preserved(model), in_phase(model, training=False), torch.no_grad():
-            result: Any = model(*given.args, **given.kwargs)
-            for module in all_modules(model):
-                shard_again(module)  # what FSDP2 has gathered must not be there when the tensors are put back
-            return [tensor.detach().clone() for tensor in tensors_in(result)]
-    finally:
-        random.restore()
+    with preserved(model), in_phase(model, training=False), torch.no_grad():
+        result: Any = model(*given.args, **given.kwargs)
+        for module in all_modules(model):
+            shard_again(module)  # what FSDP2 has gathered must not be there when the tensors are put back
+        return [tensor.detach().clone() for tensor in tensors_in(result)]
 
 
 def _difference(before: Sequence[Tensor], after: Sequence[Tensor], pass_: Pass) -> str:

@@ -1,0 +1,7 @@
+"""Which slices of which tensors belong together."""
+
+from __future__ import annotations
+
+from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
+
+__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused"]
