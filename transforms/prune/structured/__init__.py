@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .finding import check, find
+from .finding import find
 from .reference import with_zeros
 from .removal import remove
 from .selection import Criterion, Scores, Selection, Target
 
-__all__ = ["Criterion", "Scores", "Selection", "Target", "check", "find", "remove", "with_zeros"]
+__all__ = ["Criterion", "Scores", "Selection", "Target", "find", "remove", "with_zeros"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....errors import UsageError
+from ....passes.contract import names_module
 from ....passes.sites import Refusal, Site
-from ....suggest import did_you_mean
 from ....tracing.program import Program
-from ....tracing.values import tensors_by_name
 from ..coupling import Group, Refused, coupling
 from .choosing import choose, chosen_for_target
 from .costs import cost_of
@@ -21,28 +18,13 @@ from .scores import NoScores, scores_of
 from .selection import Selection
 from .sites import Chosen, sites_of
 
-__all__ = ["check", "find"]
-
-
-def check(model: nn.Module, wanted: Selection) -> None:
-    """Refuse, before any work, names of layers that the model does not have, and weights that are no numbers.
-
-    Raises:
-        UsageError: with the nearest names.
-    """
-    modules = [name for name, _ in model.named_modules() if name]
-    for pattern in wanted.keep:
-        if not fnmatch.filter(modules, pattern):
-            raise UsageError(f"keep={pattern!r}: the model has no such module{did_you_mean(pattern, modules)}")
-    for name, tensor in tensors_by_name(model).items():
-        if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
-            raise UsageError(f"'{name}' holds NaN: nothing can be said of what its units count; load sound weights")
+__all__ = ["find"]
 
 
 def find(program: Program, wanted: Selection) -> Iterator[Site | Refusal]:
     """Yield a site for the units that go of each group, and what is refused, like reasons together."""
     found = coupling(program)
-    groups, left_out = _wanted(found.groups, wanted)
+    groups, left_out = _wanted(program, found.groups, wanted)
     yield from _refusals((*found.refused, *left_out))
     scores = scores_of(program, groups, wanted)
     scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
@@ -59,12 +41,12 @@ def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor],
     return chosen_for_target(wanted.amount, lambda share: choose(groups, scores, share, wanted), cost, wanted.target)
 
 
-def _wanted(groups: Sequence[Group], wanted: Selection) -> tuple[list[Group], list[Refused]]:
+def _wanted(program: Program, groups: Sequence[Group], wanted: Selection) -> tuple[list[Group], list[Refused]]:
     """Return the groups that may be cut, and those that may not, with why."""
     taken: list[Group] = []
     refused: list[Refused] = []
     for group in groups:
-        reason = _obstacle(group, wanted)
+        reason = _obstacle(program, group, wanted)
         if reason is None:
             taken.append(group)
         else:
@@ -72,20 +54,15 @@ def _wanted(groups: Sequence[Group], wanted: Selection) -> tuple[list[Group], li
     return taken, refused
 
 
-def _obstacle(group: Group, wanted: Selection) -> str | None:
-    for pattern in wanted.keep:
-        if any(_is_in(cut.tensor.rpartition(".")[0], pattern) for cut in group.cuts):
-            return f"keep={pattern!r}"
+def _obstacle(program: Program, group: Group, wanted: Selection) -> str | None:
+    paths = {tuple(cut.tensor.split(".")[:-1]) for cut in group.cuts} if wanted.keep else ()
+    around = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
+    for word in wanted.keep:
+        if any(names_module(word, name, program.module(name)) for name in around):
+            return f"it has to keep its units: keep={word}"
     if group.replaced:
         return f"the code of '{group.replaced[0]}' is torch's own and takes one width only"
-    if group.size < 2:
-        return "it has one unit only"
-    return None
-
-
-def _is_in(module: str, pattern: str) -> bool:
-    parts = module.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+    return "it has one unit only" if group.size < 2 else None
 
 
 def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:

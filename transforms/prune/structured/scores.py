@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from ....passes.state import copied_module
 from ....tracing.program import Program
 from ....tracing.values import Inputs, flatten, tensors_by_name
 from ..coupling import Cut, Group
-from .selection import Scores, Selection
+from .selection import Selection
 
 __all__ = ["NoScores", "scores_of"]
 
@@ -30,7 +29,8 @@ def scores_of(program: Program, groups: Sequence[Group], wanted: Selection) -> l
     Raises:
         UsageError: weights, gradients or the user's scores are not finite, or the latter do not fit.
     """
-    scorer = _SCORERS[wanted.criterion](program, wanted)
+    make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
+    scorer = make(program, wanted)
     found: list[Tensor | NoScores] = []
     for number, group in enumerate(groups):
         try:
@@ -129,26 +129,15 @@ def _given(program: Program, wanted: Selection) -> _Scorer:
         return found
 
     def score(_: int, group: Group) -> Tensor:
-        if isinstance(scores, Mapping):
-            mine = scores.get(group.name)
-            if mine is not None:
-                return _of_units(mine, group)
-            if not any(cut.tensor in scores for cut in group.cuts):
-                raise NoScores("no scores were given for it")
+        if isinstance(scores, Mapping) and not any(cut.tensor in scores for cut in group.cuts):
+            raise NoScores("no scores were given for it")
         return _sums(program.model, group, of)
 
     return score
 
 
-def _of_units(given: Any, group: Group) -> Tensor:
-    found = torch.as_tensor(given).detach().double().cpu()
-    if found.shape != (group.size,):
-        raise UsageError(f"the scores of '{group.name}' have shape {list(found.shape)}; it has {group.size} units")
-    return found
-
-
 _SCORERS: dict[str, Callable[[Program, Selection], _Scorer]] = {
-    "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random, "given": _given,
+    "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
 }  # fmt: skip
 
 
@@ -178,8 +167,7 @@ def _losses(model: nn.Module, program: Program, wanted: Selection) -> Iterable[T
     if not program.whole_calls:
         raise UsageError("criterion=taylor needs example_inputs, or data= with loss=")
     for call in program.whole_calls:
-        with nullcontext():
-            yield _scalar(_loss(model, call, wanted.loss))
+        yield _scalar(_loss(model, call, wanted.loss))
 
 
 def _loss(model: nn.Module, call: Inputs, loss: Any) -> Tensor:
