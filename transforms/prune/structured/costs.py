@@ -21,6 +21,9 @@ from .sites import Chosen, kept_indices, sites_of
 
 __all__ = ["cost_of", "flops", "parameters_left"]
 
+_SECONDS = 0.1
+"""So long the two models are timed beside each other, at each step."""
+
 Cost = Callable[[Sequence[Chosen]], float]
 
 
@@ -71,7 +74,7 @@ def _share_of_time(program: Program, baseline: nn.Module, pruned: nn.Module) -> 
         name: runner(model, program.whole_calls, training=program.training)
         for name, model in (("before", baseline), ("after", pruned))
     }
-    return 1 / time_candidates(runners).ratio("before", "after").mid
+    return 1 / time_candidates(runners, seconds=_SECONDS).ratio("before", "after").mid
 
 
 def _pruned(program: Program, chosen: Sequence[Chosen]) -> Program:
