@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ....compat import fake_tensors
 from ....errors import BudgetError
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
@@ -19,7 +21,7 @@ from ....tracing.values import tensors_by_name
 from .removal import remove
 from .sites import Chosen, kept_indices, sites_of
 
-__all__ = ["cost_of", "flops", "parameters_left"]
+__all__ = ["cost_of", "costs", "parameters_left"]
 
 _SECONDS = 0.1
 """So long the two models are timed beside each other, at each step."""
@@ -58,12 +60,29 @@ def parameters_left(model: nn.Module, chosen: Sequence[Chosen]) -> int:
 
 
 def flops(program: Program) -> float:
-    """Return the floating-point operations of the model's example calls."""
+    """Return the floating-point operations of the model's example calls; no data is computed where that can be helped."""
     model = copied_module(program.model).eval()
+    try:
+        with fake_tensors():
+            return _counted(model, program)
+    except Exception:  # code that looks into tensors
+        return _counted(model, program)
+
+
+def _counted(model: nn.Module, program: Program) -> float:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         for call in program.whole_calls:
             model(*call.args, **call.kwargs)
     return float(counter.get_total_flops())
+
+
+def costs(program: Program, chosen: Sequence[Chosen]) -> dict[str, list[float]]:
+    """Return what the model costs before and after, as far as that can be counted, for the report."""
+    found = {"parameters": [float(parameters_left(program.model, some)) for some in ((), chosen)]}
+    if program.whole_calls:
+        with suppress(Exception):  # it is the report's alone
+            found["flops"] = [flops(program), flops(_pruned(program, chosen))]
+    return found
 
 
 def _share_of_time(program: Program, baseline: nn.Module, pruned: nn.Module) -> float:

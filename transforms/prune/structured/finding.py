@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ....passes.sites import Refusal, Site
 from ....tracing.program import Program
 from ..coupling import Group, Refused, coupling
 from .choosing import choose, chosen_for_target
-from .costs import cost_of
+from .costs import cost_of, costs
 from .scores import NoScores, scores_of
 from .selection import Selection
 from .sites import Chosen, sites_of
@@ -31,7 +32,15 @@ def find(program: Program, wanted: Selection) -> Iterator[Site | Refusal]:
     unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
     yield from _refusals(unscored)
     if scored:
-        yield from sites_of(program, _chosen(program, *map(list, zip(*scored, strict=True)), wanted))  # pyright: ignore
+        chosen = _chosen(program, [group for group, _ in scored], [score for _, score in scored], wanted)
+        yield from _with_costs(program, chosen)
+
+
+def _with_costs(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
+    """Yield the sites; the first one carries what the whole model costs before and after all of them, for the report."""
+    for number, site in enumerate(sites_of(program, chosen)):
+        known = {} if number else {"costs": costs(program, chosen)}
+        yield replace(site, data={**site.data, **known})
 
 
 def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor], wanted: Selection) -> list[Chosen]:
