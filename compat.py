@@ -6,6 +6,7 @@ is here, too, with its types.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +36,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "draws_randomly",
+    "fake_failures_unlogged",
     "fake_tensors",
     "function_entries",
     "has_hooks",
@@ -158,6 +160,17 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # a quarter of a second
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_failures_unlogged() -> Generator[None]:
+    """Keep torch from writing to the log each operator that fails on fake tensors: whoever asks knows that it may."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
