@@ -5,14 +5,15 @@
 
 Each model is analysed and pruned by both in processes of their own: cold, and with a time limit, since a tool may hang.
 For 25%, 50% and 75% of the channels torch-pruning says how many parameters that leaves; fxopt then removes as many
-parameters (where torch-pruning fails, as large a share of them as of the channels). The two results and the original are
-timed in turn, on one thread, in processor time; ratios are medians over rounds. What is pruned by fxopt is called with
-another batch size, trained for a step, exported, and its state is saved under original names and loaded.
+parameters (where torch-pruning fails, as large a share of them as of the channels). The two results and the original
+are timed in turn, on one thread, in processor time; ratios are medians over rounds. What is pruned by fxopt is called
+with another batch size, trained for a step, exported, and its state is saved under original names and loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def analyse(subject: Subject) -> dict[str, Any]:
 
 def peer(subject: Subject, share: float, path: Path) -> dict[str, Any]:
     """Prune with torch-pruning, and leave the model in a file."""
-    import torch_pruning as tp  # pyright: ignore
+    tp: Any = importlib.import_module("torch_pruning")  # it is no part of the environment
 
     torch.manual_seed(0)
     model, call = subject.make().eval(), subject.call(2)

@@ -45,7 +45,10 @@ def _costs(record: Record) -> Iterator[str]:
         counted = decision.site["data"].get("costs") if decision.status == "applied" and decision.site else None
         if isinstance(counted, dict):
             pairs = cast("dict[str, list[float]]", counted).items()
-            shown = (f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})" for what, (before, after) in pairs)
+            shown = (
+                f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
+                for what, (before, after) in pairs
+            )
             yield f"{decision.pass_name} chose: {', '.join(shown)}"
 
 

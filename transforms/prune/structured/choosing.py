@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def choose(groups: Sequence[Group], scores: Sequence[Tensor], share: float, want
     found: list[Chosen] = []
     for group, score, count in zip(groups, scores, counts, strict=True):
         count = _rounded(count, group, wanted.round_to)
-        kept = score.argsort(descending=True, stable=True)[:count].sort().values
-        found.append(Chosen(group, tuple(map(int, kept.tolist()))))
+        kept = score.argsort(descending=True, stable=True)[:count]
+        found.append(Chosen(group, tuple(sorted(_numbers_in(kept)))))
     return found
 
 
@@ -56,11 +57,16 @@ def _counts_in_all(groups: Sequence[Group], scores: Sequence[Tensor], share: flo
     every = torch.cat(list(scores))
     left = [group.size for group in groups]
     gone = round(share * len(every))
-    for number in owners[every.argsort(stable=True)].tolist():
+    for number in _numbers_in(owners[every.argsort(stable=True)]):
         if gone and left[number] > 1:
             left[number] -= 1
             gone -= 1
     return left
+
+
+def _numbers_in(tensor: Tensor) -> list[int]:
+    """Return the elements of a tensor of whole numbers; torch declares no type for them."""
+    return cast("list[int]", tensor.tolist())
 
 
 def _rounded(count: int, group: Group, multiple: int) -> int:

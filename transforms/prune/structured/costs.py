@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ....compat import fake_failures_unlogged, fake_tensors
+from ....compat import all_modules, fake_failures_unlogged, fake_tensors
 from ....errors import BudgetError
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
@@ -88,7 +88,7 @@ def costs(program: Program, chosen: Sequence[Chosen]) -> dict[str, list[float]]:
 def _share_of_time(program: Program, baseline: nn.Module, pruned: nn.Module) -> float:
     """Return what a call takes, as a share of what one of the whole model takes; both are timed in turn."""
     for model in (baseline, pruned):
-        deactivate(model.modules())
+        deactivate(all_modules(model))
     runners = {
         name: runner(model, program.whole_calls, training=program.training)
         for name, model in (("before", baseline), ("after", pruned))

@@ -100,7 +100,7 @@ def _group_norm(
 def _plain_mean(
     mode: _KeptStatistics, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    dims: list[int] = [dim] if isinstance(dim, int) else list(dim or ())
     mask = mode.mask(x, dims)
     if mask is None:
         return None

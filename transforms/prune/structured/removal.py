@@ -60,12 +60,15 @@ def _without(value: Any, path: Sequence[str | int], gone: int, where: fx.Node | 
         if isinstance(value, dict):
             old = cast("dict[Any, Any]", value)
             return {**old, first: _without(old.get(first), rest, gone, where)}
-        if isinstance(value, (list, tuple)) and isinstance(first, int) and -len(cast("Any", value)) <= first < len(
-            cast("Any", value)
+        if (
+            isinstance(value, (list, tuple))
+            and isinstance(first, int)
+            and -len(cast("Any", value)) <= first < len(cast("Any", value))
         ):
-            items = list(cast("Sequence[Any]", value))
+            whole = cast("Any", value)
+            items: list[Any] = list(whole)
             items[first] = _without(items[first], rest, gone, where)
-            return type(cast("Any", value))(items)
+            return type(whole)(items)
     if path or type(value) is not int or value < gone:
         raise MatchFailure(f"{where} has no size of {gone} or more where units were counted")
     return value - gone

@@ -79,7 +79,11 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
 
 def _magnitude(program: Program, wanted: Selection) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
-    return lambda _, group: _sums(program.model, group, lambda _, w: w.detach().abs() ** power) ** (1 / power)
+
+    def size(_: str, weight: Tensor) -> Tensor:
+        return weight.detach().abs() ** power
+
+    return lambda _, group: _sums(program.model, group, size) ** (1 / power)
 
 
 def _batchnorm(program: Program, _: Selection) -> _Scorer:
@@ -120,7 +124,7 @@ def _given(program: Program, wanted: Selection) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
-        found = scores.get(name) if isinstance(scores, Mapping) else cast("Any", scores)(name, tensor.detach())
+        found: Any = scores.get(name) if isinstance(scores, Mapping) else cast("Any", scores)(name, tensor.detach())
         if found is None:
             return torch.zeros_like(tensor)
         found = torch.as_tensor(found)

@@ -7,13 +7,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ....compat import modules_by_name
 from ....passes.sites import Site
 from ....tracing.program import Program
-from ....tracing.values import qualified, tensors_by_name
+from ....tracing.values import tensors_by_name
 from ..coupling import Group
 
 __all__ = ["Chosen", "kept_indices", "sites_of"]
@@ -37,7 +36,7 @@ def kept_indices(units: Sequence[int], kept: Collection[int]) -> list[int]:
 
 
 def sites_of(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
-    """Yield a site for each group; groups that cut one dimension of a tensor, such as concatenated ones, share a site."""
+    """Yield a site for each group; groups that cut one dimension of a tensor, as concatenated ones do, share a site."""
     names = _Names(program.model)
     for together in _coupled(names, chosen):
         if any(len(each.kept) < each.group.size for each in together):

@@ -132,7 +132,9 @@ def test_an_optimizer_is_cut_along(case: Any, step: Any):
     assert {id(p) for p in held} == {id(p) for p in fast.parameters()}
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in held)
     now = next(iter(fast.parameters()))
-    kept = [row for row in moments.unbind(0) if any(torch.equal(row, other) for other in optimizer.state[now]["exp_avg"])]
+    kept = [
+        row for row in moments.unbind(0) if any(torch.equal(row, other) for other in optimizer.state[now]["exp_avg"])
+    ]
     assert len(kept) == len(now) if now.shape[1:] == first.shape[1:] else True
     fast(case.x).square().mean().backward()
     optimizer.step()
