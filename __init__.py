@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .errors import (
         ArchiveError,
         BudgetError,
+        CalibrationError,
         CaptureError,
         FusedMemberError,
         FxoptError,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .layers.replica import no_sync
+    from .layers.accumulation import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
     from .passes.pipeline import Decision, Plan
@@ -75,11 +76,11 @@ _PLACES = {
         "translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError BudgetError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError "
-        "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
-        "UsageError VerificationError"
+        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
+        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
+        "UnverifiedWarning UsageError VerificationError"
     ),
-    "layers.replica": "no_sync",
+    "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
@@ -104,6 +105,7 @@ _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in
 __all__ = [
     "ArchiveError",
     "BudgetError",
+    "CalibrationError",
     "CaptureError",
     "Concatenate",
     "Context",

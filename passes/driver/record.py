@@ -51,6 +51,7 @@ class Record:
         eval_only: the passes whose rewrites hold in evaluation mode only.
         finished_by: the passes that acted on the finished model; nothing can be done after them. One that found no
             place for it is none of them.
+        finishing: for each of these passes, in words, how the model was compared with that before.
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
@@ -70,6 +71,7 @@ class Record:
     checked: str = "not at all"
     eval_only: tuple[str, ...] = ()
     finished_by: tuple[str, ...] = ()
+    finishing: dict[str, str] = field(default_factory=dict[str, str])
     traces: tuple[PassTrace, ...] = ()
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()

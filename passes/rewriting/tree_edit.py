@@ -127,8 +127,9 @@ class TreeEdit(GraphEdit):
             with self._journal.changing(holder):
                 own_children(holder)[last] = module
         self._others.append(module)
-        self._owners.clear()
-        self._journal.note(self._owners.clear)
+        for known in (self._owners, self._holders):
+            known.clear()
+            self._journal.note(known.clear)
         self.program.touch()
 
     @property

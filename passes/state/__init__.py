@@ -8,6 +8,7 @@ from .functional import functional_state
 from .holders import Holder, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
+from .quantized_steps import QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
 from .state_steps import Concatenate, Rename, Select, Stack, StateStep
@@ -22,6 +23,7 @@ __all__ = [
     "Holder",
     "InParts",
     "KeepsOriginalNames",
+    "QuantizeWeight",
     "Rename",
     "Select",
     "Stack",
@@ -31,10 +33,12 @@ __all__ = [
     "check_type",
     "copied_module",
     "cut_from_sharded",
+    "dequantized",
     "functional_state",
     "gathered",
     "holder_of",
     "leave_to_other_ranks",
+    "quantized",
     "refuse_sharded",
     "sharded_like",
     "sharded_state",

@@ -29,10 +29,12 @@ class StateStep(ABC):
     Attributes:
         kind: the step's name in JSON.
         lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
+        is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
     """
 
     kind: ClassVar[str]
     lossy: ClassVar[bool] = False
+    is_compact: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -197,6 +199,7 @@ class Select(_OfOne):
 
     kind: ClassVar[str] = "select"
     lossy: ClassVar[bool] = True
+    is_compact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (
