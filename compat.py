@@ -6,7 +6,6 @@ is here, too, with its types.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,7 +35,6 @@ __all__ = [
     "checkpoint",
     "checkpoint_generator",
     "draws_randomly",
-    "fake_failures_unlogged",
     "fake_tensors",
     "function_entries",
     "has_hooks",
@@ -157,20 +155,10 @@ def _dropout_position(operator: Any) -> int | None:
 
 def fake_tensors() -> Any:
     """Return a mode in which tensors hold no data; real ones that meet them are taken as fake."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a quarter of a second
+    from torch._subclasses import fake_tensor  # a quarter of a second
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextmanager
-def fake_failures_unlogged() -> Generator[None]:
-    """Keep torch from writing to the log each operator that fails on fake tensors: whoever asks knows that it may."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    fake_tensor.log.setLevel("CRITICAL")  # of operators that fail: whoever runs code on fake tensors knows that it may
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from ...compat import all_modules, fake_failures_unlogged, fake_tensors, own_buffers, own_parameters
+from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
 from ..graphs import capture_of, select
 from ..recording import preserved
 from ..values import Meta, TensorMeta, is_leaf, meta_of
@@ -30,7 +30,7 @@ def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Mod
     """
     run, capture = _Run(changed), capture_of(owner)
     if capture is not None:
-        with preserved(owner), torch.no_grad(), fake_tensors(), fake_failures_unlogged():
+        with preserved(owner), torch.no_grad(), fake_tensors():
             for specialization in capture.specializations:
                 run.graph(owner, specialization.graph, {})
     return run.metas

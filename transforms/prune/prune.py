@@ -41,8 +41,8 @@ class Prune(Pass):
             pruning also a function of a weight's name and values that gives that.
         criterion: what structured pruning judges a unit by: the `magnitude` of its weights, the scale of its
             `batchnorm`, how the loss changes without it (`taylor`, to first order), or `random`.
-        target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops` or
-            measured `latency`.
+        target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
+            or measured `latency`.
         round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
         loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
             large the outputs are on the example inputs.

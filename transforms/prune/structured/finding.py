@@ -37,7 +37,7 @@ def find(program: Program, wanted: Selection) -> Iterator[Site | Refusal]:
 
 
 def _with_costs(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
-    """Yield the sites; the first one carries what the whole model costs before and after all of them, for the report."""
+    """Yield the sites; the first one carries what the whole model costs before and after, for the report."""
     for number, site in enumerate(sites_of(program, chosen)):
         known = {} if number else {"costs": costs(program, chosen)}
         yield replace(site, data={**site.data, **known})

@@ -65,10 +65,10 @@ def _without(value: Any, path: Sequence[str | int], gone: int, where: fx.Node | 
             and isinstance(first, int)
             and -len(cast("Any", value)) <= first < len(cast("Any", value))
         ):
-            whole = cast("Any", value)
+            whole = cast("Sequence[Any]", value)
             items: list[Any] = list(whole)
             items[first] = _without(items[first], rest, gone, where)
-            return type(whole)(items)
+            return cast("Any", type(whole))(items)
     if path or type(value) is not int or value < gone:
         raise MatchFailure(f"{where} has no size of {gone} or more where units were counted")
     return value - gone

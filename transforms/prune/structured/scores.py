@@ -1,4 +1,4 @@
-"""How much each unit of a group counts: one number a unit, by weights, norms, gradients, chance or the user's own word."""
+"""How much each unit of a group counts: by weights, norms, gradients, chance or the user's own word."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
 def _magnitude(program: Program, wanted: Selection) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
-    def size(_: str, weight: Tensor) -> Tensor:
+    def size(_name: str, weight: Tensor) -> Tensor:
         return weight.detach().abs() ** power
 
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
@@ -125,12 +125,10 @@ def _given(program: Program, wanted: Selection) -> _Scorer:
 
     def of(name: str, tensor: Tensor) -> Tensor:
         found: Any = scores.get(name) if isinstance(scores, Mapping) else cast("Any", scores)(name, tensor.detach())
-        if found is None:
-            return torch.zeros_like(tensor)
-        found = torch.as_tensor(found)
-        if found.shape != tensor.shape:
-            raise UsageError(f"the scores of '{name}' have shape {list(found.shape)}, not {list(tensor.shape)}")
-        return found
+        score = torch.zeros_like(tensor) if found is None else torch.as_tensor(found)
+        if score.shape != tensor.shape:
+            raise UsageError(f"the scores of '{name}' have shape {list(score.shape)}, not {list(tensor.shape)}")
+        return score
 
     def score(_: int, group: Group) -> Tensor:
         if isinstance(scores, Mapping) and not any(cut.tensor in scores for cut in group.cuts):

@@ -28,8 +28,8 @@ class Selection:
         round_to: keep a multiple of so many channels or hidden units.
         keep: names or classes of modules that stay whole.
         seed: of random scores.
-        scores: the user's own: name of a parameter -> tensor of its shape; or a function of a parameter's name and value
-            that gives that tensor.
+        scores: the user's own: name of a parameter -> tensor of its shape; or a function of a parameter's name and
+            value that gives that tensor.
         loss: for "taylor": of the model's output, or with `data` of the model and a batch.
         data: for "taylor": batches.
     """

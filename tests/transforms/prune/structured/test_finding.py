@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import BudgetError, PassError, UsageError
+from fxopt.errors import BudgetError, UsageError
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.prune import Prune
 from fxopt.transforms.prune.coupling import Cut, Group, Refused
@@ -105,7 +105,7 @@ def test_latency_is_a_target():
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     group = Group(
         "0", "hidden", 512,
-        (Cut("0.weight", 0, tuple(range(512))), Cut("0.bias", 0, tuple(range(512))), Cut("2.weight", 1, tuple(range(512)))),
+        tuple(Cut(name, dim, tuple(range(512))) for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1))),
     )  # fmt: skip
     program = capture_program(model, fxopt.Inputs(torch.randn(256, 256)))
     cost = cost_of(program, "latency")
@@ -181,9 +181,9 @@ def test_scores_of_the_user(residual: Any, given: Callable[[Tensor], Any]):
 
 
 def test_scores_of_another_shape_or_that_are_none(residual: Any):
-    with pytest.raises(PassError, match=r"scores of '.*' have shape \[3\], not"):
+    with pytest.raises(UsageError, match=r"scores of '.*' have shape \[3\], not"):
         prune(residual, scores=lambda name, weight: torch.ones(3))
-    with pytest.raises(PassError, match="scores of 'stem' are not finite"):
+    with pytest.raises(UsageError, match="scores of 'stem' are not finite"):
         prune(residual, scores=lambda name, weight: weight * float("nan"))
 
 
