@@ -34,7 +34,7 @@ class Options(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def scores(self) -> object: ...
+    def scores(self) -> Any: ...
     @property
     def criterion(self) -> str: ...
     @property
@@ -74,6 +74,8 @@ def check_options(options: Any) -> None:
         if words and all(isinstance(word, str) for word in words) and given not in words:
             raise _wrong(name, given, f"use {', '.join(words[:-1])} or {words[-1]}")
     _check_numbers(options)
+    if options.schedule != "one_shot" and options.scores is not None:
+        raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
     for name, methods in _GOES_WITH.items():
         given, default = getattr(options, name), getattr(pass_type, name)
         if options.method not in methods and given is not default and given != default:

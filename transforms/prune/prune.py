@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from ...errors import UsageError
 from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from . import structured
 from .checks import check_options, check_scores, check_weights
+from .masks import find, reference, rewrite
 from .structured import Criterion, Scores, Target
 
 __all__ = ["Prune"]
@@ -75,25 +75,25 @@ class Prune(Pass):
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)
         check_weights(model)
-        if self.scores is not None and not (self.method == "structured" and callable(self.scores)):
+        if self.scores is not None and not (self._is_structured and callable(self.scores)):
             check_scores(self.scores, model)
 
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        if self.method == "structured":
-            return structured.find(program, self._selection)
-        raise UsageError(f"pass 'prune': method={self.method} is not there yet")
+    def find(self, program: Program) -> Iterable[Site | Refusal]:
+        return structured.find(program, self._selection) if self._is_structured else find(program, self)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        if self.method == "structured":
-            return structured.remove(site, edit)
-        raise UsageError(f"pass 'prune': method={self.method} is not there yet")
+        return structured.remove(site, edit) if self._is_structured else rewrite(site, edit)
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
-        return structured.with_zeros(site, original) if self.method == "structured" else None
+        return structured.with_zeros(site, original) if self._is_structured else reference(site, original)
 
     def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
         is_hard_coded = any(module in site.data.get("hard_coded", ()) for site in sites)
         return OwnForward.WRONG if is_hard_coded else self.own_forward
+
+    @property
+    def _is_structured(self) -> bool:
+        return self.method == "structured"
 
     @property
     def _selection(self) -> structured.Selection:
