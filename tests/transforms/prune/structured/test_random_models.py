@@ -15,7 +15,7 @@ import fxopt
 from fxopt.transforms.prune import Prune
 
 SETTINGS = settings(
-    max_examples=int(os.environ.get("FXOPT_RANDOM_MODELS", "10")),  # 1000 of each now and then
+    max_examples=int(os.environ.get("FXOPT_RANDOM_MODELS", "6")),  # 1000 of each now and then
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # making an example smaller takes minutes
 )
