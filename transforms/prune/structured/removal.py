@@ -60,15 +60,11 @@ def _without(value: Any, path: Sequence[str | int], gone: int, where: fx.Node | 
         if isinstance(value, dict):
             old = cast("dict[Any, Any]", value)
             return {**old, first: _without(old.get(first), rest, gone, where)}
-        if (
-            isinstance(value, (list, tuple))
-            and isinstance(first, int)
-            and -len(cast("Any", value)) <= first < len(cast("Any", value))
-        ):
-            whole = cast("Sequence[Any]", value)
-            items: list[Any] = list(whole)
-            items[first] = _without(items[first], rest, gone, where)
-            return cast("Any", type(whole))(items)
+        if isinstance(value, (list, tuple)) and isinstance(first, int):
+            whole: Any = value
+            if -len(whole) <= first < len(whole):
+                items = [_without(item, rest, gone, where) if n == first else item for n, item in enumerate(whole)]
+                return type(whole)(items)
     if path or type(value) is not int or value < gone:
         raise MatchFailure(f"{where} has no size of {gone} or more where units were counted")
     return value - gone

@@ -86,11 +86,11 @@ def _magnitude(program: Program, wanted: Selection) -> _Scorer:
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
 
 
-def _batchnorm(program: Program, _: Selection) -> _Scorer:
-    def score(_: int, group: Group) -> Tensor:
+def _batchnorm(program: Program, _wanted: Selection) -> _Scorer:
+    def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
-            path, _, last = cut.tensor.rpartition(".")
+            path, last = cut.tensor.rpartition(".")[::2]
             module = program.module(path)
             if isinstance(module, _BatchNorm) and last == "weight":
                 parts.append(_by_unit(cast("Tensor", module.weight).detach().abs(), cut, group.size))
@@ -124,7 +124,8 @@ def _given(program: Program, wanted: Selection) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
-        found: Any = scores.get(name) if isinstance(scores, Mapping) else cast("Any", scores)(name, tensor.detach())
+        known = cast("Any", scores)
+        found: Any = known.get(name) if isinstance(scores, Mapping) else known(name, tensor.detach())
         score = torch.zeros_like(tensor) if found is None else torch.as_tensor(found)
         if score.shape != tensor.shape:
             raise UsageError(f"the scores of '{name}' have shape {list(score.shape)}, not {list(tensor.shape)}")
