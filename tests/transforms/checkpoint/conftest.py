@@ -96,6 +96,12 @@ def transformer() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.fixture
+def deep_transformer() -> Callable[[int], nn.Module]:
+    """Return what makes a transformer of six blocks, with so many classes."""
+    return lambda classes: Transformer(6, classes).train()
+
+
+@pytest.fixture
 def residual_network() -> tuple[nn.Module, Tensor]:
     return model_of("residual")
 

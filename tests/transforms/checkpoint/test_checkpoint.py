@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -85,8 +86,10 @@ def peak_of_step(model: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("classes", [4, 600])
-def test_no_more_memory_than_with_each_block_checkpointed_by_hand(classes: int) -> None:
-    model, x = Transformer(blocks=6, classes=classes).train(), torch.randn(4, 8, 16)
+def test_no_more_memory_than_with_each_block_checkpointed_by_hand(
+    classes: int, deep_transformer: Callable[[int], nn.Module]
+) -> None:
+    model, x = deep_transformer(classes), torch.randn(4, 8, 16)
     by_hand = copy.deepcopy(model)
     for block in by_hand.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
