@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv-benchmarks
+PEERS_READY := $(PEERS)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
@@ -25,8 +27,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)
-	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH) || exit 1; done
+bench: $(PEERS_READY) $(READY)
+	for script in benchmarks/*.py; do PYTHONPATH=$(PEERS) $(BIN)/python $$script $(BENCH) || exit 1; done
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
@@ -51,6 +53,12 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Not into .venv: transformers imports scikit-learn where it finds it, which every test process would pay for.
+$(PEERS_READY): requirements-benchmarks.lock | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(PEERS) \
+		--requirement requirements-benchmarks.lock
 	touch $@
 
 $(DOCS_READY): requirements-docs.lock

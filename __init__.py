@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .errors import (
         ArchiveError,
         BudgetError,
+        CalibrationError,
         CaptureError,
         FusedMemberError,
         FxoptError,
@@ -49,13 +50,13 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .layers.replica import no_sync
+    from .layers.accumulation import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
     from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-    from .passes.state import Concatenate, Rename, Select, Stack, StateStep
+    from .passes.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .reporting.report import Report
     from .tracing.graphs import Context
     from .tracing.program import Program
@@ -75,16 +76,16 @@ _PLACES = {
         "translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError BudgetError CaptureError FusedMemberError FxoptError GuardError GuardWarning InputError "
-        "MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning UnverifiedWarning "
-        "UsageError VerificationError"
+        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
+        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
+        "UnverifiedWarning UsageError VerificationError"
     ),
-    "layers.replica": "no_sync",
+    "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "passes.pipeline": "Decision Plan",
-    "passes.state": "Concatenate Rename Select Stack StateStep",
+    "passes.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.recording": "recording",
@@ -104,6 +105,7 @@ _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in
 __all__ = [
     "ArchiveError",
     "BudgetError",
+    "CalibrationError",
     "CaptureError",
     "Concatenate",
     "Context",
@@ -122,6 +124,7 @@ __all__ = [
     "GuardWarning",
     "InputError",
     "Inputs",
+    "Mask",
     "Match",
     "MatchFailure",
     "ModeError",

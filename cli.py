@@ -254,7 +254,7 @@ def verify(
     from .arguments import open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models
-    from .tracing.values import normalize_inputs
+    from .tracing.values import check_whole, normalize_inputs
 
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust)
@@ -262,6 +262,7 @@ def verify(
     calls = normalize_inputs(others if own is None else own, before)
     if not calls:
         raise UsageError(f"neither model has example inputs; {_MAKE_INPUTS}")
+    check_whole(calls)
     training = phase is PhaseOption.TRAIN
     comparison = compare_models(before, after, calls, gradients=gradients, training=training, seed=seed)
     _show(comparison.to_json() if as_json else comparison, as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ArchiveError",
     "BudgetError",
+    "CalibrationError",
     "CaptureError",
     "FusedMemberError",
     "FxoptError",
@@ -72,6 +73,10 @@ class InputError(FxoptError):
 
 class ArchiveError(InputError):
     """A model cannot be saved as asked, or a saved one is unreadable, corrupt, too new or not trusted."""
+
+
+class CalibrationError(InputError):
+    """What a pass should calibrate on is missing, or the model does not take it."""
 
 
 class PlanError(InputError):

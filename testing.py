@@ -9,7 +9,7 @@ from .passes.driver import state_map_of
 from .passes.sites import Numerics
 from .passes.verification import MapState, Verdict, reference, verify
 from .tracing.graphs import capture_of
-from .tracing.values import normalize_inputs
+from .tracing.values import check_whole, normalize_inputs
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 
@@ -53,12 +53,13 @@ def assert_equivalent(
 
     Raises:
         NotEquivalentError: if they differ; it is an AssertionError too.
-        UsageError: if there is no call to compare on.
+        UsageError: if there is no call to compare on, or one of a part of the module.
         InputError: if `before` does not run on `inputs`.
     """
     calls = normalize_inputs(inputs, before)
     if not calls:
         raise UsageError("assert_equivalent compares what modules do on inputs; give at least one call")
+    check_whole(calls)
     keyed = capture_of(after) is not None
     taken = reference(before, calls, training=training, gradients=gradients, seed=seed, keyed=keyed)
     state_map = state_map_of(after)

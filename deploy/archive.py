@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name
-from ..errors import ArchiveError, UsageError, one_line
+from ..errors import ArchiveError, StateError, UsageError, one_line
 from ..passes.driver import Record
 from ..passes.pipeline import Plan, parse
+from ..passes.state import StateMap
 from ..version import VERSION
 from .container import read_container, read_json, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
@@ -60,7 +61,8 @@ def save(
     if factory is not None:
         find_factory(factory)
     _check_found_again(record.plan)
-    stored, aliases = stored_once(state)
+    shape = {"state_map": record.state_map.to_json()} if _is_compact(record.state_map) else {}
+    stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
     modules = modules_by_name(model)
     manifest: dict[str, Any] = {
         "kind": KIND,
@@ -72,6 +74,7 @@ def save(
         "other_mode": [name for name, module in modules.items() if module.training != model.training],
         "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
         "aliases": aliases,
+        **shape,
     }
     write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
 
@@ -101,7 +104,7 @@ def load(
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)
     plan = Plan.from_json(read_json(where, PLAN, members[PLAN]), f"the plan in {where}")
-    state = description.with_aliases(read_weights(where, members[WEIGHTS]))
+    state = description.with_original_names(read_weights(where, members[WEIGHTS]), trust)
     if model is None:
         original = _built(description, trust)
         inputs = inputs_beside(str(description.factory)) if inputs is None else inputs
@@ -169,6 +172,16 @@ class _Description:
     def names(self, key: str) -> list[str]:
         return [str(name) for name in self._of_type(key, list)]
 
+    def with_original_names(self, stored: dict[str, Tensor], trust: Sequence[str] | bool) -> dict[str, Tensor]:
+        """Return the state by its original names, tied tensors under each of theirs."""
+        state = self.with_aliases(stored)
+        if "state_map" not in self.manifest:
+            return state
+        try:
+            return StateMap.from_json(self.manifest["state_map"], trust).backward(state, warn=False)
+        except (StateError, RuntimeError, ValueError) as error:
+            raise ArchiveError(f"{self.where}: its weights have no original names: {one_line(error)}") from error
+
     def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state with tied tensors under each of their names."""
         aliases: dict[str, Any] = self._of_type("aliases", dict)
@@ -182,6 +195,11 @@ class _Description:
         if type(value) is not kind:
             raise ArchiveError(f"{self.where} is damaged: in its manifest {key!r} is missing or wrong")
         return value
+
+
+def _is_compact(state_map: StateMap) -> bool:
+    """Say whether what a model holds takes less room than what it was made from, and gives that back."""
+    return any(step.is_compact for step in state_map.steps)
 
 
 def _json_bytes(plan: Plan) -> bytes:

@@ -26,7 +26,7 @@ from ..storage import atomic_file
 from ..tracing.graphs import outside_inference_mode
 from ..tracing.reads import raised_at
 from ..tracing.recording import ModelState, copy_inputs, in_phase, preserved, restoring
-from ..tracing.values import Inputs, flatten, map_tensors, plain, structure, tensors_in
+from ..tracing.values import Inputs, check_whole, flatten, map_tensors, plain, structure, tensors_in
 from .exported import load_exported
 
 __all__ = ["export_model"]
@@ -277,9 +277,8 @@ def _check_calls(calls: Sequence[Inputs]) -> None:
     """Make sure that there is a call, that all have plain arguments, and that they differ in sizes and numbers only."""
     if not calls:
         raise UsageError("export needs an example call; give example inputs")
+    check_whole(calls)
     for number, call in enumerate(calls):
-        if call.module:
-            raise UsageError(f"example call {number} is one of {call.module!r}; give calls of the model itself")
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
             _check_plain(value, f"example call {number}: argument {name!r}", _TAKEN, UsageError)
         if _form(call) != _form(calls[0]):

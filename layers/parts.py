@@ -19,7 +19,7 @@ from ..compat import own_tensor, version_of
 from ..errors import FusedMemberError
 from ..passes.state import VIEWS
 from ..tracing.graphs import Captured, sharing
-from ..tracing.values import class_recipe, subclass, user_class
+from ..tracing.values import class_recipe, empty_module, subclass, user_class
 from .independent import can_be_independent, make_independent
 from .saving import SavesSlices
 from .slices import ADVICE, View, check_plain, frozen_alone, slices_in
@@ -83,7 +83,7 @@ class FusedPart(SavesSlices):
         """Keep the user's own hook for subclasses (registries, say) from seeing the classes made here."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, class_recipe(type(self)), self.__getstate__()
+        return empty_module, class_recipe(type(self)), self.__getstate__()
 
     # -- what a member is made of ----------------------------------------------------------------------------------
 
@@ -251,10 +251,6 @@ def _remade(recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]], name
     """Return the class again, whose base may be one that was made on the fly, too."""
     make, arguments = recipe
     return fused_class(make(*arguments), names)
-
-
-def _rebuild(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
-    return nn.Module.__new__(make(*arguments))
 
 
 def _live(name: str) -> property:

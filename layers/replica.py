@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat_distributed import after_backward, after_forward, before_forward, broadcast_together
 from ..errors import StateError
-from ..tracing.recording import is_rank_local
+from ..tracing.recording import is_rank_local, is_trial_step
 
-__all__ = ["REPLICA", "Replica", "no_sync", "replicate"]
+__all__ = ["REPLICA", "Replica", "replicate"]
 
 REPLICA = "_fxopt_replica"
 """The entry of a model's `__dict__` that holds its replica."""
@@ -49,7 +48,7 @@ class Replica:
         self._names = {parameter: name for name, parameter in named}
         self._state, self._buffers = state, buffers
         self._arrived: dict[nn.Parameter, None] = {}
-        self._reduces = self._waits = False
+        self._reduces = self._waits = self._tries = False
         self._reducer: DistributedDataParallel | None = None
         self._handles = {p: p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names}
 
@@ -65,7 +64,9 @@ class Replica:
         """Make the model like that of process 0, and start the reducer; a hook before the forward."""
         if not self._takes_part:
             return None
-        self._reduces, self._waits = self.syncs, False
+        self._reduces, self._waits, self._tries = self.syncs, False, is_trial_step()
+        if self._tries:
+            return None
         if self.syncs and module.training:
             broadcast_together(self._state or self._buffers)
             self._state = ()
@@ -79,13 +80,13 @@ class Replica:
 
     @property
     def _takes_part(self) -> bool:
-        return bool(self._names) and torch.is_grad_enabled() and not is_rank_local()
+        return bool(self._names) and torch.is_grad_enabled() and (is_trial_step() or not is_rank_local())
 
     # -- the first backward ----------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Note that a gradient has come; the first one of a backward has its end waited for."""
-        if is_rank_local():
+        if is_rank_local() and not self._tries:
             return
         if self._reducer is not None:
             name = self._names[cast("nn.Parameter", parameter)]
@@ -100,7 +101,7 @@ class Replica:
 
     @torch.no_grad()
     def _finish_first(self) -> None:
-        """Average what the first synchronized backward left, and hand over to the reducer."""
+        """Average what the first synchronized backward left, and hand over to the reducer, unless it was on trial."""
         self._waits = False
         everything = list(self._names)
         flags = torch.tensor([float(p.grad is not None) for p in everything], device=everything[0].device)
@@ -108,6 +109,10 @@ class Replica:
         used = [parameter for parameter, flag in zip(everything, flags, strict=True) if flag]
         for parameter in used:
             _average(parameter)
+        if self._tries:
+            self._tries = False
+            self._arrived.clear()
+            return
         self._start_reducer(self._in_order(everything if self._search else used))
 
     def _in_order(self, used: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -132,33 +137,6 @@ def replicate(model: nn.Module, replica: Replica) -> None:
     vars(model)[REPLICA] = replica
     model.register_forward_pre_hook(replica.before, with_kwargs=True)
     model.register_forward_hook(replica.after)
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Generator[None]:
-    """Accumulate gradients in each process by itself: nothing is sent in backward passes whose forward runs in here.
-
-    For all batches but the last one before an optimizer step. In one process, or of a model that is neither
-    replicated nor sharded, it does nothing.
-
-    Args:
-        model: what `fxopt.optimize` returned, with `ddp` or `fsdp` among the passes or not.
-    """
-    replica: Replica | None = vars(model).get(REPLICA)
-    sharded: Any = getattr(model, "set_requires_gradient_sync", None)
-    synced = replica.syncs if replica is not None else True
-    _set_sync(replica, sharded, False)
-    try:
-        yield
-    finally:
-        _set_sync(replica, sharded, synced)
-
-
-def _set_sync(replica: Replica | None, sharded: Any, syncs: bool) -> None:
-    if replica is not None:
-        replica.syncs = syncs
-    if sharded is not None:
-        sharded(syncs)
 
 
 def _average(parameter: nn.Parameter) -> None:

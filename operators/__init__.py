@@ -13,6 +13,7 @@ from .calls import (
     resolve,
 )
 from .derived import Derived, derived
+from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, operator_of_module, register_operator
 
@@ -23,7 +24,9 @@ __all__ = [
     "OpInfo",
     "Registration",
     "canonical_name",
+    "counted_flops",
     "derived",
+    "flops_of",
     "function_of",
     "function_path",
     "has_random_effects",

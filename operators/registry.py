@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -74,9 +73,7 @@ def _named_functions(info: OpInfo) -> list[Callable[..., Any]]:
     return [function for function in found if callable(function)]
 
 
-@cache
-def _table() -> _Table:
-    return _Table(TABLE)
+_table = _Table(TABLE)  # made before anything is traced: traces put other functions into the places of torch's
 
 
 class Registration:
@@ -88,7 +85,7 @@ class Registration:
     def remove(self) -> None:
         """Forget the operator; a second call does nothing."""
         if self._info is not None:
-            _table().remove(self._info)
+            _table.remove(self._info)
             self._info = None
 
 
@@ -111,7 +108,7 @@ def register_operator(info: OpInfo) -> Registration:
     if "::" in info.name and registered_operator(info.name) is None:
         raise UsageError(f"torch.ops has no operator '{info.name}'; define it before it is described")
     completed = info.completed()
-    _table().add(completed)
+    _table.add(completed)
     return Registration(completed)
 
 
@@ -122,7 +119,7 @@ def operator_info(name: str | None) -> OpInfo:
     """
     if name is None:
         return UNKNOWN
-    known = _table().rows.get(name)
+    known = _table.rows.get(name)
     if known is not None:
         return known
     operator = registered_operator(name)
@@ -134,18 +131,18 @@ def function_name(function: Any) -> str | None:
     qualified = operator_name(function)
     if qualified is not None:
         short = qualified.removeprefix("aten::")
-        return short if short in _table().rows else method_name(short) or qualified
+        return short if short in _table.rows else method_name(short) or qualified
     try:
-        return _table().functions.get(function)
+        return _table.functions.get(function)
     except TypeError:  # it cannot be hashed
         return None
 
 
 def method_name(method: str) -> str | None:
     """Return the operator that a method of tensors computes; None where that is not known."""
-    return _table().methods.get(method)
+    return _table.methods.get(method)
 
 
 def operator_of_module(cls: type) -> str | None:
     """Return the operator that modules of exactly this class compute, or None: that of `nn.GELU` is `gelu`."""
-    return _table().modules.get(cls)
+    return _table.modules.get(cls)

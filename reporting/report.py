@@ -64,6 +64,7 @@ class Report:
             "spent": _spent(record.spent),
             "timings": None if record.timings is None else dict(record.timings),
             "memory": None if record.memory is None else dict(record.memory),
+            "finishing": dict(record.finishing),
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],

@@ -98,6 +98,8 @@ def summary(record: Record) -> dict[str, str]:
     }
     if record.memory:
         lines["memory"] = _memory(record.memory)
+    if record.finishing:
+        lines["finished"] = "; ".join(f"{name}: {printable(said)}" for name, said in record.finishing.items())
     if record.spent:
         lines["checks and timing"] = _spent(record.spent)
     if record.traces:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from across_ranks import own_rows, shared_folder
 from torch import Tensor, distributed, nn
 
 import fxopt
@@ -18,7 +17,6 @@ from fxopt.errors import UnverifiedWarning
 
 pytest.importorskip("transformers")
 
-RANKS = 2
 ROWS = 4
 REGIONS = "sync_batchnorm,autocast{dtype=bfloat16},checkpoint{budget=0.5}"
 
@@ -91,10 +89,7 @@ def on_rank_composed() -> Any:
 def composed(name: str, pipeline: str) -> dict[str, Any]:
     """Take a step on half of the rows in each process, and on all of them with the plain model."""
     model, batch = made(name)
-    mine = {
-        key: tensor[distributed.get_rank() :: RANKS].clone(memory_format=torch.contiguous_format)
-        for key, tensor in batch.items()
-    }
+    mine = own_rows(batch)
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fast = fxopt.optimize(model, pipeline, example_inputs=mine, optimizer=optimizer, measure=False)
@@ -105,9 +100,7 @@ def composed(name: str, pipeline: str) -> dict[str, Any]:
     far = sum((state[key] - expected[key]).square().sum() for key in moved).sqrt()
     went = sum((start[key] - expected[key]).square().sum() for key in moved).sqrt()
     loads = made(name)[0].load_state_dict(state)
-    folder = [tempfile.mkdtemp()]
-    distributed.broadcast_object_list(folder)
-    path = Path(folder[0]) / "model.fxopt"
+    path = shared_folder() / "model.fxopt"
     fxopt.save(fast, path, factory="test_composition:unused")
     distributed.barrier()
     loaded = fxopt.load(path, model=made(name)[0], example_inputs=mine)

@@ -6,17 +6,12 @@ Both processes run all scenarios of this file once, and write down what they saw
 from __future__ import annotations
 
 import dataclasses
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from across_ranks import own_rows, said, shared_folder
 from torch import Tensor, distributed, nn
 
 import fxopt
@@ -105,13 +100,6 @@ class Average(Pass):
 
 # -- what the processes do -----------------------------------------------------------------------------------------
 
-SCENARIOS: dict[str, Callable[[], Any]] = {}
-
-
-def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
-    SCENARIOS[function.__name__] = function
-    return function
-
 
 def made(seed: int = 0) -> tuple[Model, Tensor]:
     torch.manual_seed(seed)
@@ -122,14 +110,6 @@ def fused(model: nn.Module, x: Tensor) -> nn.Module:
     return fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
 
 
-def said(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return list(one) == list(other) and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -138,8 +118,7 @@ def seen(fast: nn.Module) -> list[tuple[str, str, str, str | None]]:
     return [(d.key, d.status, d.reason, d.choice) for d in fxopt.plan(fast).decisions]
 
 
-@scenario
-def decided() -> Any:
+def on_rank_decided() -> Any:
     """Everything is timed, on other inputs on each rank: who decides for himself decides otherwise at times."""
     model, _ = made()
     x = torch.randn(1 + 60 * distributed.get_rank(), 8)
@@ -148,22 +127,19 @@ def decided() -> Any:
     return fxopt.plan(fast).to_json(), close, fast.__dict__[RECORD_KEY].checked
 
 
-@scenario
-def wrong_on_the_second() -> Any:
+def on_rank_wrong_on_the_second() -> Any:
     model, x = made()
     fast = fxopt.optimize(model, Subtract(wrong=1), example_inputs=(x,))
     return seen(fast), torch.equal(fast(x), model(x))
 
 
-@scenario
-def wrong_on_the_first() -> Any:
+def on_rank_wrong_on_the_first() -> Any:
     model, x = made()
     fast = fxopt.optimize(model, Subtract(wrong=0), example_inputs=(x,))
     return seen(fast), torch.equal(fast(x), model(x))
 
 
-@scenario
-def raises() -> Any:
+def on_rank_raises() -> Any:
     model, x = made()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     messages = [
@@ -173,8 +149,7 @@ def raises() -> Any:
     return messages, equal(model.state_dict(), before) and type(model) is Model
 
 
-@scenario
-def finished() -> Any:
+def on_rank_finished() -> Any:
     model, x = made()
     fast = fxopt.optimize(model, ["fuse_ensembles{lowering=bmm}", Average()], example_inputs=(x,), measure=False)
     replayed = fxopt.optimize(
@@ -188,8 +163,7 @@ def finished() -> Any:
     return fast.trunk.found_on, replayed.trunk.found_on, wrong
 
 
-@scenario
-def other_models() -> Any:
+def on_rank_other_models() -> Any:
     model, x = made()
     if distributed.get_rank() == 1:
         model.heads.append(nn.Linear(8, 2))
@@ -197,8 +171,7 @@ def other_models() -> Any:
     return said(lambda: fused(model, x)), said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
 
 
-@scenario
-def a_plan_on_one_rank() -> Any:
+def on_rank_a_plan_on_one_rank() -> Any:
     model, x = made()
     plan = fxopt.plan(fused(model, x))
     if distributed.get_rank() == 1:
@@ -207,8 +180,7 @@ def a_plan_on_one_rank() -> Any:
     return torch.allclose(again(x), model(x), atol=1e-6)
 
 
-@scenario
-def replicated() -> Any:
+def on_rank_replicated() -> Any:
     """DDP: each rank has its half of the rows; the reference has all."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -216,7 +188,7 @@ def replicated() -> Any:
     fast = nn.parallel.DistributedDataParallel(fused(model, x))
     names = [f"module.{name}" for name in model.state_dict()]
     saved = list(fast.state_dict()) == names and list(get_model_state_dict(fast)) == list(model.state_dict())
-    fast(x[distributed.get_rank() :: 2]).square().mean().backward()
+    fast(own_rows(x)).square().mean().backward()
     optimizer = torch.optim.SGD(fast.parameters(), 0.1)
     optimizer.step()
     model(x).square().mean().backward()
@@ -226,8 +198,7 @@ def replicated() -> Any:
     return saved, close, said(lambda: fxopt.state_dict(fast)), fast.load_state_dict(fast.state_dict()) == ([], [])
 
 
-@scenario
-def sharded() -> dict[str, Any]:
+def on_rank_sharded() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -284,61 +255,34 @@ def sharded() -> dict[str, Any]:
         stepper.step()
     after = fxopt.state_dict(fast)
     found["trained"] = max(float((tensor - after[name]).abs().max()) for name, tensor in other.state_dict().items())
-    path = Path(sys.argv[2]) / "saved.fxopt"
+    path = shared_folder() / "saved.fxopt"
     fxopt.save(fast, path, factory="test_distributed:Model")
     distributed.barrier()
     found["saved"] = equal(fxopt.load(path, model=Model()).state_dict(), after)
     return found
 
 
-def process(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=90),
-    )
-    results = {name: run() for name, run in SCENARIOS.items()}
-    (folder / f"results{rank}").write_bytes(pickle.dumps(results))
-    distributed.destroy_process_group()
-
-
 # -- what the tests ask --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, __file__]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE, text=True, env={**os.environ})
-        for rank in range(RANKS)
-    ]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(errors)
-    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(RANKS)]
-
-
-def test_rank_0_decides(results: list[dict[str, Any]]) -> None:
-    (first, *of_first), (second, *of_second) = (each["decided"] for each in results)
+def test_rank_0_decides(of_ranks: list[dict[str, Any]]) -> None:
+    (first, *of_first), (second, *of_second) = (each["decided"] for each in of_ranks)
     assert first == second, "one plan, with the figures of rank 0"
     assert "applied" in [decision["status"] for decision in first["decisions"]]
     assert of_first == of_second == [True, "float64"]
 
 
 @pytest.mark.parametrize("name", ["wrong_on_the_first", "wrong_on_the_second"])
-def test_what_is_wrong_on_one_rank_is_undone_on_all(results: list[dict[str, Any]], name: str) -> None:
-    (first, is_equal), second = (each[name] for each in results)
+def test_what_is_wrong_on_one_rank_is_undone_on_all(of_ranks: list[dict[str, Any]], name: str) -> None:
+    (first, is_equal), second = (each[name] for each in of_ranks)
     assert second == (first, True) and is_equal
     assert sorted(status for _, status, _, _ in first) == ["applied", "undone"]
     (reason,) = (reason for _, status, reason, _ in first if status == "undone")
     assert ("on rank 1: " in reason) == (name == "wrong_on_the_second") and "output" in reason
 
 
-def test_what_raises_on_one_rank_raises_on_all(results: list[dict[str, Any]]) -> None:
-    for rank, each in enumerate(results):
+def test_what_raises_on_one_rank_raises_on_all(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(of_ranks):
         messages, untouched = each["raises"]
         assert untouched
         for failing, message in enumerate(messages):
@@ -346,8 +290,8 @@ def test_what_raises_on_one_rank_raises_on_all(results: list[dict[str, Any]]) ->
             assert (f"rank {failing} failed, so nothing is optimized on any" in message) == (failing != rank)
 
 
-def test_what_is_done_to_the_finished_model(results: list[dict[str, Any]]) -> None:
-    for rank, each in enumerate(results):
+def test_what_is_done_to_the_finished_model(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(of_ranks):
         found_on, replayed_from, messages = each["finished"]
         assert found_on == replayed_from == 0, "rank 0 decides"
         refused, raised = messages[:RANKS], messages[RANKS:]
@@ -357,26 +301,26 @@ def test_what_is_done_to_the_finished_model(results: list[dict[str, Any]]) -> No
             assert (elsewhere in early) == (elsewhere in late) == (failing != rank)
 
 
-def test_ranks_with_other_models_or_passes(results: list[dict[str, Any]]) -> None:
-    for each in results:
+def test_ranks_with_other_models_or_passes(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
         model, passes = each["other_models"]
         assert model.startswith("UsageError: the tensors of rank 1's model have other names, shapes or dtypes")
         assert passes.startswith("UsageError: rank 1 runs the passes 'eliminate_dead_code', rank 0 'fuse_ensembles")
 
 
-def test_a_plan_is_repeated_by_one_rank_alone(results: list[dict[str, Any]]) -> None:
-    assert results[0]["a_plan_on_one_rank"] is True
+def test_a_plan_is_repeated_by_one_rank_alone(of_ranks: list[dict[str, Any]]) -> None:
+    assert of_ranks[0]["a_plan_on_one_rank"] is True
 
 
-def test_a_replicated_model(results: list[dict[str, Any]]) -> None:
-    for each in results:
+def test_a_replicated_model(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
         saved, close, message, loaded = each["replicated"]
         assert saved and close and loaded
         assert "its 'module': give that one" in message
 
 
-def test_a_sharded_model(results: list[dict[str, Any]]) -> None:
-    for each in results:
+def test_a_sharded_model(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
         found = each["sharded"]
         assert found["names"][:3] == ["shift", "trunk.weight", "trunk.bias"]
         assert all(name.startswith("fused_heads.") for name in found["names"][3:])
@@ -390,7 +334,7 @@ def test_a_sharded_model(results: list[dict[str, Any]]) -> None:
         assert found["trained"] < 1e-6
 
 
-def test_what_cannot_be_done_to_a_sharded_model(results: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_done_to_a_sharded_model(of_ranks: list[dict[str, Any]]) -> None:
     expected = [
         "fxopt.load_state_dict(model, state) distributes",
         "StateError: 'trunk.weight' is sharded, and restoring needs whole tensors; load fxopt.state_dict(model)",
@@ -402,10 +346,6 @@ def test_what_cannot_be_done_to_a_sharded_model(results: list[dict[str, Any]]) -
         "InputError: 'trunk.weight' is sharded already; optimize the model first, then shard it",
         "StateError: 'trunk.weight' is sharded, and translating a state needs whole tensors; use torch.func",
     ]
-    for each in results:
+    for each in of_ranks:
         for message, words in zip(each["sharded"]["refused"], expected, strict=True):
             assert words in message or words.split(",")[0] in message
-
-
-if __name__ == "__main__":
-    process(int(sys.argv[1]), Path(sys.argv[2]))

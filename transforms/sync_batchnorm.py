@@ -8,14 +8,12 @@ from typing import ClassVar
 
 from torch import nn
 
-from ..compat import REGISTERS
-from ..errors import UsageError
 from ..layers.sync_batch_norm import SYNCHRONIZED, SyncBatchNorm
-from ..passes.contract import Pass, require_process_group
+from ..passes.contract import Pass, missing_process_group
 from ..passes.rewriting import Edit
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..tracing.program import Program
-from ..tracing.values import user_class
+from ..tracing.values import in_class, user_class
 
 __all__ = ["SyncBatchnorm"]
 
@@ -44,16 +42,13 @@ class SyncBatchnorm(Pass):
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         old = site.program.module(site.owner)
-        new = object.__new__(SYNCHRONIZED[_kind(old)])
-        vars(new).update({name: dict(value) if name in REGISTERS else value for name, value in vars(old).items()})
-        edit.replace_module("", new)
+        edit.replace_module("", in_class(old, SYNCHRONIZED[_kind(old)]))
 
 
 def _obstacle(module: nn.Module, program: Program) -> str | None:
-    try:
-        require_process_group("sync_batchnorm")
-    except UsageError as error:  # not an error: in one process the model is right as it is
-        return str(error)
+    missing = missing_process_group("sync_batchnorm")
+    if missing:
+        return missing  # not an error: in one process the model is right as it is
     cls = user_class(type(module))
     if not all(getattr(cls, name, None) is getattr(_kind(module), name, None) for name in _COMPUTING):
         return f"it is a {cls.__name__}, which has a forward of its own"

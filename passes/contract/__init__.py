@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
+from .named_modules import check_named, names_module
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
 from .processes import (
     device_type,
     launch_command,
     mesh_of_same_weights,
+    missing_process_group,
     require_process_group,
     require_same_weights,
 )
@@ -18,10 +20,13 @@ __all__ = [
     "Pass",
     "Text",
     "ValueMismatch",
+    "check_named",
     "device_type",
     "format_value",
     "launch_command",
     "mesh_of_same_weights",
+    "missing_process_group",
+    "names_module",
     "option_types",
     "read_value",
     "require_process_group",

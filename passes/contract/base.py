@@ -36,6 +36,10 @@ class Pass:
         keeps_form: whether the results of a pass that changes the function (`Numerics.SEMANTIC`) keep shapes and types.
         own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
             None: it is right where the pass keeps the function, unless it would leave out a region; else wrong.
+        averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
+            averaged over all of them.
+        trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
+            compared with one before.
         before: names of passes that must not run earlier than this one.
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
@@ -48,6 +52,8 @@ class Pass:
     phase: ClassVar[Phase] = Phase.BOTH
     keeps_form: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = None
+    averages: ClassVar[bool] = False
+    trains_by_call: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
@@ -122,7 +128,8 @@ class Pass:
             sites: where, with what `find` decided on in `data`.
 
         Returns:
-            The model that the user gets: this one, whose outputs are compared with those before; or what stands for it.
+            The model that the user gets: this one, whose outputs, and gradients of a training step, are compared with
+            those before; or what stands for it.
         """
         return model
 

@@ -68,10 +68,12 @@ class ValueMismatch(Exception):  # a signal between two modules, turned into a P
 def option_types(pass_type: type[Any]) -> dict[str, Any]:
     """Return the type of each option, in the order of the fields.
 
+    A field left out of comparisons (`field(compare=False)`) holds what text cannot express: tensors, a loader.
+
     Raises:
         UsageError: an annotation names something that the pass's module does not have.
     """
-    fields = [f.name for f in dataclasses.fields(pass_type) if f.init]
+    fields = [f.name for f in dataclasses.fields(pass_type) if f.init and f.compare]
     try:
         hints = typing.get_type_hints(pass_type)
     except NameError as error:
@@ -95,7 +97,7 @@ def _non_default_options(pass_: Any) -> dict[str, Any]:
     for field in dataclasses.fields(pass_):
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(pass_, field.name)
-        if field.init and not (type(value) is type(default) and value == default):
+        if field.init and field.compare and not (type(value) is type(default) and value == default):
             found[field.name] = value
     return found
 

@@ -18,11 +18,37 @@ from ...tracing.values import all_tensors, tensors_by_name
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["device_type", "launch_command", "mesh_of_same_weights", "require_process_group", "require_same_weights"]
+__all__ = [
+    "device_type",
+    "launch_command",
+    "mesh_of_same_weights",
+    "missing_process_group",
+    "require_process_group",
+    "require_same_weights",
+]
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 20
 """So many numbers are looked at together: a copy of all would be as large as the tensor."""
+
+
+def missing_process_group(name: str, processes: int = 2) -> str:
+    """Say that a pass for several processes lacks its process group, and what to run; "" where there is one.
+
+    Args:
+        name: of the pass.
+        processes: how many to start, for the message.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return ""
+    if distributed.is_available() and distributed.is_torchelastic_launched():
+        step = "call torch.distributed.init_process_group() before fxopt.optimize"
+    else:
+        step = (
+            f"run {launch_command(processes)}, and call torch.distributed.init_process_group() in it before "
+            "fxopt.optimize"
+        )
+    return f"pass '{name}' works on several processes, and there is no process group; {step}"
 
 
 def require_process_group(name: str, processes: int = 2) -> None:
@@ -35,16 +61,9 @@ def require_process_group(name: str, processes: int = 2) -> None:
     Raises:
         UsageError: it is not; the message has the command to run.
     """
-    if distributed.is_available() and distributed.is_initialized():
-        return
-    if distributed.is_available() and distributed.is_torchelastic_launched():
-        step = "call torch.distributed.init_process_group() before fxopt.optimize"
-    else:
-        step = (
-            f"run {launch_command(processes)}, and call torch.distributed.init_process_group() in it before "
-            "fxopt.optimize"
-        )
-    raise UsageError(f"pass '{name}' works on several processes, and there is no process group; {step}")
+    missing = missing_process_group(name, processes)
+    if missing:
+        raise UsageError(missing)
 
 
 def launch_command(processes: int) -> str:

@@ -144,13 +144,13 @@ class Manager:
     def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""
         for number, pass_ in enumerate(passes):
-            if pass_.finishes and plan is None:
-                self._observe(pass_, lambda pass_=pass_: self._find_units(pass_))
-            elif pass_.finishes and plan is not None:
-                planned = [decision for decision in plan.decisions if decision.step == number]
-                self._observe(pass_, lambda planned=planned: self.decisions.extend(planned))
+            if pass_.finishes:
+                self._observe(pass_, lambda number=number, pass_=pass_: self._note_units(number, pass_, plan))
 
-    def _find_units(self, pass_: Pass) -> None:
+    def _note_units(self, step: int, pass_: Pass, plan: Plan | None) -> None:
+        if plan is not None:
+            self.decisions.extend(decision for decision in plan.decisions if decision.step == step)
+            return
         for item in found(self.program, pass_, self._tuner.supervised, Snapshot()):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)

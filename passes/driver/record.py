@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -49,7 +49,9 @@ class Record:
             one forward of the model (with its backward in training).
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
         eval_only: the passes whose rewrites hold in evaluation mode only.
-        finished_by: the passes that acted on the finished model; nothing can be done after them.
+        finished_by: the passes that acted on the finished model; nothing can be done after them. One that found no
+            place for it is none of them.
+        finishing: for each of these passes, in words, how the model was compared with that before.
         traces: what each pass took and did.
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
@@ -69,6 +71,7 @@ class Record:
     checked: str = "not at all"
     eval_only: tuple[str, ...] = ()
     finished_by: tuple[str, ...] = ()
+    finishing: dict[str, str] = field(default_factory=dict[str, str])
     traces: tuple[PassTrace, ...] = ()
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
@@ -96,6 +99,12 @@ class Record:
         """Return id -> original name for the original's parameters that are still alive in this process."""
         alive = ((name, held()) for name, held in self._originals.items())
         return {id(parameter): name for name, parameter in alive if parameter is not None}
+
+    def changed(self, plan: Plan, state_map: StateMap) -> Record:
+        """Return the record of the same model with other decisions and another state map."""
+        new = replace(self, plan=plan, state_map=state_map)
+        new._originals.update(self._originals)
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self

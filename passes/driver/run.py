@@ -18,7 +18,7 @@ from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass
-from ..pipeline import Plan, Ranks, as_in_twin, on_all_ranks, optimized_on_all, ranks
+from ..pipeline import Decision, Plan, Ranks, as_in_twin, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
@@ -153,8 +153,8 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     if request.twin is None or request.plan is not None:
         return _optimized_once(model, names, request)
     # What a twin's verification undoes must not have landed here: the rest is repeated.
-    alone_request = dataclasses.replace(request, twin=None, measure=False)
-    twin = _optimized_once(request.twin, check_model(request.twin), alone_request)
+    without_twin = dataclasses.replace(request, twin=None, measure=False)
+    twin = _optimized_once(request.twin, check_model(request.twin), without_twin)
     plans = (_with_plan(each, request)[1] for each in (_optimized_once(model, names, request), twin))
     return _optimized_once(model, names, dataclasses.replace(request, plan=as_in_twin(*plans), checks_plan=True))
 
@@ -351,6 +351,12 @@ def _spent(budget: TimeBudget) -> dict[str, float] | None:
     return {"seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3}
 
 
+def _finishing(decisions: Sequence[Decision], passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes that act on the finished model, of those that found a place for it."""
+    applied = {decision.step for decision in decisions if decision.status == "applied"}
+    return [pass_ for step, pass_ in enumerate(passes) if pass_.finishes and step in applied]
+
+
 def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
     before, after = manager.history.changed_graphs(program.graphs)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
@@ -368,7 +374,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         spent=_spent(manager.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
-        finished_by=tuple(pass_.name for pass_ in request.passes if pass_.finishes),
+        finished_by=tuple(pass_.name for pass_ in _finishing(manager.decisions, request.passes)),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),

@@ -6,7 +6,7 @@ from .choosing import PassLike, chosen_passes, refuse_finishing, unfinished
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
-from .ranks import Ranks, on_all_ranks, optimized_on_all, ranks
+from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised
 from .twins import as_in_twin
@@ -24,6 +24,7 @@ __all__ = [
     "check_order",
     "chosen_passes",
     "find_pass",
+    "heard_of_any",
     "on_all_ranks",
     "optimized_on_all",
     "parse",

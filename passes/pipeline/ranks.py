@@ -22,7 +22,7 @@ from ...tracing.values import tensors_by_name
 from ..contract import Pass
 from .plan import Decision, Plan
 
-__all__ = ["Ranks", "on_all_ranks", "optimized_on_all", "ranks"]
+__all__ = ["Ranks", "heard_of_any", "on_all_ranks", "optimized_on_all", "ranks"]
 
 T = TypeVar("T")
 _OF_THE_USER = {kind.__name__: kind for kind in (UsageError, BudgetError, InputError, StateError)}
@@ -111,6 +111,14 @@ def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
     if failed is not None:
         raise _failed(*failed)
     return result[0]
+
+
+def heard_of_any(ranks: Ranks | None, mine: str) -> str:
+    """Return on every rank what the first of them has to say that says anything, or ""."""
+    if ranks is None:
+        return mine
+    said = ranks.exchange(mine, _first_failure)
+    return "" if said is None else mine or f"on rank {said[0]}: {said[1]}"
 
 
 def _told_of(error: BaseException) -> str:

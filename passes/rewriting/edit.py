@@ -31,13 +31,13 @@ class Edit(TreeEdit):
             UnnotedChange: naming the change, and the verb to use instead.
             MatchFailure: if no step of the state map accounts for a tensor that was added, or is missing.
         """
-        holder, journal = self.holder, self._journal
+        journal = self._journal
         with watching(journal.snapshot, self.program, self.site.owner) as watch:
-            journal.watch, shapes = watch, lasting_shapes(holder)
+            journal.watch, shapes = watch, lasting_shapes(self.holder)
             try:
                 yield
                 journal.keep(watch.check())
-                check_mapped(shapes, lasting_shapes(holder), self.state_map_of_model())
+                check_mapped(shapes, lasting_shapes(self.holder), self.state_map_of_model())
             except BaseException:
                 self.undo()
                 watch.restore()

@@ -127,8 +127,9 @@ class TreeEdit(GraphEdit):
             with self._journal.changing(holder):
                 own_children(holder)[last] = module
         self._others.append(module)
-        self._owners.clear()
-        self._journal.note(self._owners.clear)
+        for known in (self._owners, self._holders):
+            known.clear()
+            self._journal.note(known.clear)
         self.program.touch()
 
     @property
@@ -166,15 +167,15 @@ class TreeEdit(GraphEdit):
                 is saved of it.
 
         Raises:
-            MatchFailure: if there is no such tensor, it has a name outside the site, or checkpoints from before and
-                after could not be told apart.
+            MatchFailure: there is none, it has a name outside the site, or the step's two sides cannot be told apart.
         """
         parent, _, last = path.rpartition(".")
         module = self.program.module(self._path(parent))
         old = own_tensor(module, last)
         if old is None:
             raise MatchFailure(f"'{self._path(path)}' is no parameter or buffer")
-        if step is not None and path in step.sources and path in step.targets and old.shape == tensor.shape:
+        is_ambiguous = step is not None and not step.idempotent and path in step.sources and path in step.targets
+        if is_ambiguous and old.shape == tensor.shape:
             raise MatchFailure(
                 f"'{self._path(path)}' would keep its name and its shape {list(old.shape)} but not its values, so that "
                 "checkpoints from before and after could not be told apart; give the new tensor another name"

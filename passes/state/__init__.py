@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from .bits import packed, unpacked
 from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNames, cut_from_sharded
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
 from .holders import Holder, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
+from .quantized_steps import QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Rename, Select, Stack, StateStep
+from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
 
 __all__ = [
     "ELEMENT_WISE",
@@ -22,6 +24,8 @@ __all__ = [
     "Holder",
     "InParts",
     "KeepsOriginalNames",
+    "Mask",
+    "QuantizeWeight",
     "Rename",
     "Select",
     "Stack",
@@ -31,16 +35,20 @@ __all__ = [
     "check_type",
     "copied_module",
     "cut_from_sharded",
+    "dequantized",
     "functional_state",
     "gathered",
     "holder_of",
     "leave_to_other_ranks",
+    "packed",
+    "quantized",
     "refuse_sharded",
     "sharded_like",
     "sharded_state",
     "skeleton_of",
     "translate_optimizer",
     "twin",
+    "unpacked",
     "whole_state",
     "writes_files",
 ]

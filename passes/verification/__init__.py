@@ -9,6 +9,7 @@ from .inputs import jittered, perturbed_inputs, perturbed_state
 from .modes import depends_on_mode, modes_to_check
 from .reference import Data, Reference, reference
 from .tape import Tape
+from .tolerances import gradients_within
 from .translation import MapState
 from .verify import Verdict, verify
 from .whole_model import Original
@@ -30,6 +31,7 @@ __all__ = [
     "double_defaults",
     "form_problem",
     "found_in_graphs",
+    "gradients_within",
     "half_the_digits",
     "is_on_meta",
     "jittered",

@@ -17,6 +17,9 @@ from .trial import Run, Trial
 
 __all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
 
+_STREAM = 0x0DD5EED0DD5EED
+"""Where the plain random stream begins: at no seed that code sets, whose draws would look like those that go on."""
+
 
 @dataclass
 class ReferenceRuns:
@@ -91,7 +94,8 @@ class ReferenceRuns:
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types on the plain random stream."""
-        return Trial(self.stage, self.training, self.gradients, self.of_inputs, self.seed).run(arguments, state)
+        seed = self.seed + _STREAM
+        return Trial(self.stage, self.training, self.gradients, self.of_inputs, seed).run(arguments, state)
 
     def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
         tape = Tape(self.seed, keyed=self.keyed) if self.random else None

@@ -12,9 +12,9 @@ from torch import Tensor
 from .compare import NATIVE_UNITS, Tolerance, deviation, scale_of
 from .reference import Reference
 from .reference_runs import epsilon_of
-from .translation import Quantities, is_gradient
+from .translation import GRADIENT, Quantities, is_gradient
 
-__all__ = ["Measured", "Tolerances", "beside_neighbours", "learn_response", "within"]
+__all__ = ["Measured", "Tolerances", "beside_neighbours", "gradients_within", "learn_response", "within"]
 
 _EXACT = {
     torch.float64: Tolerance(1e-10, 2e-13),
@@ -202,6 +202,12 @@ def within(values: Quantities, budget: float, responses: Mapping[str, float] | N
     units, moved = beside_neighbours(values, budget), responses or {}
     allowed = {label: budget * unit + _RESPONSE_FACTOR * moved.get(label, 0.0) for label, unit in units.items()}
     return {label: Tolerance(0.0, allowed[label], unit, values[label].numel()) for label, unit in units.items()}
+
+
+def gradients_within(gradients: Mapping[str, Tensor], share: float) -> dict[str, Tolerance]:
+    """Return tolerances that allow the gradient of each parameter, by name, an error of a share of its scale."""
+    labelled = {f"{GRADIENT}{name}": gradient for name, gradient in gradients.items()}
+    return {label.removeprefix(GRADIENT): tolerance for label, tolerance in within(labelled, share).items()}
 
 
 def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from .reference_runs import coarsest_epsilon
 from .stage import Stage
 from .trial import Run
 
-__all__ = ["MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
+__all__ = ["GRADIENT", "MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
 
 MapState = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From every parameter and buffer under its old name to the same under the new names; `StateMap.forward` is one."""
@@ -26,7 +26,7 @@ MapState = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 Quantities = dict[str, Any]
 """Everything one run yields, by a label that a message can show: "output[0]", "gradient of weight", "buffer mean"."""
 
-_GRADIENT = "gradient of "
+GRADIENT = "gradient of "
 
 
 class Objection(VerificationError):
@@ -38,15 +38,15 @@ def quantities(run: Run, parameter_gradients: Mapping[str, Any], buffers: Mappin
     return {
         **{name: _as_tensor(value) for name, value in run.outputs.items()},
         **{f"{name} after the call": tensor for name, tensor in run.inputs.items()},
-        **{f"{_GRADIENT}{name}": gradient for name, gradient in run.input_gradients.items()},
-        **{f"{_GRADIENT}{name}": gradient for name, gradient in parameter_gradients.items()},
+        **{f"{GRADIENT}{name}": gradient for name, gradient in run.input_gradients.items()},
+        **{f"{GRADIENT}{name}": gradient for name, gradient in parameter_gradients.items()},
         **{f"buffer {name}": tensor for name, tensor in buffers.items()},
     }
 
 
 def is_gradient(label: str) -> bool:
     """Say whether a label of `quantities` names a gradient."""
-    return label.startswith(_GRADIENT)
+    return label.startswith(GRADIENT)
 
 
 class Translation:
@@ -138,7 +138,8 @@ class Translation:
         for name, tensor in held.items():
             problem = "is gone" if id(tensor) not in reached else ""
             if name in found:
-                problem = form_problem(tensor, found[name]) or distance(tensor, found[name], slack).problem
+                other = found[name].detach()
+                problem = form_problem(tensor, other) or distance(tensor.detach(), other, slack).problem
             if problem:
                 raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
 
@@ -166,9 +167,10 @@ class Translation:
         found = run.parameter_gradients
         values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
+        everywhere = self._marks_of(frozenset(self.reference.state))
         mapped = self.state(values)
         return {
-            name: _if_present(name, gradient, marks[name])
+            name: _if_present(name, gradient, marks[name], everywhere[name])
             for name, gradient in mapped.items()
             if name in self.after.parameters or bool(marks[name].any())
         }
@@ -182,8 +184,8 @@ class Translation:
         return self._marks[present]
 
 
-def _if_present(name: str, gradient: Tensor, marks: Tensor) -> Tensor | None:
-    if bool(marks.all()):
+def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor) -> Tensor | None:
+    if torch.equal(marks, everywhere):  # a mask leaves zeros where nothing can have a gradient
         return gradient
     if not bool(marks.any()):
         return None

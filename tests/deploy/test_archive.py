@@ -16,7 +16,7 @@ from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
 from fxopt.passes.driver import Record
 from fxopt.passes.pipeline import Decision, Plan
-from fxopt.passes.state import skeleton_of
+from fxopt.passes.state import StateMap, skeleton_of
 
 SOURCE = """
 import torch
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("zoo")
 
 
 def record(model: nn.Module) -> Record:
-    return Record(PLAN, cast(Any, None), {}, {}, "", 0, 0, skeleton=skeleton_of(model))
+    return Record(PLAN, StateMap(), {}, {}, "", 0, 0, skeleton=skeleton_of(model))
 
 
 def save(model: nn.Module, path: Path, **options: Any) -> Path:

@@ -7,25 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from across_ranks import gap, summed, uneven_rows
 from torch import Tensor, distributed, nn
 
 from fxopt.layers.sync_batch_norm import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-
-
-def mine(x: Tensor) -> Tensor:
-    """Return this process's rows: 3 of 7, and 4."""
-    return x[:3] if distributed.get_rank() == 0 else x[3:]
-
-
-def summed(tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    distributed.all_reduce(total)
-    return total
-
-
-def gap(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
-
 
 # -- what the processes do -----------------------------------------------------------------------------------------
 
@@ -55,13 +40,13 @@ def on_rank_second_derivatives() -> Any:
     torch.manual_seed(0)
     x = torch.randn(7, 2, dtype=torch.float64)
     found = []
-    for each, rows, over_all in ((norm, mine(x), summed), (whole, x, Tensor.clone)):
+    for each, rows, over_all in ((norm, uneven_rows(x), summed), (whole, x, Tensor.clone)):
         rows = rows.clone().requires_grad_()
         (slope,) = torch.autograd.grad((each(rows) ** 3).sum(), rows, create_graph=True)
         (slope**2).sum().backward()
         found.append((rows.grad, over_all(each.weight.grad)))
     (own, weight), (of_whole, of_weight) = found
-    return max(gap(own, mine(of_whole)), gap(weight, of_weight))
+    return max(gap(own, uneven_rows(of_whole)), gap(weight, of_weight))
 
 
 def on_rank_half_precision() -> Any:

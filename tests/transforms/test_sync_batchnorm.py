@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from across_ranks import gap, summed, uneven_rows
 from torch import Tensor, distributed, nn
 
 import fxopt
@@ -50,23 +51,8 @@ def made(model: type[nn.Module] = Norms) -> tuple[nn.Module, Tensor]:
     return model().double(), 100 + 3 * torch.randn(7, 2, 6, 5, dtype=torch.float64)
 
 
-def mine(x: Tensor) -> Tensor:
-    """Return this process's rows: 3 of 7, and 4."""
-    return x[:3] if distributed.get_rank() == 0 else x[3:]
-
-
 def synchronized(model: nn.Module, x: Tensor, passes: str = "sync_batchnorm", **options: Any) -> nn.Module:
     return fxopt.optimize(model, passes, example_inputs=(x,), measure=False, **options)
-
-
-def summed(tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    distributed.all_reduce(total)
-    return total
-
-
-def gap(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
 
 
 def largest_gap(model: nn.Module, fast: nn.Module) -> float:
@@ -81,27 +67,27 @@ def largest_gap(model: nn.Module, fast: nn.Module) -> float:
 
 def on_rank_uneven_batches() -> Any:
     model, x = made()
-    fast = synchronized(model, mine(x))
+    fast = synchronized(model, uneven_rows(x))
     statuses = [d.status for d in fxopt.plan(fast).decisions]
     error = 0.0
     for _ in range(2):
         model.zero_grad()
         fast.zero_grad()
-        y, own = model(x), fast(mine(x))
+        y, own = model(x), fast(uneven_rows(x))
         (y**3).sum().backward()
         (own**3).sum().backward()
-        error = max(error, largest_gap(model, fast), gap(own, mine(y)))
+        error = max(error, largest_gap(model, fast), gap(own, uneven_rows(y)))
     model.eval()
     fast.eval()
-    evaluated = gap(fast(mine(x)), model(mine(x)))
+    evaluated = gap(fast(uneven_rows(x)), model(uneven_rows(x)))
     return statuses, error, evaluated, [type(child).__name__ for child in fast.children()]
 
 
 def on_rank_state() -> Any:
     model, x = made()
-    fast = synchronized(model, mine(x))
+    fast = synchronized(model, uneven_rows(x))
     names = list(fast.state_dict()) == list(model.state_dict())
-    again = synchronized(fast, mine(x))
+    again = synchronized(fast, uneven_rows(x))
     known = [type(child) for child in fxopt.restore(fast).children()] == [type(child) for child in model.children()]
     loaded = fast.load_state_dict(model.state_dict()) == ([], [])
     path = Path(tempfile.mkdtemp()) / "saved.fxopt"
@@ -127,8 +113,8 @@ def on_rank_stays() -> Any:
 
 def on_rank_other_passes() -> Any:
     model, x = made()
-    fast = synchronized(model, mine(x)).eval()
-    folded = fxopt.optimize(fast, "fold_batchnorm", example_inputs=(mine(x),), measure=False)
+    fast = synchronized(model, uneven_rows(x)).eval()
+    folded = fxopt.optimize(fast, "fold_batchnorm", example_inputs=(uneven_rows(x),), measure=False)
     close = gap(folded(x), model.eval()(x))
     ensemble = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(4))
 
@@ -141,8 +127,8 @@ def on_rank_other_passes() -> Any:
             return torch.stack([member(x) for member in self.members]).mean(0)
 
     whole = Mean().double()
-    fused = synchronized(whole, mine(x)[:, :, 0, 0], "sync_batchnorm,fuse_ensembles")
-    ensembles = gap(fused(mine(x)[:, :, 0, 0]), mine(whole(x[:, :, 0, 0])))
+    fused = synchronized(whole, uneven_rows(x)[:, :, 0, 0], "sync_batchnorm,fuse_ensembles")
+    ensembles = gap(fused(uneven_rows(x)[:, :, 0, 0]), uneven_rows(whole(x[:, :, 0, 0])))
     return close, [d.status for d in fxopt.plan(folded).decisions if d.pass_name == "fold_batchnorm"], ensembles
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...compat import own_children
-from ..values import counts_items, user_class
+from ..values import counts_items, in_class, user_class
 
 __all__ = ["ADDED", "item_methods", "note_added", "note_removed"]
 
@@ -57,10 +57,9 @@ def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _items_alone(container: nn.Module) -> nn.Module:
     """Return a container of the same items without what was added."""
-    added = container.__dict__[ADDED]
-    alone = object.__new__(user_class(type(container)))
-    items = {name: child for name, child in own_children(container).items() if name not in added}
-    alone.__dict__.update(container.__dict__, _modules=items)
+    alone = in_class(container, user_class(type(container)))
+    for name in container.__dict__[ADDED]:
+        own_children(alone).pop(name, None)
     return alone
 
 

@@ -18,7 +18,7 @@ from .random_effects import (
     module_has_random_effects,
     tree_uses_host_random,
 )
-from .rank_local import is_rank_local, rank_local
+from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
 from .scripted import plain_registries
@@ -53,6 +53,7 @@ __all__ = [
     "is_in_compiled",
     "is_rank_local",
     "is_repeatable",
+    "is_trial_step",
     "misses_in",
     "module_has_random_effects",
     "patching",
@@ -66,4 +67,5 @@ __all__ = [
     "release",
     "restoring",
     "tree_uses_host_random",
+    "trial_step",
 ]

@@ -6,9 +6,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["is_rank_local", "rank_local"]
+__all__ = ["is_rank_local", "is_trial_step", "rank_local", "trial_step"]
 
 _LOCAL: ContextVar[bool] = ContextVar("fxopt_rank_local", default=False)
+_TRIAL: ContextVar[bool] = ContextVar("fxopt_trial_step", default=False)
 
 
 @contextmanager
@@ -24,3 +25,21 @@ def rank_local() -> Generator[None]:
 def is_rank_local() -> bool:
     """Say whether collectives are to be left out, in this thread."""
     return _LOCAL.get()
+
+
+@contextmanager
+def trial_step() -> Generator[None]:
+    """Let replicas average gradients for a while, also in a rank-local run, and learn nothing from it for later steps.
+
+    All ranks make this step. Layers stay rank-local: what they compute is the same before and after sharding.
+    """
+    token = _TRIAL.set(True)
+    try:
+        yield
+    finally:
+        _TRIAL.reset(token)
+
+
+def is_trial_step() -> bool:
+    """Say whether a step of training is made on trial, in this thread."""
+    return _TRIAL.get()

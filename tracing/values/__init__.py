@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .autograd_functions import FunctionCall
 from .class_cache import cached_by_class
-from .dynamic import Quiet, class_recipe, same_kind, subclass, user_class
+from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
-from .inputs import Inputs, is_input, normalize_inputs
+from .inputs import Inputs, call_of_batch, check_whole, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
@@ -46,6 +46,7 @@ __all__ = [
     "Path",
     "Quiet",
     "RandomState",
+    "Remade",
     "Signature",
     "TensorFunction",
     "TensorMeta",
@@ -57,17 +58,21 @@ __all__ = [
     "announce_changes",
     "are_plain",
     "cached_by_class",
+    "call_of_batch",
     "changed_paths",
+    "check_whole",
     "class_recipe",
     "contents",
     "copied",
     "copied_object",
     "counts_items",
+    "empty_module",
     "flatten",
     "generators_now",
     "given",
     "graft",
     "has_attributes",
+    "in_class",
     "is_container",
     "is_input",
     "is_leaf",

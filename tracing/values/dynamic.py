@@ -9,11 +9,23 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["Quiet", "class_recipe", "identity", "same_kind", "subclass", "user_class"]
+from ...compat import REGISTERS
+
+__all__ = [
+    "Quiet",
+    "Remade",
+    "class_recipe",
+    "empty_module",
+    "identity",
+    "in_class",
+    "same_kind",
+    "subclass",
+    "user_class",
+]
 
 _Key = tuple[type, tuple[type, ...], object]
 _classes: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
@@ -49,6 +61,13 @@ class Quiet:
         pass
 
 
+class Remade(Quiet):
+    """Let instances of a dynamic class be copied and pickled: the class is made again from its recipe."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return empty_module, class_recipe(cast("Any", type(self))), vars(self)
+
+
 def user_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the user's class under a dynamic one; any other class is its own."""
     return getattr(cls, "_fxopt_base", cls)
@@ -69,3 +88,16 @@ def identity(cls: type[nn.Module]) -> type[nn.Module]:
 def class_recipe(cls: type[nn.Module]) -> tuple[Callable[..., type[nn.Module]], tuple[Any, ...]]:
     """Return a function and arguments, all picklable, that make `cls` again."""
     return getattr(cls, "_fxopt_recipe", (identity, (cls,)))
+
+
+def empty_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
+    """Return a module without attributes, of the class that a recipe makes: what a pickle of one begins with."""
+    return nn.Module.__new__(make(*arguments))
+
+
+def in_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Return a module of another class that has what `module` has, with registers of its own."""
+    made = nn.Module.__new__(cls)
+    registers = {name: dict(vars(module)[name]) for name in (*REGISTERS, "_modules")}
+    vars(made).update(vars(module) | registers)
+    return made

@@ -37,6 +37,12 @@ class RandomState:
         _restore_torch(self._torch)
         _restore_host(self._host)
 
+    def has_drawn(self) -> bool:
+        """Say whether a generator of torch has drawn since."""
+        (cpu, cuda), (cpu_now, cuda_now) = self._torch, _torch_state()
+        pairs = zip((cpu, *(cuda or ())), (cpu_now, *(cuda_now or ())), strict=False)
+        return not all(torch.equal(state, now) for state, now in pairs)
+
 
 class _HostDraws:
     """Hold the state of the generators outside torch before the first announced draw; None while there was none."""

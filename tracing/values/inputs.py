@@ -16,7 +16,7 @@ from ...errors import InputError, UsageError, one_line
 from .generators import RandomState
 from .objects import is_whole
 
-__all__ = ["LOADER_BATCHES", "Inputs", "is_input", "normalize_inputs"]
+__all__ = ["LOADER_BATCHES", "Inputs", "call_of_batch", "check_whole", "is_input", "normalize_inputs"]
 
 LOADER_BATCHES = 2
 """So many batches of a DataLoader are example inputs: each is one more call to record, to check and to time."""
@@ -91,6 +91,26 @@ def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inpu
             raise UsageError("example_inputs is an empty list; give at least one call, or None")
         return tuple(_one_call(call, f"example_inputs[{number}]") for number, call in enumerate(calls))
     return (_one_call(example_inputs, "example_inputs"),)
+
+
+def call_of_batch(batch: object, model: nn.Module) -> Inputs:
+    """Return the call that a batch of a loader stands for, without what the forward does not take: labels above all.
+
+    Raises:
+        UsageError: the forward takes nothing of it.
+    """
+    return _call_of_batch(batch, _parameters(model.forward))
+
+
+def check_whole(calls: Sequence[Inputs]) -> None:
+    """Refuse calls of a part of a model, where the model itself is to be called.
+
+    Raises:
+        UsageError: one is.
+    """
+    for number, call in enumerate(calls):
+        if call.module:
+            raise UsageError(f"example call {number} is one of {call.module!r}; give calls of the model itself")
 
 
 def is_input(value: object) -> bool:

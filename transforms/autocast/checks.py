@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ...compat import modules_by_name
 from ...errors import UsageError, one_line
 from ...operators import operator_info
-from ...suggest import did_you_mean
-from .find import kept_by
+from ...passes.contract import check_named
 from .lists import FLOAT32, FOLLOWING, LOWER
 
 __all__ = ["check_dtype", "check_words"]
@@ -55,11 +53,5 @@ def check_words(words: Sequence[str], model: nn.Module) -> None:
     Raises:
         UsageError: one names no module, no class of one and no operator.
     """
-    modules: dict[str, nn.Module] = modules_by_name(model)
-    for word in words:
-        if word in LOWER | FLOAT32 | FOLLOWING or operator_info(word).name:
-            continue
-        if not any(kept_by(word, name, module) for name, module in modules.items()):
-            names = [name for name in modules if name]
-            names += [type(module).__name__ for module in modules.values()]
-            raise UsageError(f"pass 'autocast': keep={word!r} names nothing in the model{did_you_mean(word, names)}")
+    others = [word for word in words if word not in LOWER | FLOAT32 | FOLLOWING and not operator_info(word).name]
+    check_named("autocast", "keep", others, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
+from ...passes.contract import names_module
 from ...passes.sites import Refusal
 from ...passes.verification import CallSites
 from ...tracing.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
@@ -21,7 +21,7 @@ from .lists import Kind, kind_of
 from .parts import in_float32, kind_of_operation, parts_of
 from .returning import ReturningAutocast
 
-__all__ = ["Layer", "Part", "Search", "kept_by"]
+__all__ = ["Layer", "Part", "Search"]
 
 
 class Layer(NamedTuple):
@@ -53,11 +53,6 @@ class Part(NamedTuple):
 
 
 Found: TypeAlias = "Part | Layer | Refusal"
-
-
-def kept_by(word: str, name: str, module: nn.Module) -> bool:
-    """Say whether a word of the option `keep` names a module: by its name, which may hold `*`, or by its class."""
-    return fnmatchcase(name, word) or user_class(type(module)).__name__ == word
 
 
 class Search:
@@ -225,7 +220,7 @@ class Search:
         return self._kinds[module]
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
-        return _autocast_of(module) is not None or any(kept_by(word, name, module) for word in self.keep)
+        return _autocast_of(module) is not None or any(names_module(word, name, module) for word in self.keep)
 
     def _kind_of_name(self, name: str | None) -> Kind:
         return Kind.FLOAT32 if name in self.keep else kind_of(name)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...tracing.values import Quiet, class_recipe, subclass, user_class
+from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
 from .returning import ReturningAutocast
 
 __all__ = ["AutocastLeaf", "in_autocast"]
 
 
-class AutocastLeaf:
+class AutocastLeaf(Remade):
     """A layer of its own class that computes under autocast.
 
     Attributes:
@@ -24,21 +24,16 @@ class AutocastLeaf:
 
     autocast: ReturningAutocast
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, class_recipe(type(self)), self.__dict__  # pyright: ignore[reportArgumentType]
-
 
 def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module`, which computes under autocast."""
-    new = _empty(*class_recipe(_leaf_class(type(module))))
-    for name, value in vars(module).items():
-        new.__dict__[name] = dict(cast("dict[str, Any]", value)) if type(value) is dict else value
-    new.__dict__["autocast"] = ReturningAutocast(dtype, device)
+    new = in_class(module, _leaf_class(type(module)))
+    vars(new)["autocast"] = ReturningAutocast(dtype, device)
     return new
 
 
 def _leaf_class(base: type[nn.Module]) -> type[nn.Module]:
-    return subclass(base, (AutocastLeaf, Quiet), lambda: _body(base), key="autocast")
+    return subclass(base, (AutocastLeaf,), lambda: _body(base), key="autocast")
 
 
 def _body(base: type[nn.Module]) -> dict[str, Any]:
@@ -55,8 +50,3 @@ def _body(base: type[nn.Module]) -> dict[str, Any]:
 def _remade(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
     """Return the class again, whose base may be one that was made on the fly, too."""
     return _leaf_class(make(*arguments))
-
-
-def _empty(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:
-    cls = make(*arguments)
-    return cls.__new__(cls)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import flop_registry
 
 from ...compat import (
     DispatchMode,
@@ -25,6 +24,7 @@ from ...compat import (
     storage_id,
     written_arguments,
 )
+from ...operators import flops_of
 from ...tracing.graphs import Specialization, required_capture, select
 from ...tracing.guards import require
 from ...tracing.program import Program
@@ -102,13 +102,14 @@ class Forward:
 
 
 def traced_forward(program: Program) -> Forward:
-    """Return what the model's forward on its first example call does in training.
+    """Return what the model's forward on its first example call of the whole model does in training.
 
-    It runs on fake tensors, which hold no data; where the model decides by data, on real ones.
+    It runs on fake tensors, which hold no data; where that does not do (the model decides by data, an operator is for
+    real ones alone), on real ones.
     """
-    call = program.inputs[0]
+    call = program.whole_calls[0]
     with in_phase(program.model, True), preserved(program.model), torch.enable_grad():
-        with contextlib.suppress(Exception), fake_tensors() as mode:
+        with contextlib.suppress(RuntimeError), fake_tensors() as mode:
             return _traced(program, call, mode.from_tensor)
         return _traced(program, call, torch.clone)
 
@@ -341,6 +342,5 @@ def _operations(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any
     """Return what an operator costs: its multiplications and additions, and the bytes that it moves."""
     tensors = list(tensors_in((args, dict(kwargs), result)))
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * _PER_BYTE
-    count = flop_registry.get(operator.overloadpacket)
-    counted = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    counted = flops_of(operator, args, kwargs, result)
     return counted + moved if math.isfinite(counted) else moved

@@ -39,6 +39,7 @@ class Ddp(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.PARALLEL
+    averages: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.TRAIN
     before: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pipeline")  # with the lines below: never together
     destroys: ClassVar[Mapping[str, str]] = {
@@ -84,7 +85,9 @@ class Ddp(Pass):
 
 
 def _unused(seen: Rehearsal) -> Iterator[Refusal]:
-    """Yield one refusal for each module that has parameters without a gradient."""
+    """Yield one refusal for each module that has parameters without a gradient, and for each call that showed none."""
+    for reason in seen.failed:
+        yield Refusal(f"{reason}; so all parameters count as used, and all buffers are sent", "(root)")
     owners = dict.fromkeys(name.rpartition(".")[0] or "(root)" for name in seen.unused)
     for owner in owners:
         yield Refusal(

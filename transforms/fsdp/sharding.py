@@ -39,6 +39,7 @@ class Fsdp(Pass):
     budget: float = 0.05
 
     goal: ClassVar[Goal] = Goal.PARALLEL
+    averages: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
     before: ClassVar[tuple[str, ...]] = ("ddp",)  # with the line below: never together
     destroys: ClassVar[Mapping[str, str]] = {"ddp": "fsdp averages gradients over the processes already"}

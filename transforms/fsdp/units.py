@@ -1,4 +1,4 @@
-"""Which modules of a finished model are gathered and freed as one: repeated blocks, and what is as large."""
+"""Which modules of a finished model are gathered and freed as one: repeated blocks, or large layers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .callers import Callers
 __all__ = ["Unit", "Units"]
 
 _MOST = 0.5
-"""The share of all parameters above which a block is opened, where no size is given."""
+"""The share of all parameters that a unit, and the root beside all units, has at the most where no size is given."""
 _LARGE = 0.25
-"""The share of the largest block from which a layer beside the blocks is a unit of its own."""
+"""The share of the largest block from which a layer is worth a unit of its own, where the root has too much."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,12 @@ class Units:
     def find(self) -> list[Unit]:
         """Return the units, the root last: it has what no other has."""
         blocks = list(self._blocks(""))
-        largest = max((self._size(name) for name in blocks), default=0)
-        layers = set(self._layers("", blocks, largest or self._largest_layer))
-        chosen = set(blocks) | layers
+        largest = max(map(self._size, blocks), default=0) or self._largest_layer
+        # What the root has is gathered once a step; a unit is gathered for the backward again.
+        is_root_large = self._rest(blocks) > self._limit
+        chosen = {*blocks, *(self._layers("", blocks, largest) if is_root_large else ())}
         ordered = [name for name in self._program_names if name in chosen]
-        units = list(self._joined(ordered, self.most or largest or self._largest_layer))
-        rest = self._size("") - sum(unit.size for unit in units)
-        return [*units, Unit(("",), rest)]
+        return [*self._joined(ordered, self.most or largest), Unit(("",), self._rest(chosen))]
 
     # -- what may be a unit ----------------------------------------------------------------------------------------
 
@@ -78,7 +77,7 @@ class Units:
                 yield from self._blocks(path)
 
     def _layers(self, name: str, blocks: Sequence[str], largest: int) -> Iterator[str]:
-        """Yield the large modules without others inside, beside the blocks."""
+        """Yield the large modules without others inside, outside the blocks."""
         for path, child in self._children(name).items():
             if path in blocks:
                 continue
@@ -162,6 +161,10 @@ class Units:
         if name not in self._sizes:
             self._sizes[name] = sum(parameter.numel() for parameter in self.program.module(name).parameters())
         return self._sizes[name]
+
+    def _rest(self, names: Iterable[str]) -> int:
+        """Return how many parameters are left for the root."""
+        return self._size("") - sum(map(self._size, names))
 
     @property
     def _limit(self) -> float:

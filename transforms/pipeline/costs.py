@@ -12,10 +12,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
-from torch.utils import flop_counter
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...compat import version_of
+from ...operators import counted_flops
 from ...tracing.graphs import capture_of, fitting
 from ...tracing.guards import require
 from ...tracing.recording import has_random_effects, in_phase, module_has_random_effects, preserved
@@ -23,13 +22,13 @@ from ...tracing.values import Inputs, is_leaf, is_library, is_plain_structure, t
 from .opening import Holds, Opened
 from .running import function_of_node, last_uses
 
-__all__ = ["Cost", "Kind", "Seen", "measured"]
+__all__ = ["Cost", "Kind", "NodeFacts", "observed"]
 
 Cost = Literal["flops", "time"]
 """What the stages are balanced by: floating-point operations, or seconds on this machine."""
 
-_OF_FORM = (getattr, len)
-_METHODS_OF_FORM = ("dim", "is_complex", "is_floating_point", "ndimension", "numel", "size", "stride")
+_FORM_FUNCTIONS = (getattr, len)
+_FORM_METHODS = ("dim", "is_complex", "is_floating_point", "ndimension", "numel", "size", "stride")
 """What tells of a tensor what all of its shape and type have in common."""
 
 _REPEATS = 3
@@ -47,7 +46,7 @@ class Kind(enum.Enum):
 
 
 @dataclass
-class Seen:
+class NodeFacts:
     """What is known of one node.
 
     Attributes:
@@ -55,18 +54,18 @@ class Seen:
         kind: of its value.
         size: of its value, in bytes.
         repeatable: it hangs on inputs and buffers alone: every stage that needs it computes it for itself.
-        late: so it does, but it hangs on plain values of other stages, too.
-        written: the last node that writes into its memory, if any.
-        length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
+        repeatable_when_told: so it does, but it hangs on plain values of other stages, too.
+        last_writer: the last node that writes into its memory, if any.
+        tuple_length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
     """
 
     cost: float = 0.0
     kind: Kind = Kind.OTHER
     size: int = 0
     repeatable: bool = False
-    late: bool = False
-    written: fx.Node | None = None
-    length: int | None = None
+    repeatable_when_told: bool = False
+    last_writer: fx.Node | None = None
+    tuple_length: int | None = None
 
 
 @dataclass
@@ -76,15 +75,15 @@ class _Run:
     opened: Opened
     model: nn.Module
     cost: Cost
-    seen: dict[fx.Node, Seen] = field(default_factory=dict[fx.Node, Seen])
-    fits: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
+    seen: dict[fx.Node, NodeFacts] = field(default_factory=dict[fx.Node, NodeFacts])
+    fitting_graphs: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
     values: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
     versions: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict[fx.Node, "tuple[int, ...]"])
 
 
-def measured(
+def observed(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
-) -> tuple[dict[fx.Node, Seen], dict[str, list[int]]]:
+) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
     """Run an opened graph; return what is known of each node, and which graphs each captured module would run, by path.
 
     Args:
@@ -102,30 +101,18 @@ def measured(
         around.enter_context(preserved(model))
         around.enter_context(in_phase(model, training))
         around.enter_context(torch.enable_grad())
-        meter = _flops(around) if cost == "flops" else None
+        meter = around.enter_context(counted_flops()).get_total_flops if cost == "flops" else None
         run.values.update(opened.given(call.args, call.kwargs))
         nodes = [node for node in opened.graph.nodes if node.op not in ("placeholder", "output")]
         for node in run.values:
-            _note(run, node, 0.0)
+            _note_value(run, node, 0.0)
             run.seen[node].repeatable = True
         last = last_uses(nodes, ())
         for node in nodes:
             _step(run, node, meter)
             for over in last.get(node, ()):
                 run.values.pop(over)
-    return run.seen, run.fits
-
-
-def _flops(around: ExitStack) -> Callable[[], int]:
-    on_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    counter = FlopCounterMode(display=False, custom_mapping={} if on_cpu is None else {on_cpu: _attention})
-    around.enter_context(counter)
-    return counter.get_total_flops
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Count attention on a CPU, which the counter does not know; of shapes."""
-    return cast("Any", flop_counter).sdpa_flop_count(query, key, value)
+    return run.seen, run.fitting_graphs
 
 
 def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
@@ -133,18 +120,18 @@ def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
     args, kwargs = map_arg((node.args, dict(node.kwargs)), run.values.__getitem__)
     function = function_of_node(node, run.model)
     if isinstance(function, nn.Module) and capture_of(function) is not None:
-        _note_graph(run, node, function, args, kwargs)
+        _note_fitting_graphs(run, node, function, args, kwargs)
     random, before = torch.get_rng_state(), flops() if flops else 0
     run.values[node], seconds = _timed(function, args, kwargs, 1 if flops or not _is_heavy(node) else _REPEATS)
     draws = not torch.equal(random, torch.get_rng_state())
     wrote = _written_by(run, node)
     cost = float(flops() - before) if flops else seconds
-    _note(run, node, cost)
+    _note_value(run, node, cost)
     if not (draws or wrote) and _only_computes(run, node):
         inputs = [run.seen[used] for used in node.all_input_nodes]
         run.seen[node].repeatable = all(each.repeatable for each in inputs)
-        told = all(each.repeatable or each.late or each.kind is Kind.PLAIN for each in inputs)
-        run.seen[node].late = told and not run.seen[node].repeatable and not _checks(node)
+        told = all(each.repeatable or each.repeatable_when_told or each.kind is Kind.PLAIN for each in inputs)
+        run.seen[node].repeatable_when_told = told and not run.seen[node].repeatable and not _checks(node)
 
 
 def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
@@ -162,30 +149,30 @@ def _is_heavy(node: fx.Node) -> bool:
     return node.op == "call_module"
 
 
-def _note_graph(run: _Run, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> None:
+def _note_fitting_graphs(run: _Run, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> None:
     capture = capture_of(module)
     found = fitting(module, args, kwargs)
     if found and capture is not None and node.name in run.opened.paths:
-        run.fits[run.opened.paths[node.name]] = [capture.specializations.index(each) for each in found]
+        run.fitting_graphs[run.opened.paths[node.name]] = [capture.specializations.index(each) for each in found]
 
 
-def _note(run: _Run, node: fx.Node, cost: float) -> None:
+def _note_value(run: _Run, node: fx.Node, cost: float) -> None:
     value = run.values[node]
     kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if _is_size(run, node, value) else Kind.OTHER
     size = value.nbytes if isinstance(value, Tensor) else 0
-    run.seen[node] = Seen(cost, kind, size, length=_length(value) if kind is Kind.OTHER else None)
+    run.seen[node] = NodeFacts(cost, kind, size, tuple_length=_tuple_length(value) if kind is Kind.OTHER else None)
     run.versions[node] = _versions(value)
 
 
 def _is_size(run: _Run, node: fx.Node, value: Any) -> bool:
     """Say whether a value is plain and equal for all data of a shape."""
-    reads_form = node.target in _OF_FORM or (node.op == "call_method" and node.target in _METHODS_OF_FORM)
+    reads_form = node.target in _FORM_FUNCTIONS or (node.op == "call_method" and node.target in _FORM_METHODS)
     return is_plain_structure(value) and (
         reads_form or all(run.seen[used].kind is Kind.PLAIN for used in node.all_input_nodes)
     )
 
 
-def _length(value: Any) -> int | None:
+def _tuple_length(value: Any) -> int | None:
     items = cast("tuple[Any, ...]", value) if type(value) is tuple else ()
     return len(items) if all(isinstance(item, Tensor) or is_plain_structure(item) for item in items) and items else None
 
@@ -201,7 +188,7 @@ def _written_by(run: _Run, writer: fx.Node) -> bool:
     for node, value in run.values.items():
         if node in run.versions and _versions(value) != run.versions[node]:
             run.versions[node] = _versions(value)
-            run.seen[node].written = writer
+            run.seen[node].last_writer = writer
             wrote = True
     return wrote
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...tracing.guards import require
-from .costs import Kind, Seen
+from .costs import Kind, NodeFacts
 
 __all__ = ["BALANCE", "Line", "Stages", "line_of"]
 
@@ -119,7 +119,7 @@ def _fewest_bytes(
     return best[end][2]
 
 
-def line_of(graph: fx.Graph, seen: Mapping[fx.Node, Seen], model: nn.Module) -> Line:
+def line_of(graph: fx.Graph, seen: Mapping[fx.Node, NodeFacts], model: nn.Module) -> Line:
     """Return the nodes of an opened graph as a line that can be cut.
 
     Args:
@@ -130,7 +130,7 @@ def line_of(graph: fx.Graph, seen: Mapping[fx.Node, Seen], model: nn.Module) -> 
     items: list[fx.Node] = []
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable or seen[node].late:
+        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable or seen[node].repeatable_when_told:
             continue
         stays = _stays_with(node, seen)
         if stays:
@@ -141,20 +141,20 @@ def line_of(graph: fx.Graph, seen: Mapping[fx.Node, Seen], model: nn.Module) -> 
     return Line(items, place, [seen[item].cost for item in items], _crossing(graph, items, place, seen, model))
 
 
-def _stays_with(node: fx.Node, seen: Mapping[fx.Node, Seen]) -> list[fx.Node]:
+def _stays_with(node: fx.Node, seen: Mapping[fx.Node, NodeFacts]) -> list[fx.Node]:
     """Return the values whose stage a node belongs to, since it picks from them; none if it is an item itself."""
     if node.op != "call_function" or node.target not in _PICKS:
         return []
     sources = [source for source in node.all_input_nodes if not seen[source].repeatable and source.op != "get_attr"]
     picks = node.target is require or any(seen[source].kind is Kind.OTHER for source in sources)
-    return sources if picks and not any(seen[source].late for source in sources) else []
+    return sources if picks and not any(seen[source].repeatable_when_told for source in sources) else []
 
 
 def _crossing(
     graph: fx.Graph,
     items: Sequence[fx.Node],
     place: Mapping[fx.Node, int],
-    seen: Mapping[fx.Node, Seen],
+    seen: Mapping[fx.Node, NodeFacts],
     model: nn.Module,
 ) -> list[int | None]:
     crossing: list[int | None] = [0] * len(items)
@@ -166,7 +166,7 @@ def _crossing(
         last = max((place.get(user, len(items) - 1) for user in node.users), default=first)
         if seen[node].kind is Kind.OTHER:
             forbid(first, last)
-        written = seen[node].written
+        written = seen[node].last_writer
         if written is not None and written in place:
             forbid(first, place[written])
         for position in range(first + 1, last + 1):

@@ -9,15 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed, fx, nn
 
-from ...compat import own_buffers, own_children, own_parameters
 from ...errors import FxoptError, UsageError
-from ...passes.state import InParts
 from ...tracing.recording import preserved
 from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
 from .batches import divided, divided_target, rows_of
 from .exchange import Forms, Relay
 from .layout import Layout
 from .norms import check_norms
+from .part import Part
 from .placement import Placement
 from .running import Feed, StageModule, Ways
 
@@ -43,39 +42,20 @@ class _Prepared:
     plain: Mapping[fx.Node, Any]
 
 
-class PipelineModule(InParts):
+class PipelineModule(Part):
     """One rank's stages of a model: `step` trains all stages together, a call evaluates them.
-
-    Its parameters, buffers and children are those of the model that are on this rank, under the original names; a child
-    that is elsewhere is an `Elsewhere`. Attributes of the model (`config`) are read through.
 
     Attributes:
         stages: the numbers of this rank's stages.
     """
 
     def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
-        super().__init__()
-        names = list(model.state_dict())
-        parameters = dict(model.named_parameters())
         placement = Placement.of(model, layouts)
-        placement.free(model)
+        super().__init__(model, placement)
         for layout in layouts:
             layout.forget_unreadable()
-        # The very registries: what is moved, loaded or replaced in one is so in the other.
-        vars(self).update(_modules=own_children(model), _parameters=own_parameters(model), _buffers=own_buffers(model))
-        vars(self).update(_whole=model, training=model.training)
-        self._count, self._schedule, self._microbatches, self._placement = (
-            len(layouts[0].parts),
-            schedule,
-            microbatches,
-            placement,
-        )
-        self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
-        own = {id(parameter) for parameter in model.parameters()}
-        absent = {name: parameter for name, parameter in parameters.items() if id(parameter) not in own}
-        vars(self)["_absent"] = {
-            name: nn.Parameter(p.detach().to("meta"), p.requires_grad) for name, p in absent.items()
-        }
+        self._count, self._schedule, self._microbatches = len(layouts[0].parts), schedule, microbatches
+        self._placement = placement
         self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
         self._ways = Ways(layouts, model)
         self.stages = placement.own
@@ -237,57 +217,6 @@ class PipelineModule(InParts):
     @property
     def _last_rank(self) -> int:
         return (self._count - 1) % distributed.get_world_size()
-
-    @property
-    def _device(self) -> torch.device:
-        tensor = next(self.parameters(), None)
-        return torch.device("cpu") if tensor is None else tensor.device
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of this rank's stages under the original names; `fxopt.state_dict` gathers all of it."""
-        return self._whole.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part, or the whole model's: what belongs to other ranks is passed over."""
-        own = {name: value for name, value in state_dict.items() if name not in self._elsewhere}
-        return self._whole.load_state_dict(own, strict=strict, assign=assign)
-
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """Return the state of all stages; every rank calls this, and gets it all."""
-        own: dict[str, Tensor] = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in own.items()})
-        found: dict[str, Tensor] = {}
-        for rank, forms in enumerate(everyone):
-            for name, (shape, dtype) in forms.items():
-                if name in found:
-                    continue
-                has = rank == distributed.get_rank()
-                found[name] = own[name].contiguous() if has else torch.empty(shape, dtype=dtype, device=self._device)
-                distributed.broadcast(found[name], src=rank)
-        return {name: found.pop(name) for name in self._names if name in found} | found
-
-    def parameters_elsewhere(self) -> dict[str, nn.Parameter]:
-        """Return, by name, stand-ins for the parameters of other ranks: they have shapes, and no data."""
-        return dict(vars(self)["_absent"])
-
-    # -- a module --------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> PipelineModule:
-        """Set the mode of this rank's modules."""
-        self._whole.train(mode)
-        self.training = mode
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_whole" in self.__dict__:
-                return getattr(self.__dict__["_whole"], name)
-            raise
 
 
 def _is_equal(one: Mapping[int, Forms], other: Mapping[int, Forms]) -> bool:

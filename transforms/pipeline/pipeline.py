@@ -46,6 +46,7 @@ class Pipeline(Pass):
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.PARALLEL
+    trains_by_call: ClassVar[bool] = False  # it has `.step`
 
     def check(self, model: nn.Module) -> None:
         require_process_group(self.name, self._processes())
@@ -55,15 +56,14 @@ class Pipeline(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         stages = self._stages(distributed.get_world_size())
         try:
-            if not program.inputs:
+            if not program.whole_calls:
                 raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
             found = find_stages(program, stages, self.cost)
             others = list(other_routes(program, found))
             routes = [found.data(), *(route for route in others if not isinstance(route, Refusal))]
             self._rehearse(program, routes)
-        except MatchFailure as failure:
-            yield Site(program, "", {}, data={"refused": str(failure)}, detail=str(failure))
-            return
+        except MatchFailure as failure:  # no site would mean no pipeline, and each rank with the whole model
+            raise UsageError(f"pass 'pipeline': {failure}") from failure
         yield from (refusal for refusal in others if isinstance(refusal, Refusal))
         crossing = f"{found.stages.crossing:,} bytes cross"
         detail = f"{stages} stages, the slowest {1 + found.stages.imbalance:.2f} of the mean, {crossing}"
@@ -71,7 +71,7 @@ class Pipeline(Pass):
 
     def _rehearse(self, program: Program, routes: Sequence[dict[str, Any]]) -> None:
         layouts = [Layout.of(program.model, route) for route in routes]
-        for number, call in enumerate(program.inputs):
+        for number, call in enumerate(program.whole_calls):
             try:
                 rehearse(program.model, layouts, call, training=program.training)
             except GuardError as error:
@@ -79,11 +79,8 @@ class Pipeline(Pass):
                     raise MatchFailure(str(error)) from error
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        data = sites[0].data
-        if "refused" in data:
-            raise UsageError(f"pass 'pipeline': {data['refused']}")
         require_same_weights(model, self.name)
-        layouts = [Layout.of(model, route) for route in data["routes"]]
+        layouts = [Layout.of(model, route) for route in sites[0].data["routes"]]
         return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
     def _stages(self, processes: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from ...errors import GuardError, MatchFailure
 from ...passes.verification import distance, half_the_digits
 from ...tracing.recording import copy_inputs, in_phase, preserved
-from ...tracing.values import Inputs, RandomState, tensors_in
+from ...tracing.values import Inputs, tensors_in
 from .batches import divided, rows_of
 from .layout import Layout
 from .running import Feed, StageModule, Ways
@@ -49,14 +49,11 @@ def rehearse(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *, train
 
 
 def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count: int, training: bool) -> str:
-    random = RandomState()
     given = copy_inputs(call)
     with preserved(model), in_phase(model, training), torch.no_grad():
         whole = list(tensors_in(model(*given.args, **given.kwargs)))
-    random.restore()
     with preserved(model), in_phase(model, training), torch.no_grad():
         parts = [list(tensors_in(result)) for result in _results(model, layouts, divided(copy_inputs(call), count))]
-    random.restore()
     for number, tensor in enumerate(whole):
         pieces = [part[number] for part in parts]
         rows = sum(piece.shape[0] for piece in pieces if piece.ndim)

@@ -16,7 +16,7 @@ from ...tracing.graphs import fitting, required_capture
 from ...tracing.program import Program
 from ...tracing.recording import in_phase
 from ...tracing.values import Inputs
-from .costs import Kind, Seen, measured
+from .costs import Kind, NodeFacts, observed
 from .cuts import line_of
 from .opening import Opened, depends_on_mode, opened_graph
 from .search import Found, described, unpackable
@@ -37,7 +37,7 @@ class _Route:
     """
 
     opened: Opened
-    seen: Mapping[fx.Node, Seen]
+    seen: Mapping[fx.Node, NodeFacts]
 
 
 def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Refusal]:
@@ -47,7 +47,7 @@ def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Re
     """
     names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
     known = [dict(found.opened.chosen)]
-    for number, call in enumerate(program.inputs):
+    for number, call in enumerate(program.whole_calls):
         for training in _modes(program, names, is_first=number == 0):
             try:
                 route = _route(program.model, call, names, training)
@@ -86,7 +86,7 @@ def _route(model: nn.Module, call: Inputs, names: Collection[str], training: boo
         chosen, unpacked = pending.pop()
         try:
             opened = opened_graph(model, chosen, unpacked)
-            seen, inside = measured(opened, model, call, "flops", training=training)
+            seen, inside = observed(opened, model, call, "flops", training=training)
         except GuardError as error:
             failure = error
             continue
@@ -145,6 +145,6 @@ def _check_crossing(route: _Route, stage_of: Mapping[fx.Node, int]) -> None:
     for node, stage in stage_of.items():
         seen = route.seen[node]
         last = max((stage_of.get(user, end if user.op == "output" else 0) for user in node.users), default=stage)
-        is_written = seen.written is not None and stage_of.get(seen.written, stage) > stage
+        is_written = seen.last_writer is not None and stage_of.get(seen.last_writer, stage) > stage
         if is_written or (seen.kind is Kind.OTHER and last > stage):
             raise MatchFailure(f"'{node.name}' would cross into another stage")

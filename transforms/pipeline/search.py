@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ...errors import MatchFailure
 from ...tracing.program import Program
-from .costs import Cost, Kind, Seen, measured
+from .costs import Cost, Kind, NodeFacts, observed
 from .cuts import BALANCE, Line, Stages, line_of
 from .opening import Opened, depends_on_mode, opened_graph, why_closed
 
@@ -29,7 +29,7 @@ class Found:
     """
 
     opened: Opened
-    seen: Mapping[fx.Node, Seen]
+    seen: Mapping[fx.Node, NodeFacts]
     line: Line
     stages: Stages
 
@@ -46,7 +46,7 @@ class Found:
 
 
 def described(
-    opened: Opened, seen: Mapping[fx.Node, Seen], stage_of: Mapping[fx.Node, int], count: int
+    opened: Opened, seen: Mapping[fx.Node, NodeFacts], stage_of: Mapping[fx.Node, int], count: int
 ) -> dict[str, Any]:
     """Return a division of an opened graph as plain values."""
     return {
@@ -55,14 +55,15 @@ def described(
         "unpacked": dict(opened.unpacked),
         "stages": {node.name: stage for node, stage in stage_of.items()},
         "repeated": [node.name for node, each in seen.items() if each.repeatable and node.op != "placeholder"],
-        "late": [node.name for node, each in seen.items() if each.late],
+        "late": [node.name for node, each in seen.items() if each.repeatable_when_told],
         "plain": [node.name for node, each in seen.items() if each.kind is Kind.PLAIN],
     }
 
 
-def unpackable(opened: Opened, seen: Mapping[fx.Node, Seen]) -> dict[str, int]:
+def unpackable(opened: Opened, seen: Mapping[fx.Node, NodeFacts]) -> dict[str, int]:
     """Return the nodes that give tuples which are not unpacked yet, and their lengths."""
-    return {node.name: each.length for node, each in seen.items() if each.length and node.name not in opened.unpacked}
+    lengths = {node.name: each.tuple_length for node, each in seen.items() if node.name not in opened.unpacked}
+    return {name: length for name, length in lengths.items() if length}
 
 
 def find_stages(program: Program, stages: int, cost: Cost) -> Found:
@@ -83,7 +84,7 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
             if best is None:
                 raise
             return best
-        seen, fits = measured(opened, model, program.inputs[0], cost, training=program.training)
+        seen, fits = observed(opened, model, program.whole_calls[0], cost, training=program.training)
         if unpackable(opened, seen):
             unpacked |= unpackable(opened, seen)
             continue

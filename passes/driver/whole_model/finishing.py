@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from ....compat_distributed import shard_again
 from ....errors import FxoptError, PassError
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs, in_phase, preserved
-from ....tracing.values import Inputs, RandomState, tensors_in
+from ....tracing.values import Inputs, tensors_in
 from ...contract import Pass
-from ...pipeline import Decision, Ranks, on_all_ranks
+from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
 from ...state import RECORD_KEY
 from ...verification import Tolerance, distance, form_problem, half_the_digits, is_on_meta, scale_of
 from ..record import Record
+from .first_step import FirstStep
 
 __all__ = ["finished"]
 
@@ -34,55 +35,104 @@ def finished(
         model: the optimized model, which no user has yet; it is changed.
         record: of it.
         passes: all passes of this run; those that finish nothing are passed over.
-        inputs: example calls; on the first one the outputs before and after are compared. None: nothing is compared.
+        inputs: example calls; on the first one the outputs before and after are compared and, where the model was
+            optimized for training, the gradients of a step. None: nothing is compared.
         ranks: those that do the same.
 
     Raises:
-        PassError: a pass raises, on any rank, or changes the outputs.
+        PassError: a pass raises, on any rank, or changes the outputs, or the gradients of a first training step.
     """
-    decisions = record.plan.last(len(passes)).decisions
+    plan = record.plan.last(len(passes))
     for step, pass_ in enumerate(passes):
-        planned = [d for d in decisions if pass_.finishes and d.step == step and d.status == "applied"]
+        planned = [d for d in plan.decisions if pass_.finishes and d.step == step and d.status == "applied"]
         if planned:
-            model = on_all_ranks(ranks, partial(_finish, model, pass_, planned, inputs))
+            finishing = _Finishing(pass_, planned, inputs, ranks, trains=plan.phase == "train")
+            model, record.finishing[pass_.name] = finishing.done(model)
             vars(model).setdefault(RECORD_KEY, record)
     return model
 
 
-def _finish(model: nn.Module, pass_: Pass, planned: Sequence[Decision], inputs: Sequence[Inputs]) -> nn.Module:
-    program = Program(model)
-    sites = [Site.from_json(program, decision.site) for decision in planned]
-    compares = bool(inputs) and not is_on_meta(model)
-    before = _outputs(model, inputs[0]) if compares else []
-    try:
-        result = pass_.finalize(model, sites)
-    except FxoptError:
-        raise
-    except Exception as error:
-        raise PassError(f"pass '{pass_.name}': finalize raised {type(error).__name__}: {error}") from error
-    if compares and result is model:
-        problem = _difference(before, _outputs(result, inputs[0]), pass_)
+@dataclass
+class _Finishing:
+    """One pass that finishes the model.
+
+    Attributes:
+        pass_, planned: which one, and what it decided on.
+        inputs, ranks: as for `finished`.
+        trains: whether the model was optimized for training.
+    """
+
+    pass_: Pass
+    planned: Sequence[Decision]
+    inputs: Sequence[Inputs]
+    ranks: Ranks | None
+    trains: bool
+
+    def done(self, model: nn.Module) -> tuple[nn.Module, str]:
+        """Return the finished model, and in words what was compared."""
+        obstacle = heard_of_any(self.ranks, self._obstacle(model))
+        if obstacle:
+            return on_all_ranks(self.ranks, lambda: self._finalized(model)), f"not compared: {obstacle}"
+        before = on_all_ranks(self.ranks, lambda: _outputs(model, self.inputs[0]))
+        step = self._first_step(model)
+        result = on_all_ranks(self.ranks, lambda: self._finalized(model))
+        if result is not model:
+            return result, f"not compared: a {type(result).__name__} stands for the model"
+        on_all_ranks(self.ranks, lambda: self._check_outputs(before, result))
+        if isinstance(step, FirstStep):
+            on_all_ranks(self.ranks, lambda: self._check_step(step, result))
+            return result, "outputs and the gradients of a first step are as before"
+        return result, "outputs are as before" + (f"; gradients were not compared: {step}" if step else "")
+
+    def _obstacle(self, model: nn.Module) -> str:
+        if not self.inputs:
+            return "no example inputs, or verify=False"
+        return "the model is on the meta device" if is_on_meta(model) else ""
+
+    def _first_step(self, model: nn.Module) -> FirstStep | str:
+        """Return a step of training before the pass, or why there is none; "" where none is wanted."""
+        pass_ = self.pass_
+        keeps = pass_.trains_by_call and pass_.phase.covers_training and pass_.numerics is not Numerics.SEMANTIC
+        if not (self.trains and keeps and any(parameter.requires_grad for parameter in model.parameters())):
+            return ""
+        return FirstStep.of(model, pass_, self.inputs[0], self.ranks)
+
+    def _finalized(self, model: nn.Module) -> nn.Module:
+        program = Program(model)
+        sites = [Site.from_json(program, decision.site) for decision in self.planned]
+        try:
+            return self.pass_.finalize(model, sites)
+        except FxoptError:
+            raise
+        except Exception as error:
+            raise PassError(f"pass '{self.pass_.name}': finalize raised {type(error).__name__}: {error}") from error
+
+    def _check_outputs(self, before: Sequence[Tensor], model: nn.Module) -> None:
+        problem = _difference(before, _outputs(model, self.inputs[0]), self.pass_)
         if problem:
-            shared = pass_.goal is Goal.PARALLEL and pass_.numerics is not Numerics.APPROXIMATE
+            shared = self.pass_.goal is Goal.PARALLEL and self.pass_.numerics is not Numerics.APPROXIMATE
             step = "give all processes the same example inputs, or leave it out" if shared else "leave it out"
             raise PassError(
-                f"pass '{pass_.name}' changed what the model gives: {problem}; your model is as it was: {step}"
+                f"pass '{self.pass_.name}' changed what the model gives: {problem}; your model is as it was: {step}"
             )
-    return result
+
+    def _check_step(self, step: FirstStep, model: nn.Module) -> None:
+        problem = step.problem(model)
+        if problem:
+            raise PassError(
+                f"pass '{self.pass_.name}' changed how the model trains: in the first step {problem}; your model is as "
+                "it was: leave it out, or, where that is meant, give verify=False"
+            )
 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Return what an evaluation of the model gives; in training, dropout would draw otherwise in parts of a model."""
-    random = RandomState()
     given = copy_inputs(inputs)
-    try:
-        with preserved(model), in_phase(model, training=False), torch.no_grad():
-            result: Any = model(*given.args, **given.kwargs)
-            for module in all_modules(model):
-                shard_again(module)  # what FSDP2 has gathered must not be there when the tensors are put back
-            return [tensor.detach().clone() for tensor in tensors_in(result)]
-    finally:
-        random.restore()
+    with preserved(model), in_phase(model, training=False), torch.no_grad():
+        result: Any = model(*given.args, **given.kwargs)
+        for module in all_modules(model):
+            shard_again(module)  # what FSDP2 has gathered must not be there when the tensors are put back
+        return [tensor.detach().clone() for tensor in tensors_in(result)]
 
 
 def _difference(before: Sequence[Tensor], after: Sequence[Tensor], pass_: Pass) -> str:

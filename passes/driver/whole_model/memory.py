@@ -19,11 +19,11 @@ __all__ = ["measured_memory", "memory_figures"]
 def measured_memory(program: Program, passes: Sequence[Pass]) -> MemoryUse | None:
     """Return what a training step takes now; None if no pass is for memory, or nothing can be run."""
     is_wanted = program.training and any(pass_.goal is Goal.MEMORY for pass_ in passes)
-    if not is_wanted or not program.inputs or is_on_meta(program.model):
+    if not is_wanted or not program.whole_calls or is_on_meta(program.model):
         return None
     try:
         with in_phase(program.model, True):
-            return memory_use(program.model, program.inputs)
+            return memory_use(program.model, program.whole_calls)
     except torch.OutOfMemoryError:
         return None  # the model as it was may be too large: that is what the pass is for
 

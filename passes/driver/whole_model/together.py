@@ -59,7 +59,8 @@ class Together:
             return list(found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
-        return [item for item in found if item not in decided]
+        known = set(map(id, decided))
+        return [item for item in found if id(item) not in known]
 
     def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         suitable = self._suitable(pass_, groups)
@@ -74,7 +75,7 @@ class Together:
 
     def _suitable(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of a pass that can be verified together."""
-        if not keeps_function(pass_) or not self.tuner.program.inputs or not self.tuner.checks:
+        if not keeps_function(pass_) or not self.tuner.program.whole_calls or not self.tuner.checks:
             return []
         owners = Counter(group.owner for group in groups)
         return [
@@ -99,10 +100,10 @@ class Together:
     def _taken(self, groups: Sequence[Group]) -> list[verification.Reference]:
         """Return the runs of the whole model as it is; none where random draws hang on the order of its nodes."""
         program, inner = self.tuner.program, [group.owner for group in groups]
-        modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
+        modes, calls = verification.modes_to_check(program.model, Phase.EVAL, program.training), program.whole_calls
         references = [
             verification.reference(
-                program.model, program.inputs, training=mode, gradients=False, seed=self.seed, small=True, inner=inner
+                program.model, calls, training=mode, gradients=False, seed=self.seed, small=True, inner=inner
             )
             for mode in modes
         ]

@@ -106,6 +106,18 @@ def test_comparing_leaves_no_trace() -> None:
     assert int(fast.norm.num_batches_tracked) == 0
 
 
+def test_comparing_draws_no_numbers_that_the_user_would_draw() -> None:
+    class Noisy(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(())
+
+    torch.manual_seed(0)
+    model, x = Noisy().train(), torch.randn(4, 8)
+    state = torch.get_rng_state()
+    fxopt.optimize(model, Tag(), example_inputs=x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_what_finalize_raises_names_the_pass() -> None:
     model, x = made()
     with pytest.raises(PassError, match="pass 'tag': finalize raised ValueError: out of order"):
@@ -148,6 +160,24 @@ def test_nothing_comes_after_it_in_another_call_either(again: str | Pass) -> Non
         fxopt.optimize(first, again, example_inputs=x)
     second = fxopt.optimize(fxopt.restore(first), again, example_inputs=x)
     assert torch.equal(second.eval()(x), model.eval()(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle(Tag):
+    """Find nothing to act on."""
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        yield Refusal("there is nothing like it", at="(root)")
+
+
+def test_a_pass_that_found_nothing_keeps_no_later_call_away() -> None:
+    model, x = made()
+    first = fxopt.optimize(model, Idle(), example_inputs=x)
+    second = fxopt.optimize(first, ["fuse_ensembles", Tag()], example_inputs=x, measure=False)
+    assert next(d.pass_name for d in fxopt.plan(second).decisions if d.status == "applied") == "fuse_ensembles"
+    assert hasattr(second.trunk, "tag")
+    with pytest.raises(UsageError, match="has been through 'tag'"):
+        fxopt.optimize(second, Idle(), example_inputs=x)
 
 
 def test_an_optimizer_goes_along() -> None:

@@ -92,6 +92,13 @@ def test_those_that_are_wrong_are_found_and_undone(wrong: tuple[int, ...]) -> No
     assert found == expected
 
 
+def test_calls_of_parts_are_no_runs_of_the_model() -> None:
+    x, pass_ = torch.randn(3, WIDTHS[0]), WriteSum()
+    calls = [fxopt.Inputs.of_part("1", torch.randn(3, WIDTHS[1])), fxopt.Inputs(x)]
+    fast = fxopt.optimize(Net().eval(), passes=[pass_], example_inputs=calls, measure=False)
+    assert [d.figures.get("checked_together") for d in fxopt.plan(fast).decisions] == [len(WIDTHS)] * len(WIDTHS)
+
+
 def test_a_module_that_is_never_called_is_not_checked_with_the_others() -> None:
     class Partial(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +41,28 @@ class Checkpointed(Pass):
         context = Context("checkpoint", {} if self.preserve_rng_state else {"preserve_rng_state": False})
         nodes = [node for node in edit.graph.nodes if node.op not in ("placeholder", "output")]
         edit.outline(nodes if self.whole else nodes[1:], name="again", context=context)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reseeded:
+    """Run a region from a seed of its own."""
+
+    seed: int
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        torch.manual_seed(self.seed)
+        return function(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reseeding(Checkpointed):
+    """Run a model, or all but its first node, from a seed of its own."""
+
+    seed: int = 0
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        nodes = [node for node in edit.graph.nodes if node.op not in ("placeholder", "output")]
+        edit.outline(nodes if self.whole else nodes[1:], name="again", context=Reseeded(self.seed))
 
 
 class Noisy(nn.Module):
@@ -79,6 +102,14 @@ def test_other_draws_the_second_time_are_found() -> None:
     found = decision(Noisy(), Checkpointed(preserve_rng_state=False))
     assert found.status == "undone"
     assert "gradient" in found.reason
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1234])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_region_that_sets_the_seed_is_found(seed: int, whole: bool) -> None:
+    found = decision(Noisy(), Reseeding(seed=seed, whole=whole))
+    assert found.status == "undone"
+    assert "bitwise" in found.reason or "random stream" in found.reason
 
 
 def test_statistics_counted_twice_are_found_beside_dropouts() -> None:

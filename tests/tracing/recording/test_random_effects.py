@@ -6,13 +6,18 @@ import copy
 import inspect
 import pickle
 import random
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import fx, nn
 
 from fxopt.tracing.program import capture_program
+from fxopt.tracing.recording import has_random_effects
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)
 
@@ -193,3 +198,37 @@ def test_copies_draw_the_same_numbers():
 def test_a_graph_that_draws_before_a_check_compiles_whole():
     captured = capture_program(PaddingUp(Noise()).train(), (EVEN,)).model
     assert torch.compile(captured, backend="eager", fullgraph=True)(EVEN).shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("target", "draws"),
+    [
+        (torch.rand, True), (torch.randn_like, True), (torch.randint, True), (torch.randperm, True),
+        (torch.bernoulli, True), (torch.multinomial, True), (F.dropout, True), (F.rrelu, True), ("uniform_", True),
+        ("bernoulli", True), (torch.sin, False), (F.linear, False), ("view", False), ("add_", False),
+    ],
+)  # fmt: skip
+def test_functions_that_draw_are_known(target: Any, draws: bool) -> None:
+    graph, kind = fx.Graph(), "call_method" if isinstance(target, str) else "call_function"
+    node = graph.create_node(kind, target, (graph.placeholder("x"),))
+    assert has_random_effects(node) == draws
+
+
+TRACED_FIRST = """
+import fxopt, torch
+from fxopt.tracing.program import capture_program
+from fxopt.tracing.recording import has_random_effects
+
+class Noise(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.rand(())
+
+program = capture_program(Noise(), (torch.ones(2),))
+print([has_random_effects(node) for node in program.graph("").nodes])
+"""
+
+
+def test_a_process_that_traces_first_knows_what_draws():
+    """While a model is traced, other functions are in the places of torch's: what is looked up then must know these."""
+    done = subprocess.run([sys.executable, "-c", TRACED_FIRST], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "[False, True, False, False]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
+from fxopt.compat import DispatchMode
 from fxopt.errors import BudgetError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.passes.timing import LiveBytes, memory_use
 from fxopt.tracing.values import normalize_inputs
-from fxopt.transforms.checkpoint import Checkpoint, recomputation
+from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
 from fxopt.transforms.checkpoint.choices import Choices, choices
+from fxopt.transforms.checkpoint.spans import Search
 
 Made = tuple[nn.Module, Tensor]
 
@@ -128,6 +131,47 @@ def test_the_graph_before_and_after() -> None:
     assert len(fast) == 4
 
 
+class Products(DispatchMode):
+    """Count the matrix products and convolutions that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in recomputation.PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_backward(model: nn.Module, x: Tensor) -> int:
+    loss = model(x).square().sum()
+    with Products() as products:
+        loss.backward()
+    return products.count
+
+
+def test_selective_regions_keep_their_products_and_compute_the_rest_again(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stretches = Search.stretches
+    monkeypatch.setattr(Search, "stretches", lambda self: {r: s for r, s in stretches(self).items() if r.selective})
+    fast = checkpointed(made, 0)
+    assert fxopt.plan(fast).decisions
+    assert all(d.status == "applied" and d.site["data"]["selective"] for d in fxopt.plan(fast).decisions)
+    assert_bit_equal(made[0], fast, made[1])
+    calls = normalize_inputs((made[1],))
+    assert memory_use(fast, calls).live < memory_use(made[0], calls).live
+    assert products_of_backward(fast, made[1]) == products_of_backward(copy.deepcopy(made[0]), made[1])
+
+
+def test_whole_regions_compute_their_products_again(transformer: Made) -> None:
+    fast = checkpointed(transformer, 0)
+    assert not all(d.site["data"]["selective"] for d in fxopt.plan(fast).decisions)
+    assert products_of_backward(fast, transformer[1]) > products_of_backward(
+        copy.deepcopy(transformer[0]), transformer[1]
+    )
+
+
 def test_in_evaluation_and_without_gradients_regions_just_run(
     transformer: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +203,22 @@ def test_the_same_autocast_holds_when_a_region_runs_again(transformer: Made) -> 
 def seeded(model: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return model
+
+
+def test_running_statistics_are_the_same_tensors_after_a_backward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 2)).train(), torch.randn(8, 4)
+    fast = checkpointed(made, 0)
+    loss, buffers = fast(made[1]).sum(), dict(fast.named_buffers())
+    counted = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise ArithmeticError("the second run fails")
+
+    monkeypatch.setattr(torch.nn.functional, "batch_norm", fail)
+    with pytest.raises(ArithmeticError, match="the second run fails"):
+        loss.backward()
+    assert all(buffer is buffers[name] for name, buffer in fast.named_buffers())
+    torch.testing.assert_close(dict(fast.named_buffers()), counted, rtol=0, atol=0)
 
 
 def test_second_derivatives(residual_network: Made) -> None:
@@ -195,6 +255,22 @@ def test_a_block_with_hooks_is_in_no_region(transformer: Made) -> None:
     fast(transformer[1]).sum().backward()
     assert called == [1]
     assert ("refused", "it has hooks, which would run twice") in decisions(fast)
+
+
+def test_noise_of_functions_without_a_module_is_drawn_again() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.first(x)) * torch.rand(x.shape)
+            return self.last(torch.sigmoid(y + torch.randn_like(y)) * torch.full_like(y, 0.5).bernoulli())
+
+    made = Noisy().train(), torch.rand(64, 8)
+    fast = checkpointed(made, 0)
+    assert "applied" in {status for status, _ in decisions(fast)}
+    assert_bit_equal(made[0], fast, made[1])
 
 
 def test_noise_that_is_saved_before_it_is_drawn_is_in_no_region() -> None:
@@ -312,6 +388,25 @@ def test_fused_ensembles_are_checkpointed() -> None:
     fused = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
     assert {status for status, _ in decisions(fast)} == {"applied"}
     assert_bit_equal(fused, fast, x)
+
+
+def test_what_goes_wrong_on_fake_tensors_is_not_swallowed(
+    transformer: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = transformer
+    raised: list[str] = []
+
+    def once(*args: object) -> float:
+        if not raised:
+            raised.append("once")
+            raise AttributeError("a fault of the cost model")
+        return 1.0
+
+    monkeypatch.setattr(forward, "_operations", once)
+    with pytest.raises(
+        fxopt.PassError, match=r"pass 'checkpoint' \(find\) raised AttributeError: a fault of the cost model"
+    ):
+        fxopt.optimize(model, "checkpoint", example_inputs=x)
 
 
 @settings(max_examples=30)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from across_ranks import said, uneven_rows
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,12 +55,6 @@ class Branching(nn.Module):
         return self.one(x) if float(x.detach().sum()) > 0 else self.other(x)
 
 
-def mine(x: Tensor) -> Tensor:
-    """Return this process's rows: two thirds, and the rest."""
-    cut = 2 * len(x) // 3
-    return x[:cut] if distributed.get_rank() == 0 else x[cut:]
-
-
 def optimized(model: nn.Module, inputs: Any, passes: str = "ddp", **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxopt.UnverifiedWarning)
@@ -86,10 +81,10 @@ def compared(
             rows = x.roll(number, 0)
             loss(model, rows).backward()
             if syncs:
-                (2 * loss(fast, mine(rows))).backward()
+                (2 * loss(fast, uneven_rows(rows))).backward()
             else:
                 with fxopt.no_sync(fast):
-                    (2 * loss(fast, mine(rows))).backward()
+                    (2 * loss(fast, uneven_rows(rows))).backward()
         pairs = zip(fast.parameters(), model.parameters(), strict=True)
         error = max(error, *(_gap(own.grad, parameter.grad) for own, parameter in pairs))
         for optimizer in optimizers:
@@ -118,7 +113,7 @@ def on_rank_bert() -> Any:
 
     errors = []
     for pattern in (PATTERN, PATTERN[::-1]):
-        fast = optimized(model, {"input_ids": mine(ids)})
+        fast = optimized(model, {"input_ids": uneven_rows(ids)})
         errors.append(compared(copy.deepcopy(model), fast, ids, loss, pattern))
     return errors, type(fast) is BertModel, list(fast.state_dict()) == list(model.state_dict())
 
@@ -134,7 +129,7 @@ def on_rank_resnet() -> Any:
     def loss(model: nn.Module, rows: Tensor) -> Tensor:
         return (model(rows).pooler_output ** 2).sum() / 10
 
-    fast = optimized(model, mine(images), "sync_batchnorm,ddp")
+    fast = optimized(model, uneven_rows(images), "sync_batchnorm,ddp")
     error = compared(model, fast, images, loss, PATTERN[:1] + PATTERN[2:3])
     buffers = zip(fast.buffers(), model.buffers(), strict=True)
     return error, max(_gap(own.double(), b.double()) for own, b in buffers)
@@ -143,7 +138,7 @@ def on_rank_resnet() -> Any:
 def heads(passes: str = "ddp") -> tuple[nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = Heads().double(), torch.randn(9, 8, dtype=torch.float64)
-    return model, optimized(model, mine(x), passes), x
+    return model, optimized(model, uneven_rows(x), passes), x
 
 
 def on_rank_fused() -> Any:
@@ -153,7 +148,7 @@ def on_rank_fused() -> Any:
         model.zero_grad()
         fast.zero_grad()
         (model(x)["mean"] ** 2).sum().backward()
-        (2 * fast(mine(x))["mean"] ** 2).sum().backward()
+        (2 * fast(uneven_rows(x))["mean"] ** 2).sum().backward()
     names = [name for name, _ in model.named_parameters()]
     errors = [
         _gap(fast.get_parameter(name).grad, model.get_parameter(name).grad) for name in names if "heads" not in name
@@ -168,10 +163,10 @@ def on_rank_state() -> Any:
     torch.manual_seed(0)
     model, x = Heads().double(), torch.randn(9, 8, dtype=torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    fast = optimized(model, mine(x), optimizer=optimizer)
+    fast = optimized(model, uneven_rows(x), optimizer=optimizer)
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in fast.parameters()}
     for _ in range(2):
-        fast(mine(x))["mean"].square().sum().backward()
+        fast(uneven_rows(x))["mean"].square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     restored = fxopt.restore(fast)
@@ -187,7 +182,7 @@ def on_rank_state() -> Any:
             each.train()(x)["mean"].sum().backward()
         alone = torch.equal(opened.trunk.weight, fast.trunk.weight)
         fast.train()
-    again = [said(lambda: optimized(fast, mine(x)))]
+    again = [said(lambda: optimized(fast, uneven_rows(x)))]
     return moved, same, alone, again, type(restored) is Heads
 
 
@@ -237,21 +232,13 @@ def on_rank_sharded() -> Any:
     """Accumulation of a model that fsdp sharded."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(6, 4).double()
-    fast = optimized(model, mine(x), "fsdp")
+    fast = optimized(model, uneven_rows(x), "fsdp")
     for number in range(2):
         model(x.roll(number, 0)).square().sum().backward()
         with fxopt.no_sync(fast) if number == 0 else contextlib.nullcontext():
-            (2 * fast(mine(x.roll(number, 0))).square().sum()).backward()
+            (2 * fast(uneven_rows(x.roll(number, 0))).square().sum()).backward()
     pairs = zip(fast.parameters(), model.parameters(), strict=True)
     return max(_gap(own.grad.full_tensor(), parameter.grad) for own, parameter in pairs)
-
-
-def said(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def on_rank_refused() -> Any:
@@ -338,6 +325,15 @@ def test_refusals(of_ranks: list[dict[str, Any]]) -> None:
 def test_without_a_process_group_the_command_is_given() -> None:
     with pytest.raises(fxopt.UsageError, match=r"pass 'ddp' .* run `torchrun --nproc-per-node=2 "):
         fxopt.optimize(nn.Linear(2, 2), "ddp", example_inputs=torch.ones(1, 2))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_call_that_does_not_train_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    plan = fxopt.plan(fxopt.optimize(model, "ddp", example_inputs=torch.ones(1, 4)))
+    refused = [d.reason for d in plan.decisions if d.status == "refused"]
+    assert len(refused) == 1
+    assert refused[0].startswith("example call 0 raised ValueError in training: Expected more than 1 value")
 
 
 def test_without_replicas_no_sync_does_nothing() -> None:

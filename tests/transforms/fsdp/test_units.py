@@ -31,11 +31,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Embedding, blocks, a norm, a head."""
 
-    def __init__(self, *blocks: nn.Module, tied: bool = False) -> None:
+    def __init__(self, *blocks: nn.Module, words: int = 30, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(30, 8)
+        self.embed = nn.Embedding(words, 8)
         self.blocks = nn.ModuleList(blocks or [Block(), Block(), Block()])
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 30, bias=False)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, words, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -56,13 +56,24 @@ def found(model: nn.Module, inputs: object = IDS, **options: int) -> tuple[list[
     return units, {str(item.at): item.reason for item in items if isinstance(item, Refusal)}
 
 
-def test_repeated_blocks_and_large_layers_are_units_and_the_root_has_the_rest() -> None:
-    assert found(Stack()) == ([["embed"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"], [""]], {})
+BLOCKS = [["blocks.0"], ["blocks.1"], ["blocks.2"]]
+
+
+def test_repeated_blocks_are_units_and_the_root_has_the_rest() -> None:
+    assert found(Stack(words=20)) == ([*BLOCKS, [""]], {})
+
+
+def test_large_layers_are_units_where_the_root_had_more_than_half_of_all_or_than_the_size() -> None:
+    with_layers = [["embed"], *BLOCKS, ["head"], [""]]
+    assert found(Stack(words=30)) == (with_layers, {})
+    assert found(Stack(words=20), unit_size=200) == (with_layers, {})
+    assert found(Stack(words=20), unit_size=400)[0] == [["blocks.0", "blocks.1"], ["blocks.2"], [""]]
 
 
 def test_tied_tensors_stay_together() -> None:
-    units, refusals = found(Stack(tied=True))
-    assert units == [["blocks.0"], ["blocks.1"], ["blocks.2"], [""]]
+    assert found(Stack(tied=True)) == ([*BLOCKS, [""]], {})
+    units, refusals = found(Stack(tied=True), unit_size=200)
+    assert units == [*BLOCKS, [""]]
     assert refusals == {
         "embed": "'embed.weight' is tied to 'head.weight': one unit around both has it",
         "head": "'head.weight' is tied to 'embed.weight': one unit around both has it",
@@ -77,7 +88,7 @@ def test_blocks_over_the_size_are_opened_and_small_ones_joined() -> None:
     ]  # fmt: skip
     assert found(Stack(), unit_size=300)[0][1:3] == [["blocks.0", "blocks.1"], ["blocks.2"]]
     mixed = Stack(Block(), Block(), Block(inner=40), Block(inner=40))
-    assert found(mixed)[0][1:4] == [["blocks.0", "blocks.1"], ["blocks.2"], ["blocks.3"]], "no larger than the largest"
+    assert found(mixed)[0][:3] == [["blocks.0", "blocks.1"], ["blocks.2"], ["blocks.3"]], "no larger than the largest"
 
 
 def test_plain_layers_are_units_where_there_are_no_blocks() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from across_ranks import apart, gradients, said
 from torch import Tensor, distributed, nn
 
 import fxopt
-from fxopt.errors import FxoptError
 
 
 def models() -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
@@ -36,18 +36,6 @@ def models() -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
     yield tf.BertForSequenceClassification(bert), {"input_ids": ids, "attention_mask": mask}
     yield tf.GPT2LMHeadModel(gpt2), {"input_ids": ids}
     yield tf.LlamaForCausalLM(llama), {"input_ids": ids}
-
-
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the largest difference beside the scale of all."""
-    assert list(one) == list(other)
-    scale = max(float(tensor.abs().max()) for tensor in other.values())
-    return max(float((one[name] - tensor).abs().max()) for name, tensor in other.items()) / scale
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items() if g is not None}
 
 
 def on_rank_real() -> Any:
@@ -75,11 +63,7 @@ def on_rank_real() -> Any:
 def on_rank_other_weights() -> str:
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    try:
-        fxopt.optimize(model, "tensor_parallel", example_inputs=torch.ones(2, 4))
-    except FxoptError as error:
-        return str(error)
-    return "nothing was raised"
+    return said(lambda: fxopt.optimize(model, "tensor_parallel", example_inputs=torch.ones(2, 4)))
 
 
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:

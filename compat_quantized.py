@@ -1,0 +1,183 @@
+"""The packed kernels of PyTorch for small integers on CPUs: private names, all in one place."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .errors import UsageError
+
+__all__ = [
+    "OBSERVERS",
+    "Int8Result",
+    "int4_packed",
+    "int4_product",
+    "int8_convolution",
+    "int8_convolution_packed",
+    "int8_packed",
+    "int8_product_dynamic",
+    "int8_product_of_weights",
+    "int8_product_static",
+    "int8_static_packed",
+    "needs_reduced_range",
+    "observer_called",
+    "why_no_int8",
+    "why_no_static_int8",
+]
+
+_TORCH: Any = torch
+_OPERATORS: Any = cast("Any", torch.ops).quantized
+_ONEDNN: Any = cast("Any", torch.ops).onednn
+OBSERVERS = {
+    "histogram": "HistogramObserver",
+    "minmax": "MinMaxObserver",
+    "moving_average": "MovingAverageMinMaxObserver",
+}
+"""What options call observers -> torchao's class."""
+
+_ENGINES = ("x86", "fbgemm", "onednn")
+
+
+def why_no_int8() -> str:
+    """Return why int8 products cannot be computed here, or ""."""
+    engine = str(torch.backends.quantized.engine)
+    if engine in _ENGINES:
+        return ""
+    able = [name for name in torch.backends.quantized.supported_engines if name in _ENGINES]
+    if able:
+        return f"the engine of quantized operators is {engine!r}; set torch.backends.quantized.engine = {able[0]!r}"
+    return "this PyTorch has no engine for int8 on this CPU (x86, fbgemm or onednn)"
+
+
+def needs_reduced_range() -> bool:
+    """Say whether activations must be held in 7 bits, since products of 8 bits overflow in the CPU's 16."""
+    return not torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
+
+
+def int8_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> Any:
+    """Return a weight, [outputs, inputs] of int8 with one scale or one for each output, as the kernel reads it."""
+    _warn_now()
+    if scales.numel() == len(values):
+        zeros = torch.zeros(len(values), dtype=torch.long)
+        weight = _TORCH._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
+    else:
+        weight = _TORCH._make_per_tensor_quantized_tensor(values, float(scales), 0)
+    return _OPERATORS.linear_prepack(weight, None if bias is None else bias.detach().float())
+
+
+@cache
+def _warn_now() -> None:
+    """Let PyTorch say now, unheard, what it says once: that it will replace the tensors which kernels are packed by.
+
+    `fxopt` goes with versions of PyTorch that have them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _TORCH._make_per_tensor_quantized_tensor(torch.zeros(1, dtype=torch.int8), 1.0, 0)
+
+
+def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
+    """Return the product of float32 activations, quantized on the way with one scale, and a packed weight."""
+    return _OPERATORS.linear_dynamic(x, packed, needs_reduced_range())
+
+
+def int8_product_of_weights(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """Return the product of bfloat16 activations, [rows, inputs], and a weight of int8, scales in bfloat16."""
+    return _TORCH._weight_int8pack_mm(x, values, scales)
+
+
+def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers from -8 to 7, [outputs, inputs], and scales, [outputs, groups], as the kernel reads them."""
+    packed = _TORCH._convert_weight_to_int4pack_for_cpu((values.int() + 8), 1)
+    both = torch.stack([scales, torch.zeros_like(scales)], -1).transpose(0, 1).contiguous()
+    return packed, both
+
+
+def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
+    """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
+    return _TORCH._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])
+
+
+def observer_called(kind: str) -> Any:
+    """Return torchao's observer of activations in 8 bits, 0 to 255: "histogram", "minmax" or "moving_average".
+
+    Raises:
+        UsageError: torchao is not installed.
+    """
+    observer = getattr(_torchao_observers(), OBSERVERS[kind])
+    return observer(dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255)
+
+
+def _torchao_observers() -> Any:
+    """Import torchao, which tells at length which of its CUDA libraries are not there."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return importlib.import_module("torchao.quantization.pt2e.observer")
+    except ImportError as error:
+        raise UsageError('calibration needs torchao; install it with: pip install "fxopt[quantization]"') from error
+    finally:
+        logging.disable(before)
+
+
+Int8Result = tuple[float, int, torch.dtype, str]
+"""What a kernel returns: scale and zero point of the numbers (1.0 and 0 of floats), type, and the activation behind."""
+
+
+@cache
+def why_no_static_int8() -> str:
+    """Return why sums of products of 8 bits cannot be computed exactly here, or ""."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(_ONEDNN, "qlinear_pointwise"):
+        return "this build of PyTorch has no oneDNN, whose kernels it needs"
+    largest = torch.full((2, 64), 255, dtype=torch.uint8)
+    packed = int8_static_packed(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
+    found = int8_product_static(largest, 1.0, 0, packed, (1.0, 0, torch.float32, "none"))
+    return "" if bool((found == 64 * 255 * 127).all()) else "this CPU has no VNNI, without which sums overflow"
+
+
+def int8_static_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """Return a linear's weight, [outputs, inputs] of int8, with its scales and bias, as the kernel reads them."""
+    return (_ONEDNN.qlinear_prepack(values, None), *_per_output(values, scales, bias))
+
+
+def int8_product_static(
+    numbers: Tensor, scale: float, zero_point: int, weight: tuple[Any, ...], result: Int8Result
+) -> Tensor:
+    """Return the product of activations, [..., inputs] of uint8, and a weight."""
+    *form, activation = result
+    return _ONEDNN.qlinear_pointwise(numbers, scale, zero_point, *weight, *form, activation, [], "")
+
+
+def int8_convolution_packed(
+    values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias.
+
+    Args:
+        values, scales, bias: of the convolution.
+        scale, zero_point: of the activations.
+        geometry: stride, padding and dilation, a list each, and the groups.
+    """
+    per_output = _per_output(values, scales, bias)
+    return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, None), *per_output)
+
+
+def int8_convolution(
+    numbers: Tensor, scale: float, zero_point: int, weight: tuple[Any, ...], geometry: Sequence[Any], result: Int8Result
+) -> Tensor:
+    """Return the convolution of activations, [rows, inputs, ...] of uint8; it lies in memory with the channels last."""
+    *form, activation = result
+    return _ONEDNN.qconv_pointwise(numbers, scale, zero_point, *weight, *geometry, *form, activation, [], "")
+
+
+def _per_output(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return scales and zero points of a weight, one for each output, and the bias in float32."""
+    wide = scales.detach().float().expand(len(values)).contiguous()
+    return wide, torch.zeros(len(values), dtype=torch.long), None if bias is None else bias.detach().float()

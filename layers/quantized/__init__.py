@@ -1,0 +1,28 @@
+"""Layers that hold their weights as small numbers, and what their kernels read."""
+
+from __future__ import annotations
+
+from .activations import Range, from_numbers, to_numbers
+from .layer import QuantizedLayer
+from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from .packing import Packing
+from .pooling import max_pool_numbers
+from .static import Geometry, StaticConv, StaticLayer, StaticLinear
+
+__all__ = [
+    "Float8Linear",
+    "Geometry",
+    "Int4WeightLinear",
+    "Int8DynamicLinear",
+    "Int8WeightLinear",
+    "Packing",
+    "QuantizedLayer",
+    "QuantizedLinear",
+    "Range",
+    "StaticConv",
+    "StaticLayer",
+    "StaticLinear",
+    "from_numbers",
+    "max_pool_numbers",
+    "to_numbers",
+]

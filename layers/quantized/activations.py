@@ -1,0 +1,43 @@
+"""Activations as numbers of 8 bits: how they are made, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Range", "from_numbers", "to_numbers"]
+
+_LARGEST = 255
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers, 0 to 255, stand for an activation: x / scale + zero_point, rounded."""
+
+    scale: float
+    zero_point: int
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return an activation rounded to what its numbers stand for; gradients pass where it is not cut off."""
+        inside = x.clamp(-self.zero_point * self.scale, (_LARGEST - self.zero_point) * self.scale)
+        numbers = to_numbers(x.detach(), self.scale, self.zero_point)
+        return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
+
+
+def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return the numbers, uint8, that stand for an activation; those of a NaN say nothing.
+
+    An activation whose gradient is wanted is returned as it is, for the layers behind it to round.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return x
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (1.0 / scale)).add_(zero_point + 0.5).clamp_(0, _LARGEST).to(torch.uint8)
+
+
+def from_numbers(numbers: Tensor, of: Range, dtype: torch.dtype) -> Tensor:
+    """Return what numbers stand for."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return ((numbers.to(wide) - of.zero_point) * of.scale).to(dtype)

@@ -1,0 +1,34 @@
+"""What all layers with small numbers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...compat import own_buffers
+from .packing import Packing
+
+__all__ = ["QuantizedLayer"]
+
+
+class QuantizedLayer(nn.Module):
+    """Be one operation for whoever traces a model; keep a packed form that copies and pickles leave out.
+
+    The buffers keep their types: `.half()` and the like change the parameters only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packing = Packing()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        buffers = own_buffers(self)
+        before = dict(buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                buffers[name] = old.to(new.device)
+        return self

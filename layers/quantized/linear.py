@@ -1,0 +1,163 @@
+"""Linear layers whose weights are small numbers; each kind computes with a kernel of its own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compat import is_plainly_eager, own_buffers
+from ...compat_quantized import (
+    int4_packed,
+    int4_product,
+    int8_packed,
+    int8_product_dynamic,
+    int8_product_of_weights,
+)
+from ...passes.state import dequantized
+from .layer import QuantizedLayer
+
+__all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
+
+
+class QuantizedLinear(QuantizedLayer):
+    """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
+
+    Under compilers, exporters and transforms, and outside the CPU, it computes with the weight that these stand for.
+    Gradients flow to the input and the bias as if it always did; the weight has none.
+
+    Args:
+        values, scales: see `quantized`.
+        bias: [outputs] or None; kept as it is.
+        dtype: of the weight that is simulated.
+
+    Attributes:
+        form: how the weight is held.
+        in_features, out_features: of the weight.
+    """
+
+    form: ClassVar[str] = "int8"
+    bias: nn.Parameter | None
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_scales", scales)
+        self.register_parameter("bias", bias)
+        self.out_features = values.shape[0]
+        self.in_features = values.shape[1] * (2 if self.form == "int4" else 1)
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that the numbers stand for, made anew at each call; writing into it changes nothing."""
+        return dequantized(*self.held, self.form, self.dtype)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers and the scales."""
+        buffers: Any = own_buffers(self)
+        return buffers["weight_values"], buffers["weight_scales"]
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        if torch.compiler.is_compiling() or not input.is_cpu or not input.numel() or not is_plainly_eager():
+            return self.simulated(input)
+        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return _with_gradient(self, input)
+        return self.kernel(input)
+
+    def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the kernel; gradients end here."""
+        raise NotImplementedError
+
+    def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute what the kernel stands for in floating point."""
+        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8DynamicLinear(QuantizedLinear):
+    """Quantize activations at each call, with one scale and zero point for all, and multiply integers of 8 bits."""
+
+    def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute in int8; the result has the input's type."""
+        packed = self.packing.of(int8_packed, *self.held, self.bias)
+        rows = input.float().reshape(-1, self.in_features)
+        return int8_product_dynamic(rows, packed).to(input.dtype).view(*input.shape[:-1], self.out_features)
+
+
+class _WithNarrowActivations(QuantizedLinear):
+    """Compute with activations in bfloat16, in which the kernels for small weights are fast."""
+
+    def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute in bfloat16, adding up in float32; the result has the input's type."""
+        rows = input.reshape(-1, self.in_features).bfloat16()
+        result = self.product(rows).to(input.dtype).view(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result.add_(self.bias)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return [rows, outputs] for activations, [rows, inputs], in bfloat16."""
+        raise NotImplementedError
+
+
+class Int8WeightLinear(_WithNarrowActivations):
+    """Multiply activations in bfloat16 with a weight of integers of 8 bits."""
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the product."""
+        values, scales = self.held
+        return int8_product_of_weights(rows, values, self.packing.of(self._for_each_output, scales))
+
+    def _for_each_output(self, scales: Tensor) -> Tensor:
+        return scales.bfloat16().expand(self.out_features).contiguous()
+
+
+class Int4WeightLinear(_WithNarrowActivations):
+    """Multiply activations in bfloat16 with a weight of integers of 4 bits, in groups with a scale each."""
+
+    form: ClassVar[str] = "int4"
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the product."""
+        values, scales = self.held
+        packed = self.packing.of(_packed_halves, values, scales)
+        return int4_product(rows, packed, self.in_features // scales.shape[1])
+
+
+class Float8Linear(QuantizedLinear):
+    """Hold the weight in float8; it is made wide again at each call."""
+
+    form: ClassVar[str] = "float8"
+
+    def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the wide weight."""
+        return self.simulated(input)
+
+
+def _packed_halves(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return int4_packed(torch.stack([values & 15, values >> 4], -1).view(len(values), -1).int() - 8, scales)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Compute with a kernel; send gradients through the weight that its numbers stand for."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: QuantizedLinear, input: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
+        ctx.layer, ctx.kind = layer, None if bias is None else bias.dtype
+        return layer.kernel(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
+        return None, of_input, of_bias
+
+
+def _with_gradient(layer: QuantizedLinear, x: Tensor) -> Tensor:
+    function: Any = _WithGradient
+    return function.apply(layer, x, layer.bias)

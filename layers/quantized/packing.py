@@ -1,0 +1,61 @@
+"""Weights in the form that a kernel reads, made from plain tensors when they are needed and kept until these change."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...compat import version_of
+
+__all__ = ["Packing"]
+
+
+class Packing:
+    """Keep what a function makes of tensors as long as these are the same, unchanged.
+
+    It is in no state dict; copies and pickles begin without it. A tensor counts as changed when it is another object,
+    was written to in place, or has other memory. Threads may call it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[Any, ...], Any] | None = None
+
+    def of(self, make: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        """Return `make(*tensors)`, or what it made of the same tensors before."""
+        kept = self._kept
+        if kept is not None and _same(kept[0], tensors):
+            return kept[1]
+        noted = tuple(None if tensor is None else _noted(tensor) for tensor in tensors)
+        made = make(*tensors)
+        self._kept = (noted, made)  # at once: another thread sees the old pair or the new one
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Packing)  # what is kept follows from the tensors beside it
+
+    def __hash__(self) -> int:
+        return hash(Packing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packing, ()
+
+
+def _noted(tensor: Tensor) -> tuple[Any, ...]:
+    return weakref.ref(tensor), _version(tensor), tensor.data_ptr()
+
+
+def _same(noted: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> bool:
+    for known, tensor in zip(noted, tensors, strict=True):
+        if tensor is None or known is None:
+            if tensor is not known:
+                return False
+        elif known[0]() is not tensor or known[1] != _version(tensor) or known[2] != tensor.data_ptr():
+            return False
+    return True
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)  # those of inference mode have none

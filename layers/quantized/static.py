@@ -1,0 +1,246 @@
+"""Linears and convolutions of which the numbers of the input are made by a range that is known before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compat import is_plainly_eager, own_buffers
+from ...compat_quantized import (
+    Int8Result,
+    int8_convolution,
+    int8_convolution_packed,
+    int8_product_static,
+    int8_static_packed,
+)
+from ...passes.state import dequantized
+from .activations import Range, from_numbers, to_numbers
+from .layer import QuantizedLayer
+
+__all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
+
+_OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What a layer computes of its result, too.
+
+    Attributes:
+        activation: "relu" or "none".
+        output: of the numbers that it returns; None returns floats.
+        contiguous: whether a result in floats is laid out as torch.nn does; None: if the input is.
+    """
+
+    activation: str = "none"
+    output: Range | None = None
+    contiguous: bool | None = None
+
+
+class StaticLayer(QuantizedLayer):
+    """Compute a layer with numbers of 8 bits on both sides.
+
+    Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
+    for. Gradients flow to the input and the bias as if it always did; the weight has none.
+
+    Args:
+        values: of the weight, [outputs, ...], int8.
+        scales: of the weight, [outputs] or [1].
+        bias: [outputs] or None; kept as it is.
+        dtype: of the weight that is simulated.
+        of_input: the range of the input.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_scales", scales)
+        self.register_parameter("bias", bias)
+        self.dtype, self.range = dtype, of_input
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that the numbers stand for, made anew at each call; writing into it changes nothing."""
+        return dequantized(*self.held, "int8", self.dtype)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers and the scales of the weight."""
+        buffers = own_buffers(self)
+        return cast("Tensor", buffers["weight_values"]), cast("Tensor", buffers["weight_scales"])
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  as torch.nn calls it
+        scales: Tensor | None = None,
+        bias: Tensor | None = None,
+        activation: str = "none",
+        output: tuple[float, int] | None = None,
+        contiguous: bool | None = None,
+    ) -> Tensor:
+        """Compute the layer, and what a graph says of the operations behind it.
+
+        Args:
+            input: floats, or their numbers (uint8) by the layer's own range.
+            scales, bias: in the place of the layer's own, with a batch norm behind it folded into them.
+            activation, contiguous: see `Behind`.
+            output: scale and zero point of the numbers to return; None returns floats.
+        """
+        behind = Behind(activation, None if output is None else Range(*output), contiguous)
+        scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
+        if not self._has_kernel(input):
+            return self.simulated(input, scales, bias, behind)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, scales, bias)):
+            # What gradients flow through is in floats between layers, too.
+            floats = Behind(activation, None, contiguous)
+            return cast("Any", _WithGradient).apply(self, floats, input, scales, bias)
+        return self.kernel(input, scales, bias, behind)
+
+    def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
+        if torch.compiler.is_compiling() or not is_plainly_eager() or not input.is_cpu or not input.numel():
+            return False
+        return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
+
+    def kernel(self, input: Tensor, scales: Tensor, bias: Tensor | None, behind: Behind) -> Tensor:  # noqa: A002
+        """Compute with the kernel; gradients end here."""
+        floats = self.dtype if input.dtype is torch.uint8 else input.dtype
+        numbers, output = input, behind.output
+        if input.dtype is not torch.uint8:
+            numbers = to_numbers(input.detach(), self.range.scale, self.range.zero_point)
+        form: Int8Result = (1.0, 0, floats, behind.activation)
+        if output is not None:
+            form = (output.scale, output.zero_point, torch.uint8, behind.activation)
+        result = self.product(numbers, scales, bias, form)
+        contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
+        return result.contiguous() if contiguous and output is None else result
+
+    def simulated(self, input: Tensor, scales: Tensor, bias: Tensor | None, behind: Behind) -> Tensor:  # noqa: A002
+        """Compute what the kernel stands for in floating point."""
+        is_float = input.dtype is not torch.uint8
+        x = self.range.rounded(input) if is_float else from_numbers(input, self.range, self.dtype)
+        values = self.held[0].to(x.dtype)
+        weight = values * scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
+        result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
+        result = F.relu(result) if behind.activation == "relu" else result
+        return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
+
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
+        """Compute with the kernel."""
+        raise NotImplementedError
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        raise NotImplementedError
+
+
+class StaticLinear(StaticLayer):
+    """Compute a linear layer; see `StaticLayer`."""
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
+    ) -> None:
+        super().__init__(values, scales, bias, dtype, of_input)
+        self.out_features, self.in_features = values.shape
+
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
+        """Compute with the kernel."""
+        packed = self.packing.of(int8_static_packed, self.held[0], scales, bias)
+        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        return F.linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The settings of a convolution, one number for each dimension that it moves along."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, conv: nn.Conv2d) -> Geometry | None:
+        """Return the geometry of a convolution; None where it pads with anything but as many zeros on both sides."""
+        if conv.padding_mode != "zeros":
+            return None
+        if not isinstance(conv.padding, str):
+            return cls(conv.stride, conv.padding, conv.dilation, conv.groups)
+        spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        around = spans if conv.padding == "same" else [0] * len(spans)
+        if any(total % 2 for total in around):
+            return None
+        return cls(conv.stride, tuple(total // 2 for total in around), conv.dilation, conv.groups)
+
+    @property
+    def lists(self) -> tuple[list[int], list[int], list[int], int]:
+        """Return the settings as operators take them."""
+        return list(self.stride), list(self.padding), list(self.dilation), self.groups
+
+
+class StaticConv(StaticLayer):
+    """Compute a convolution along one, two or three dimensions; see `StaticLayer`.
+
+    Args:
+        geometry: its settings.
+    """
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
+        geometry: Geometry,
+    ) -> None:  # fmt: skip
+        super().__init__(values, scales, bias, dtype, of_input)
+        self.geometry = geometry
+        self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
+        self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
+        self.stride, self.padding, self.dilation = geometry.stride, geometry.padding, geometry.dilation
+
+    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
+        """Compute with the kernel."""
+        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
+        packed = self.packing.of(self._packed, self.held[0], scales, bias)
+        rows = numbers if numbers.ndim == self.held[0].ndim else numbers.unsqueeze(0)
+        found = int8_convolution(rows, scale, zero_point, packed, settings, result)
+        return found if rows is numbers else found.squeeze(0)
+
+    def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
+        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings)
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
+        stride, padding, dilation, groups = self.geometry.lists
+        return function(x, weight, bias, stride, padding, dilation, groups)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Compute with a kernel; send gradients through what it stands for."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: StaticLayer, behind: Behind, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.layer, ctx.behind = layer, behind
+        ctx.save_for_backward(x, scales, bias)
+        return layer.kernel(x, scales, bias, behind)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
+        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
+        with torch.enable_grad():
+            pairs = zip(saved, wanted, strict=True)
+            given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
+            result = ctx.layer.simulated(*given, ctx.behind)
+        leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+        found = iter(torch.autograd.grad([result], leaves, list(gradients)))
+        return None, None, *(next(found) if want else None for want in wanted)

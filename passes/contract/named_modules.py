@@ -1,0 +1,36 @@
+"""Options that name modules of a model: by their names, which may hold `*`, or by their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ...compat import modules_by_name
+from ...errors import UsageError
+from ...suggest import did_you_mean
+from ...tracing.values import user_class
+
+__all__ = ["check_named", "names_module"]
+
+
+def names_module(word: str, name: str, module: nn.Module) -> bool:
+    """Say whether a word names a module: by its qualified name, which may hold `*`, or by its class."""
+    return fnmatchcase(name, word) or user_class(type(module)).__name__ == word
+
+
+def check_named(pass_name: str, option: str, words: Sequence[str], model: nn.Module) -> None:
+    """Make sure that each word of an option names a module.
+
+    Raises:
+        UsageError: one names none; the message has the nearest name.
+    """
+    modules: dict[str, nn.Module] = modules_by_name(model)
+    for word in words:
+        if not any(names_module(word, name, module) for name, module in modules.items()):
+            names = [name for name in modules if name]
+            names += [user_class(type(module)).__name__ for module in modules.values()]
+            raise UsageError(
+                f"pass '{pass_name}': {option}={word!r} names nothing in the model{did_you_mean(word, names)}"
+            )

@@ -1,0 +1,135 @@
+"""Layers of 8 bits on both sides: kernels beside what they stand for, to one step; pooling of numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxopt.layers.quantized import (
+    Geometry,
+    Range,
+    StaticConv,
+    StaticLayer,
+    StaticLinear,
+    from_numbers,
+    max_pool_numbers,
+    to_numbers,
+)
+
+OF_INPUT = Range(0.03, 120)
+CONVOLUTIONS = {
+    "plain": nn.Conv2d(3, 8, 3),
+    "strided": nn.Conv2d(3, 8, 3, stride=2, padding=1),
+    "depthwise": nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+    "dilated": nn.Conv2d(4, 6, 3, padding=2, dilation=2, groups=2),
+    "same": nn.Conv2d(3, 8, 3, padding="same"),
+    "1d": nn.Conv1d(4, 8, 3, padding=1),
+    "3d": nn.Conv3d(2, 4, 3),
+}
+
+
+def numbers_of(weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return a weight as whole numbers and scales, one for each output or one for all."""
+    rows = weight.detach().flatten(1) if count > 1 else weight.detach().reshape(1, -1)
+    scales = rows.abs().amax(1) / 127
+    spread = scales.reshape(-1, *[1] * (weight.ndim - 1))
+    return (weight.detach() / spread).round().to(torch.int8), scales
+
+
+def static_of(layer: Any, count: int = 8) -> StaticLayer:
+    settings = *numbers_of(layer.weight, count), layer.bias, layer.weight.dtype, OF_INPUT
+    if isinstance(layer, nn.Linear):
+        return StaticLinear(*settings)
+    geometry = Geometry.of(layer)
+    assert geometry is not None
+    return StaticConv(*settings, geometry)
+
+
+def inputs_of(layer: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(layer, nn.Linear):
+        return torch.randn(5, layer.in_features, generator=generator)
+    return torch.randn(2, layer.in_channels, *[7] * len(layer.kernel_size), generator=generator)
+
+
+def simulated(layer: StaticLayer, like: Any, x: Tensor) -> Tensor:
+    """Compute in float64 what a layer stands for, by torch's own layer."""
+    other = copy.deepcopy(like).double()
+    other.weight.data = layer.weight.double()
+    return other(from_numbers(to_numbers(x, 0.03, 120), OF_INPUT, torch.float64))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(16, 8), *CONVOLUTIONS.values()], ids=["linear", *CONVOLUTIONS])
+@pytest.mark.parametrize("count", [1, 8])
+def test_kernels_compute_what_they_stand_for(layer: Any, count: int):
+    static, x = static_of(layer, count), inputs_of(layer)
+    with torch.no_grad():
+        found, expected = static(x), simulated(static, layer, x)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert found.stride() == layer(x).stride()
+        numbers = static(x, output=(0.02, 7))
+        steps = (numbers.double() - (expected / 0.02 + 7).round().clamp(0, 255)).abs()
+        assert steps.max() <= 1
+        if not isinstance(layer, nn.Conv3d):
+            assert torch.equal(static(x, activation="relu"), found.relu())
+
+
+def test_numbers_that_come_in_are_read_by_the_layers_own_range():
+    static, x = static_of(nn.Linear(16, 8)), inputs_of(nn.Linear(16, 8))
+    with torch.no_grad():
+        assert torch.equal(static(to_numbers(x, 0.03, 120)), static(x))
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_other_types_get_what_the_kernels_stand_for(kind: torch.dtype):
+    layer = nn.Conv2d(3, 8, 3)
+    static, x = static_of(layer), inputs_of(layer)
+    with torch.no_grad():
+        expected = simulated(static, layer, x)
+        assert (static(x.to(kind)) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_exporters_get_what_the_kernels_stand_for():
+    layer = nn.Linear(16, 8)
+    static, x = static_of(layer), inputs_of(layer)
+    with torch.no_grad():
+        exported = torch.export.export(static, (x,))
+        assert "onednn" not in str(exported.graph)
+        assert (exported.module()(x) - static(x)).abs().max() < 0.01 * static(x).abs().max()
+
+
+def test_gradients_flow_to_the_input_and_the_bias():
+    layer = nn.Linear(16, 8)
+    static, x = static_of(layer), inputs_of(layer).requires_grad_()
+    static(x, activation="relu", output=(0.02, 0)).sum().backward()
+    assert x.grad is not None and layer.bias.grad is not None
+    expected = torch.autograd.grad(F.relu(F.linear(x, static.weight, layer.bias)).sum(), [x])[0]
+    assert (x.grad - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+def test_an_activation_is_cut_off_at_the_ends_of_its_range():
+    x = torch.tensor([-100.0, 0.0, 0.031, 100.0], requires_grad=True)
+    rounded = OF_INPUT.rounded(x)
+    assert rounded.tolist() == pytest.approx([-120 * 0.03, 0.0, 0.03, 135 * 0.03])
+    rounded.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [([2, 2], [2, 2], [0, 0]), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [0, 1])]
+)
+def test_numbers_are_pooled_like_floats(kernel: list[int], stride: list[int], padding: list[int]):
+    numbers = torch.randint(0, 256, (2, 3, 40, 41), dtype=torch.uint8)  # torch's own fails for more than 255 places
+    expected = F.max_pool2d(numbers.float(), kernel, stride, padding)
+    assert torch.equal(max_pool_numbers(numbers, kernel, stride, padding).float(), expected)
+    assert torch.equal(max_pool_numbers(numbers.float(), kernel, stride, padding), expected)
+
+
+def test_geometry_that_kernels_lack_is_told():
+    assert Geometry.of(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect")) is None
+    assert Geometry.of(nn.Conv2d(3, 3, (2, 3), padding="same")) is None

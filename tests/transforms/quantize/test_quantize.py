@@ -1,0 +1,275 @@
+"""quantize: options and what is refused of them; layers in their places; state there and back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import ModeError, OrderError, UsageError
+from fxopt.passes.pipeline import parse
+from fxopt.passes.state import quantized as quantized_weight
+from fxopt.transforms.quantize import Quantize
+from fxopt.transforms.quantize.kernels import kernel_problem
+
+SCHEMES = ("int8_dynamic", "int8_weight", "int4_weight", "float8")
+X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128, dtype=dtype), nn.Linear(128, 32, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def quantized(model: nn.Module, scheme: str = "int8_dynamic", x: Tensor = X, **options: Any) -> Any:
+    pass_ = Quantize(scheme=scheme, **{"aim": "size", **options})  # pyright: ignore[reportArgumentType]
+    return fxopt.optimize(model, pass_, example_inputs=(x,))
+
+
+def decisions(model: nn.Module) -> list[tuple[str, str]]:
+    return [(decision.status, decision.reason) for decision in fxopt.plan(model).decisions]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_are_replaced_in_their_places(scheme: str):
+    model = Net().eval()
+    fast = quantized(model, scheme)
+    assert decisions(fast) == [("applied", "")] * 2
+    assert [type(child).__name__ != "Linear" for child in fast.children()] == [True, True]
+    assert list(dict(fast.named_children())) == ["up", "down"]
+    assert 0 < error(fast(X), model(X)) < 0.2
+    assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_computes_with_the_weight_that_its_state_dict_shows(scheme: str):
+    fast = quantized(Net().eval(), scheme)
+    plain = nn.Linear(64, 128)
+    plain.load_state_dict({name[3:]: tensor for name, tensor in fast.state_dict().items() if name.startswith("up.")})
+    assert error(fast.up(X), plain(X)) < 0.02  # activations are rounded to 8 bits
+    assert torch.equal(fast.up.weight, plain.weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_go_both_ways_bit_by_bit(scheme: str, dtype: torch.dtype):
+    model = Net(dtype).eval()
+    x = X.to(dtype)
+    fast = quantized(model, scheme, x)
+    before = fast(x)
+    saved = fast.state_dict()
+    assert {name: (t.shape, t.dtype) for name, t in saved.items()} == {
+        name: (t.shape, t.dtype) for name, t in model.state_dict().items()
+    }
+    for state in (saved, model.state_dict()):
+        for parameter in fast.buffers():
+            parameter.zero_()
+        fast.load_state_dict(state)
+        assert torch.equal(fast(x), before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_copies_pickles_and_threads_compute_the_same(scheme: str):
+    fast = quantized(Net().eval(), scheme)
+    expected = fast(X)
+    assert torch.equal(copy.deepcopy(fast)(X), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(fast))(X), expected)
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(loaded(X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(each, expected) for each in found) and len(found) == 4
+
+
+def test_restore_gives_floats():
+    fast = quantized(Net().eval())
+    back = fxopt.restore(fast)
+    assert type(back.up) is nn.Linear and error(back(X), fast(X)) < 0.05
+    assert isinstance(back.up.weight, nn.Parameter)
+
+
+def test_training_is_refused_by_name():
+    with pytest.raises(ModeError, match="quantize"):
+        quantized(Net().eval()).train()
+
+
+def test_gradients_reach_inputs_and_other_parameters():
+    model = Net().eval()
+    fast = quantized(model)
+    found, expected = (X.clone().requires_grad_() for _ in range(2))
+    fast(found).sum().backward()
+    model(expected).sum().backward()
+    assert error(found.grad, expected.grad) < 0.1  # pyright: ignore[reportArgumentType]
+    assert error(fast.up.bias.grad, model.up.bias.grad) < 0.1  # pyright: ignore[reportArgumentType]
+    assert [name for name, _ in fast.named_parameters()] == ["up.bias"]
+
+
+def test_twice_is_once():
+    fast = quantized(Net().eval())
+    again = quantized(fast)
+    assert decisions(again)[len(decisions(fast)) :] == []
+    assert torch.equal(again(X), fast(X))
+
+
+def test_no_rows_and_other_shapes():
+    model = Net().eval()
+    for scheme in SCHEMES:
+        fast = quantized(model, scheme)
+        assert fast(X[:0]).shape == (0, 32)
+        assert fast(X[0]).shape == (32,)
+        assert error(fast(X.view(2, 3, 64)), model(X.view(2, 3, 64))) < 0.2
+
+
+def test_kept_layers_stay():
+    for word in ("down", "do*", "Linear"):
+        assert type(quantized(Net().eval(), keep=(word,)).down) is nn.Linear
+
+
+def test_a_budget_that_does_not_hold_puts_layers_back():
+    fast = quantized(Net().eval(), budget=1e-5)
+    assert {status for status, _ in decisions(fast)} == {"undone"}
+    assert type(fast.up) is nn.Linear
+
+
+def test_archives_hold_small_numbers(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).eval()
+    x = torch.randn(4, 256)
+    sizes: list[int] = []
+    for scheme in ("int8_dynamic", "int4_weight"):
+        fast = quantized(model, scheme, x)
+        fxopt.save(fast, tmp_path / "model.fxopt", factory="torch.nn:Identity")
+        sizes.append((tmp_path / "model.fxopt").stat().st_size)
+        loaded = fxopt.load(tmp_path / "model.fxopt", model=model)
+        assert torch.equal(loaded(x), fast(x))
+        assert type(loaded[0]) is type(fast[0]) or type(loaded[0]).__name__ == type(fast[0]).__name__
+    assert sizes[0] < 0.3 * 4 * 256 * 256 and sizes[1] < 0.2 * 4 * 256 * 256
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_kernel_that_is_wrong_is_found_out(scheme: str, monkeypatch: pytest.MonkeyPatch):
+    classes: Any = type(quantized(Net().eval(), scheme).up).__mro__
+    kind = next(each for each in classes if "kernel" in vars(each))
+    right = kind.kernel
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(kind, "kernel", lambda self, x: right(self, x) * 1.03)
+    assert "the kernel for 64 to 128 is off by" in decisions(quantized(Net().eval(), scheme))[0][1]
+    kernel_problem.cache_clear()
+
+
+@pytest.mark.parametrize(("form", "group", "low"), [("int8", 0, -127), ("int8", -1, -127), ("int4", 32, -7)])
+def test_scales_are_those_of_torchao(form: str, group: int, low: int):
+    primitives: Any = pytest.importorskip("torchao.quantization.quant_primitives")
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    block = {0: (1, 64), -1: (8, 64)}.get(group, (1, group))
+    symmetric = primitives.MappingType.SYMMETRIC
+    expected, _ = primitives.choose_qparams_affine(weight, symmetric, block, torch.int8, low, -low)
+    _, found = quantized_weight(weight, form, group)
+    assert torch.allclose(found.float().flatten(), expected.flatten(), rtol=2**-8 if form == "int4" else 1e-6)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "int7"}, "scheme='int7'"),
+        ({"keep": ("dwn",)}, "keep='dwn' names nothing in the model; did you mean 'down'"),
+        ({"budget": -1.0}, "budget=-1.0"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"scheme": "int4_weight", "group_size": 48}, "group_size=48; the int4 kernel takes 32, 64, 128, 256"),
+        ({"aim": "beauty"}, "aim='beauty'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str):
+    with pytest.raises(UsageError) as caught:
+        fxopt.optimize(Net().eval(), Quantize(**options), example_inputs=(X,))
+    assert message in str(caught.value)
+
+
+def test_no_engine_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
+    with pytest.raises(UsageError, match=r"'qnnpack'; set torch.backends.quantized.engine = "):
+        fxopt.optimize(Net().eval(), Quantize(), example_inputs=(X,))
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    model = Net().eval()
+    model.up.weight.data[0, 0] = float("nan")
+    fast = quantized(model)
+    assert ("refused", "'up.weight' has elements that are not finite") in decisions(fast)
+
+
+def test_refusals_name_the_reason():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hooked, self.tied, self.other = (nn.Linear(64, 64) for _ in range(3))
+            self.read, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.hooked.register_forward_hook(lambda *_: None)
+            self.other.weight = self.tied.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.tied(self.hooked(x))) @ self.read.weight + self.read(x)
+
+    reasons = dict.fromkeys(reason for _, reason in decisions(quantized(Odd().eval())))
+    assert list(reasons) == [
+        "it has hooks, which the layer in its place would not have",
+        "its weight is tied to 'other.weight'",
+        "its weight is tied to 'tied.weight'",
+        "'(root)' reads its weight",
+        "the example inputs never call it",
+    ]
+
+
+def test_float64_is_refused():
+    fast = quantized(Net(torch.float64).eval(), x=X.double())
+    assert all("convert it to float32" in reason for _, reason in decisions(fast))
+
+
+def test_it_is_not_sharded_afterwards():
+    for pipeline in ("quantize,fsdp", "fsdp,quantize"):
+        with pytest.raises(OrderError, match="cannot be split over processes"):
+            fxopt.optimize(Net().eval(), pipeline, example_inputs=(X,))
+
+
+OPTIONS = st.tuples(
+    st.sampled_from(SCHEMES),
+    st.lists(st.sampled_from(["down", "up", "*"]), max_size=2).map(tuple),
+    st.one_of(st.none(), st.floats(1e-3, 1)),
+    st.booleans(),
+    st.sampled_from([32, 64]),
+    st.sampled_from(["speed", "size"]),
+)
+
+
+@given(OPTIONS)
+def test_options_are_read_as_they_are_written(options: tuple[Any, ...]):
+    wanted = Quantize(*options)
+    assert parse(str(wanted)) == (wanted,)
+    assert "calibration" not in str(Quantize(calibration=[X]))

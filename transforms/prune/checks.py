@@ -1,0 +1,137 @@
+"""What pruning refuses before any work: options that mean nothing, weights and scores that cannot be ranked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol, cast, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError, expect
+from ...suggest import did_you_mean
+
+__all__ = ["Options", "check_options", "check_scores", "check_weights", "kept_of"]
+
+
+class Options(Protocol):
+    """The options of the pass."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def amount(self) -> float: ...
+    @property
+    def scope(self) -> str: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def keep(self) -> tuple[str, ...]: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def scores(self) -> Mapping[str, Tensor] | None: ...
+
+
+_GOES_WITH: Mapping[str, tuple[str, ...]] = {
+    "amount": ("magnitude", "random", "structured"),
+    "scope": ("magnitude", "random", "structured"),
+    "norm": ("structured",),
+    "pattern": ("nm",),
+    "schedule": ("magnitude", "random"),
+    "seed": ("random", "structured"),
+    "scores": ("magnitude", "nm", "structured"),
+}
+"""Option -> the methods that read it."""
+
+
+def check_options(options: Any) -> None:
+    """Make sure that the options of the pass mean something, each and together.
+
+    Raises:
+        UsageError: one is wrong, or says something that the method does not read.
+    """
+    pass_type = cast("type[Any]", type(options))
+    for name, kind in get_type_hints(pass_type).items():
+        words, given = get_args(kind), getattr(options, name, None)
+        if words and all(isinstance(word, str) for word in words) and given not in words:
+            raise _wrong(name, given, f"use {', '.join(words[:-1])} or {words[-1]}")
+    _check_numbers(options)
+    if options.schedule != "one_shot" and options.scores is not None:
+        raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
+    for name, methods in _GOES_WITH.items():
+        if options.method not in methods and getattr(options, name) != getattr(pass_type, name):
+            raise UsageError(
+                f"pass 'prune': {name}= is for method={' and '.join(methods)}, and method={options.method} does not "
+                f"read it; leave {name} out"
+            )
+
+
+def _check_numbers(options: Options) -> None:
+    amount: object = options.amount
+    if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
+        raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
+    kept_of(options.pattern)
+
+
+def kept_of(pattern: str) -> tuple[int, int]:
+    """Return N and M of a pattern "N:M".
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", pattern) if isinstance(pattern, str) else None
+    kept, of = (int(part) for part in match.groups()) if match is not None else (0, 0)
+    if not 0 < kept < of:
+        raise _wrong("pattern", pattern, "give N:M with N below M, such as 2:4")
+    return kept, of
+
+
+def _wrong(name: str, value: object, advice: str) -> UsageError:
+    return UsageError(f"pass 'prune': {name}={value!r}; {advice}")
+
+
+def check_weights(model: nn.Module) -> None:
+    """Make sure that the weights can be ranked.
+
+    Raises:
+        UsageError: one has a NaN, by name.
+    """
+    for name, parameter in model.named_parameters():
+        if _has_nan(parameter):
+            raise UsageError(f"pass 'prune': '{name}' has NaN in it, and cannot be ranked; repair the model first")
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point():
+        return False
+    return math.isnan(float(tensor.detach().sum())) and bool(torch.isnan(tensor.detach()).any())
+
+
+def check_scores(scores: object, model: nn.Module) -> None:
+    """Make sure that scores are for parameters of the model, in their shapes, and can be ranked.
+
+    Raises:
+        UsageError: one is not; by name.
+    """
+    expect(scores, Mapping, "pass 'prune': scores", "a dictionary: name of a parameter -> tensor of its shape")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, score in cast("Mapping[object, object]", scores).items():
+        _check_score(name, score, parameters)
+
+
+def _check_score(name: object, score: object, parameters: Mapping[str, Tensor]) -> None:
+    if not isinstance(name, str) or name not in parameters:
+        near = did_you_mean(str(name), parameters)
+        raise UsageError(f"pass 'prune': scores names {name!r}, which is no parameter of the model{near}")
+    if not isinstance(score, Tensor):
+        raise UsageError(f"pass 'prune': scores[{name!r}] is of type {type(score).__name__}; give a tensor")
+    if score.shape != parameters[name].shape:
+        shapes = f"has shape {list(score.shape)}, the parameter {list(parameters[name].shape)}"
+        raise UsageError(f"pass 'prune': scores[{name!r}] {shapes}")
+    if _has_nan(score):
+        raise UsageError(f"pass 'prune': scores[{name!r}] has NaN in it, and cannot be ranked")

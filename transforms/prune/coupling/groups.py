@@ -1,0 +1,154 @@
+"""Which slices of which tensors belong together: plain values, the seam between the analysis and what removes them.
+
+A group has `size` units. Everything that mentions a unit goes when the unit goes: slices of tensors (`Cut`), sizes in
+graphs (`Number`), sizes in attributes (`Attribute`). A field `units` says, index by index, which unit of the group an
+index belongs to; -1 is none of them: the index stays. Sizes become what they were minus the removed indices, so several
+groups that meet in one tensor or size may be cut one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused"]
+
+Kind: TypeAlias = Literal["channels", "heads", "hidden", "experts"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of one parameter or buffer.
+
+    Attributes:
+        tensor: its name in the model; of a tied tensor the first one.
+        dim: the dimension.
+        units: for each index along it the unit that it belongs to, or -1.
+    """
+
+    tensor: str
+    dim: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A size that a graph holds as a plain number: an argument of a view, split, slice, expand, convolution.
+
+    Attributes:
+        owner: the module whose graph it is, by its first name; modules that are alike may share the graph.
+        specialization: which of its graphs.
+        node: the name of the node.
+        path: the way to the number from `(args, kwargs)`: `(0, 1, 2)` is `args[1][2]`, `(1, "groups")` is
+            `kwargs["groups"]`; in a slice, "start" or "stop".
+        value: the number as it is: `len(units)`.
+        units: what it counts.
+        computed: whether the argument is a node that computes it from another width (`reshape(batch, length, width of
+            the input)`), which it does not follow any more: the argument becomes a plain number, also where none of
+            the group's units is counted.
+    """
+
+    owner: str
+    specialization: int
+    node: str
+    path: tuple[str | int, ...]
+    value: int
+    units: tuple[int, ...]
+    computed: bool = False
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A plain attribute of a module that is such a size (`out_channels`, `num_heads`, `groups`).
+
+    Attributes:
+        module: the module, by its first name.
+        name: of the attribute.
+        index: where the attribute is a tuple or list, which item; else None.
+        units: what it counts.
+    """
+
+    module: str
+    name: str
+    index: int | None
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A statistic that runs over the units of a group: of the kept ones alone, it is another one.
+
+    What is equal to the pruned model takes it over the kept indices only.
+
+    Attributes:
+        module: the innermost module that computes it: a LayerNorm or RMSNorm, or one whose code does.
+        kind: "layer" for mean and variance of `F.layer_norm`, "group" for those of `F.group_norm`, "rms" for
+            `F.rms_norm`, "mean" for a plain mean, which is zero where units were removed: it is too small by the
+            share of the removed units.
+        owner: the module whose graph computes or calls it; None where no graph does.
+        specialization: which of its graphs.
+        node: the name of the node there.
+        units: of the indices that the statistic runs over, along the dimension that is cut.
+    """
+
+    module: str
+    kind: Literal["layer", "group", "rms", "mean"]
+    owner: str | None
+    specialization: int
+    node: str
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that are removed together wherever they are mentioned.
+
+    Attributes:
+        name: of the layer that makes the units.
+        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears, an expert.
+        size: how many units there are.
+        cuts: the tensors.
+        numbers: the sizes in graphs.
+        attributes: the sizes in attributes.
+        norms: the statistics that run over the units.
+        replaced: the modules of torch whose code cannot run with other widths (`nn.MultiheadAttention`), by name.
+        hard_coded: the modules whose own forward has a size written in its code, by name, with that place: once the
+            units are cut, only their graphs are right.
+    """
+
+    name: str
+    kind: Kind
+    size: int
+    cuts: tuple[Cut, ...]
+    numbers: tuple[Number, ...] = ()
+    attributes: tuple[Attribute, ...] = ()
+    norms: tuple[Norm, ...] = ()
+    replaced: tuple[str, ...] = ()
+    hard_coded: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layer whose units cannot be removed.
+
+    Attributes:
+        layer: its name.
+        reason: one clause that names the operation at fault.
+        by_design: whether nothing is at fault: the layer makes the model's result, whose width stays.
+    """
+
+    layer: str
+    reason: str
+    by_design: bool = False
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The groups of a model in the order in which it computes them, and the layers that are in none."""
+
+    groups: tuple[Group, ...] = ()
+    refused: tuple[Refused, ...] = ()
+
+    def group(self, name: str) -> Group:
+        """Return the group of that name."""
+        return next(group for group in self.groups if group.name == name)

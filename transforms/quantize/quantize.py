@@ -1,0 +1,83 @@
+"""The pass: layers computed with small integers or floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from ...errors import UsageError
+from ...passes.contract import Pass, check_named
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...suggest import did_you_mean
+from ...tracing.program import Program
+from .replayable import replayable
+from .schemes import SCHEMES, scheme_called
+from .settings import Settings
+
+__all__ = ["Quantize"]
+
+_BUDGETS = {"float8": 0.1, "int4_weight": 0.2}
+"""What the schemes with fewer bits may err by, where the user does not say."""
+
+
+@dataclass(frozen=True)
+class Quantize(Settings, Pass):
+    """Compute linear layers with integers of 8 or 4 bits, or keep their weights as such.
+
+    Before: nn.Linear, weights in float32        After: a layer in its place, weights in int8, int4 or float8
+    Refuses: tied weights, layers with hooks, weights that other code reads, layers that are never called.
+
+    Options:
+        scheme: `int8_dynamic` (activations are quantized at each call), `int8_static` (with scales that calibration
+            found), `int8_weight`, `int4_weight` and `float8` (weights alone).
+        keep: what stays as it is: names of modules, which may hold `*`, or their classes.
+        budget: the error that is allowed, relative to the scale of each tensor; by default 0.05, of `float8` 0.1 and of
+            `int4_weight` 0.2.
+        per_channel: one scale for each output of an int8 layer, or one for all.
+        group_size: how many weights of an `int4_weight` layer have a scale in common.
+        aim: `speed` times each layer and leaves those alone that do not gain; `size` does not.
+        calibration: for `int8_static`: a loader, an iterator or a list of batches; the option text leaves it out. None
+            stands for the example inputs.
+        observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,
+            `minmax` nothing, `moving_average` what batches differ by.
+        batches: for `int8_static`: how many batches of `calibration` are used.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    phase: ClassVar[Phase] = Phase.EVAL
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
+    destroys: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
+        **dict.fromkeys(("fsdp", "tensor_parallel"), "layers with small numbers cannot be split over processes"),
+    }
+
+    @property
+    def error_budget(self) -> float:
+        if self.budget is None:
+            return _BUDGETS.get(self.scheme, 0.05)
+        return super().error_budget
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        object.__setattr__(self, "calibration", replayable(self.calibration))
+
+    def check(self, model: nn.Module) -> None:
+        if self.scheme not in SCHEMES:
+            raise UsageError(f"pass 'quantize': scheme={self.scheme!r} is unknown{did_you_mean(self.scheme, SCHEMES)}")
+        if self.aim not in ("speed", "size"):
+            raise UsageError(f"pass 'quantize': aim={self.aim!r}; use 'speed' or 'size'")
+        if isinstance(self.group_size, bool) or self.group_size < 1:
+            raise UsageError(f"pass 'quantize': group_size={self.group_size}; give a positive number, such as 64")
+        check_named(self.name, "keep", self.keep, model)
+        _ = self.error_budget
+        scheme_called(self.scheme).check(self, model)
+
+    def find(self, program: Program) -> Iterable[Site | Refusal]:
+        return scheme_called(self.scheme).find(self, program)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        scheme_called(self.scheme).rewrite(self, site, edit)

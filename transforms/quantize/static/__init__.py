@@ -1,0 +1,7 @@
+"""int8_static: weights and activations in 8 bits, with ranges of activations that calibration found."""
+
+from __future__ import annotations
+
+from .scheme import SCHEME
+
+__all__ = ["SCHEME"]

@@ -1,0 +1,71 @@
+"""The calls that a model is calibrated on: of a loader, an iterator, or the example inputs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ....errors import CalibrationError, FxoptError, one_line
+from ....tracing.program import Program
+from ....tracing.values import Inputs, call_of_batch
+
+__all__ = ["calls", "run_call"]
+
+
+def calls(given: Any, count: int, program: Program) -> Sequence[Inputs]:
+    """Return the calls to calibrate on.
+
+    Args:
+        given: a loader, an iterator or a list of batches, or one batch; labels that the forward does not take are left
+            out. None stands for the example inputs.
+        count: how many batches are taken at the most.
+        program: of the model.
+
+    Raises:
+        CalibrationError: there are none, or reading them raises.
+    """
+    if given is None:
+        if not program.whole_calls:
+            raise CalibrationError("int8_static has no calibration data; give calibration=, or example_inputs")
+        return program.whole_calls
+    found = list(_taken(_batches(given), count, program.model))
+    if not found:
+        raise CalibrationError("calibration= has no batches; give a loader that has some, or a fresh iterator")
+    return found
+
+
+def _batches(given: Any) -> Iterable[Any]:
+    if isinstance(given, (Tensor, Inputs, dict, tuple)):
+        return [given]
+    if not hasattr(given, "__iter__") or isinstance(given, str):
+        kind = type(given).__name__
+        raise CalibrationError(f"calibration= is of type {kind}; give a loader, an iterator, or a list of batches")
+    return cast("Iterable[Any]", given)
+
+
+def _taken(batches: Iterable[Any], count: int, model: nn.Module) -> Iterator[Inputs]:
+    try:
+        for batch in itertools.islice(batches, count):
+            yield call_of_batch(batch, model)
+    except FxoptError as error:
+        raise CalibrationError(f"calibration=: {error}") from error
+    except Exception as error:  # whatever the user's data raises
+        raise CalibrationError(f"calibration= raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
+    """Run a model on a call.
+
+    Raises:
+        CalibrationError: the model raises.
+    """
+    try:
+        return call.run(model)
+    except CalibrationError:
+        raise
+    except Exception as error:  # whatever the user's forward raises
+        text = f"the model does not take calibration batch {number}: {type(error).__name__}: {one_line(error)}"
+        raise CalibrationError(text) from error

@@ -1,0 +1,90 @@
+"""Find the range of what comes into each layer, by running the model on data and watching."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from ....compat_quantized import observer_called
+from ....errors import CalibrationError
+from ....layers.quantized import Range
+from ....tracing.program import Program
+from ....tracing.recording import preserved
+from ....tracing.values import Inputs
+from .batches import run_call
+
+__all__ = ["advancing", "ranges_of"]
+
+_SAMPLE = 1 << 16
+"""Of an activation so many elements are looked at, besides the smallest and the largest: histograms are slow."""
+
+
+@contextmanager
+def advancing(what: str, total: int) -> Generator[Any]:
+    """Show a bar on a terminal; call what is given to move it on."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"fxopt: {what}", total=total)
+        yield partial(progress.advance, task)
+
+
+def ranges_of(
+    program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str
+) -> dict[str, Range]:
+    """Return the range of the input of each layer that the calls reach.
+
+    Args:
+        program: of the model, which is run as it is and left so.
+        layers: by name.
+        calls: of the model.
+        kind: of observer: "histogram", "minmax" or "moving_average".
+
+    Raises:
+        CalibrationError: the model does not take the calls, or computes NaN or infinity on them.
+    """
+    observers = {name: observer_called(kind) for name in layers}
+    seen: set[str] = set()
+    watched = _watched(layers, observers, seen)
+    with torch.no_grad(), preserved(program.model), watched, advancing("calibrating", len(calls)) as advance:
+        for number, call in enumerate(calls):
+            run_call(program.model, call, number)
+            advance()
+    return {name: _range(observers[name]) for name in layers if name in seen}
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, nn.Module], seen: set[str]) -> Generator[None]:
+    def watch(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        if x.numel():
+            seen.add(name)
+            observers[name](_sample(name, x.detach().float()))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(watch, name), with_kwargs=True) for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sample(name: str, x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x)
+    if not (low.isfinite() and high.isfinite()):
+        raise CalibrationError(f"what comes into '{name}' is not finite on the calibration data; look there first")
+    flat = x.reshape(-1)
+    return torch.cat([flat[:: max(1, -(-x.numel() // _SAMPLE))], low.reshape(1), high.reshape(1)])
+
+
+def _range(observer: Any) -> Range:
+    scale, zero_point = observer.calculate_qparams()
+    return Range(float(scale), int(zero_point))

@@ -1,0 +1,45 @@
+"""The linear layers and convolutions that can be computed with static ranges, and why others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import nn
+
+from ....layers.quantized import Geometry
+from ....passes.sites import Refusal
+from ....tracing.program import Program
+from ....tracing.values import user_class
+from ..linears import is_kept, obstacle
+from ..settings import Settings
+
+__all__ = ["CONVOLUTIONS", "candidates"]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def candidates(settings: Settings, program: Program) -> Iterator[tuple[str, nn.Module] | Refusal]:
+    """Yield the layers that can be quantized, by name, and refusals of those that cannot."""
+    for module in program.names.distinct:
+        name = program.names.name(module)
+        if user_class(type(module)) not in (nn.Linear, *CONVOLUTIONS) or is_kept(settings.keep, name, program):
+            continue
+        reason = _reason(name, module, program)
+        yield Refusal(reason, name or "(root)") if reason else (name, module)
+
+
+def _reason(name: str, module: nn.Module, program: Program) -> str:
+    weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
+    reason = obstacle(name, module, weight, program)
+    if reason:
+        return reason
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device.type}, and the kernels are for CPUs"
+    if weight.dtype not in _DTYPES:
+        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"
+    if isinstance(module, CONVOLUTIONS) and Geometry.of(cast("nn.Conv2d", module)) is None:
+        return "it pads with something else than as many zeros on both sides"
+    return ""

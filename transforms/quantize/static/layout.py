@@ -1,0 +1,73 @@
+"""Whether anybody behind a convolution counts on how its result lies in memory: kernels return the channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from ....operators import canonical_name
+from ....tracing.program import Program
+from ....tracing.values import TensorMeta, user_class
+
+__all__ = ["Followers", "followers"]
+
+_FREE = frozenset("dim flatten layer_norm linear matmul reshape shape size".split())
+"""What takes any layout, and gives one of its own."""
+
+
+@dataclass(frozen=True)
+class Followers:
+    """What comes behind a result.
+
+    Attributes:
+        views: calls of `view` in the same graph, which could be `reshape`.
+        is_open: somebody else may count on the layout: whoever called the model, `view` in another graph, other code.
+    """
+
+    views: tuple[fx.Node, ...] = ()
+    is_open: bool = False
+
+
+def followers(program: Program, owner: str, node: fx.Node) -> Followers:
+    """Return what comes behind a node, as far as its layout goes with it."""
+    views: dict[fx.Node, None] = {}
+    pending, seen = [(owner, node)], {node}
+    while pending:
+        place, last = pending.pop()
+        for user in last.users:
+            if user in seen or canonical_name(user) in _FREE or _has_one_place(user):
+                continue
+            seen.add(user)
+            if user.op == "call_method" and user.target == "view" and place == owner:
+                views[user] = None
+            elif user.op == "output":
+                callers = list(_callers(program, place))
+                if not callers:
+                    return Followers(tuple(views), is_open=True)
+                pending += callers
+            elif canonical_name(user) == "view" or (user.op == "call_module" and not _is_plain(program, place, user)):
+                return Followers(tuple(views), is_open=True)
+            elif user.op != "call_module" or not isinstance(program.callee(place, user), nn.Linear):
+                pending.append((place, user))
+    return Followers(tuple(views), is_open=False)
+
+
+def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
+    module = program.module(owner)
+    for name, capture in program.captures.items():
+        for specialization in capture.specializations:
+            for node in specialization.graph.find_nodes(op="call_module"):
+                if program.callee(name, node) is module:
+                    yield name, node
+
+
+def _is_plain(program: Program, owner: str, node: fx.Node) -> bool:
+    return user_class(type(program.callee(owner, node))).__module__.startswith("torch.nn.")
+
+
+def _has_one_place(node: fx.Node) -> bool:
+    """Say whether a result is [rows, channels, 1, ...]: it lies in memory in one way only."""
+    val = node.meta.get("val")
+    return isinstance(val, TensorMeta) and len(val.shape) > 2 and set(val.shape[2:]) == {1}

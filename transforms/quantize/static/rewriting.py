@@ -1,0 +1,171 @@
+"""Put layers of 8 bits in the place of others, and let graphs pass on numbers between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from ....compat import own_parameters
+from ....errors import MatchFailure
+from ....layers.quantized import Geometry, Range, StaticConv, StaticLayer, StaticLinear, max_pool_numbers, to_numbers
+from ....passes.rewriting import Edit
+from ....passes.sites import Site
+from ....passes.state import QuantizeWeight
+from ....tracing.values import TensorMeta, qualified, user_class
+from ...fold_batchnorm.arithmetic import Fold
+from ...fold_batchnorm.dimensions import expect_dimensions
+from ...fold_batchnorm.find import dimensions_wanted
+from .candidates import CONVOLUTIONS
+from .pools import pooling_of
+
+__all__ = ["rewrite"]
+
+
+def rewrite(site: Site, edit: Edit, group: int) -> None:
+    """Rewrite a site: layers by what its data says, and the calls of these in its graph.
+
+    Args:
+        site: a layer, or a chain of them in a graph.
+        edit: of the site.
+        group: of the weights, see `QuantizeWeight`.
+    """
+    layers: list[Mapping[str, Any]] = site.data["layers"]
+    if not site.nodes:
+        _replace_layer("", layers[0], edit, group)
+        return
+    for number, layer in enumerate(layers):
+        node, norm = edit.graph_node(f"layer.{number}"), f"norm.{number}"
+        wanted = dimensions_wanted(edit.program.callee(site.owner, node)) if norm in site.nodes else None
+        if wanted is not None:
+            edit.call(expect_dimensions, node.args[0], wanted, before=node)
+        _replace_layer(str(node.target), layer, edit, group)
+    for number, layer in enumerate(layers):
+        _rewrite_call(site, number, layer, edit)
+    for label in site.nodes:
+        if label.startswith("between."):
+            _pass_numbers(edit.graph_node(label), edit)
+        if label.startswith("view."):
+            _loosened(edit.graph_node(label), edit)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) -> None:
+    old = edit.owner.get_submodule(path)
+    if user_class(type(old)) not in (nn.Linear, *CONVOLUTIONS):
+        raise MatchFailure(f"'{qualified(edit.site.owner, path)}' is a {type(old).__name__} by now")
+    weight = cast("nn.Parameter", own_parameters(old)["weight"])
+    names = tuple(qualified(path, name) for name in ("weight_values", "weight_scales"))
+    dtype = str(weight.dtype).removeprefix("torch.")
+    step = QuantizeWeight(qualified(path, "weight"), names, "int8", dtype, 0, group)
+    values, scales = step.forward([weight.detach()])
+    edit.replace_module(path, _layer_of(old, values, scales, Range(layer["scale"], layer["zero_point"])))
+    edit.record_state(step)
+
+
+def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_input: Range) -> StaticLayer:
+    settings = values, scales, own_parameters(old).get("bias"), cast("nn.Linear", old).weight.dtype, of_input
+    if isinstance(old, nn.Linear):
+        return StaticLinear(*settings)
+    geometry = Geometry.of(cast("nn.Conv2d", old))
+    if geometry is None:
+        raise MatchFailure("it pads with something else than as many zeros on both sides")
+    return StaticConv(*settings, geometry)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit) -> None:
+    node, options = edit.graph_node(f"layer.{number}"), dict[str, Any]()
+    replaced = [node, *(edit.graph_node(label) for label in _behind(site, number))]
+    if f"norm.{number}" in site.nodes:
+        options["scales"], options["bias"] = _folded(node, edit.graph_node(f"norm.{number}"), edit)
+    if f"relu.{number}" in site.nodes:
+        options["activation"] = "relu"
+    if layer["output"] is not None:
+        options["output"] = tuple(layer["output"])
+    else:
+        options["contiguous"] = layer["contiguous"]
+    x = _numbers_of(node, layer, edit)
+    call = edit.call(str(node.target), x, before=replaced[-1], **options)
+    for old in replaced:
+        edit.replace(old, call)
+    if layer["output"] is not None:
+        _note_numbers(call)
+
+
+def _behind(site: Site, number: int) -> list[str]:
+    return [label for label in (f"norm.{number}", f"relu.{number}") if label in site.nodes]
+
+
+def _folded(node: fx.Node, norm: fx.Node, edit: Edit) -> list[fx.Node]:
+    """Add scales and bias with a batch norm folded into them, made anew when one of its tensors changes."""
+    layer, module = str(node.target), cast("nn.BatchNorm2d", edit.owner.get_submodule(str(norm.target)))
+    fold = Fold(
+        eps=float(module.eps),
+        biased=own_parameters(edit.owner.get_submodule(layer)).get("bias") is not None,
+        scaled=own_parameters(module).get("weight") is not None,
+        shifted=own_parameters(module).get("bias") is not None,
+    )
+    of_layer = [f"{layer}.weight_scales", *[f"{layer}.bias"] * fold.biased]
+    trainable = edit.trainable
+    edit.hold_in_evaluation([str(norm.target)])
+    edit.trainable = trainable  # the layers themselves cannot be trained
+    return edit.derive(fold, [*of_layer, *(f"{norm.target}.{name}" for name in fold.norm_tensors)])
+
+
+def _numbers_of(node: fx.Node, layer: Mapping[str, Any], edit: Edit) -> Any:
+    """Return what a layer reads: numbers that are made once, where several layers read the same floats."""
+    x, settings = cast("fx.Node", node.args[0]), (layer["scale"], layer["zero_point"])
+    known = next((user for user in x.users if user.target is to_numbers and user.args[1:] == settings), None)
+    if known is not None:
+        return known
+    if _is_of_numbers(x) or sum(_calls_layer(user, edit) for user in x.users) < 2:
+        return x
+    numbers = edit.call(to_numbers, x, *settings)
+    numbers.meta["val"] = x.meta.get("val")
+    _note_numbers(numbers)
+    return numbers
+
+
+def _is_of_numbers(x: fx.Node) -> bool:
+    val = x.meta.get("val")
+    return isinstance(val, TensorMeta) and val.dtype is torch.uint8
+
+
+def _calls_layer(user: fx.Node, edit: Edit) -> bool:
+    if user.op != "call_module":
+        return False
+    return isinstance(edit.owner.get_submodule(str(user.target)), (nn.Linear, *CONVOLUTIONS, StaticLayer))
+
+
+def _pass_numbers(node: fx.Node, edit: Edit) -> None:
+    """Let an operation take numbers, whose channels come last in memory."""
+    pooling = pooling_of(edit.program, edit.site.owner, node)
+    if pooling is not None:
+        pooled = edit.call(max_pool_numbers, node.args[0], *pooling, before=node)
+        edit.replace(node, pooled)
+        _note_numbers(pooled)
+    else:
+        _note_numbers(_loosened(node, edit))
+
+
+def _loosened(node: fx.Node, edit: Edit) -> fx.Node:
+    """Let an operation take any layout: `view` becomes `reshape`."""
+    if node.op != "call_method" or node.target != "view":
+        return node
+    reshaped = edit.call(".reshape", *node.args, before=node, **node.kwargs)
+    edit.replace(node, reshaped)
+    return reshaped
+
+
+def _note_numbers(node: fx.Node) -> None:
+    val = node.meta.get("val")
+    if isinstance(val, TensorMeta):
+        node.meta["val"] = dataclasses.replace(val, dtype=torch.uint8)

@@ -1,0 +1,116 @@
+"""The scheme: calibrate, leave out what costs too much, and rewrite layer by layer or chain by chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from ....compat_quantized import OBSERVERS, why_no_static_int8
+from ....errors import UsageError
+from ....layers.quantized import Range
+from ....passes.rewriting import Edit
+from ....passes.sites import Refusal, Site
+from ....suggest import did_you_mean
+from ....tracing.program import Program
+from ..settings import Settings
+from .batches import calls
+from .calibration import ranges_of
+from .candidates import candidates
+from .chains import Chain, Link, chains
+from .rewriting import rewrite
+from .sensitivity import Sensitivity, sensitivity
+
+__all__ = ["SCHEME"]
+
+
+class _Static:
+    """Quantize linear layers and convolutions with ranges that calibration found."""
+
+    def check(self, settings: Settings, model: nn.Module) -> None:
+        reason = why_no_static_int8()
+        if reason:
+            raise UsageError(f"pass 'quantize': scheme={settings.scheme} does not run here: {reason}")
+        if isinstance(settings.batches, bool) or settings.batches < 1:
+            raise UsageError(f"pass 'quantize': batches={settings.batches}; give a positive number, such as 32")
+        if settings.observer not in OBSERVERS:
+            near = did_you_mean(str(settings.observer), OBSERVERS)
+            raise UsageError(f"pass 'quantize': observer={settings.observer!r} is unknown{near}")
+
+    def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
+        if program.training:
+            yield Refusal("it is for evaluation, and the model is in training; call model.eval() first", "(root)")
+            return
+        layers: dict[str, nn.Module] = {}
+        for found in candidates(settings, program):
+            if isinstance(found, Refusal):
+                yield found
+            else:
+                layers[found[0]] = found[1]
+        if layers:
+            yield from _calibrated(settings, program, layers)
+
+    def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
+        rewrite(site, edit, _group(settings))
+
+
+SCHEME = _Static()
+
+
+def _group(settings: Settings) -> int:
+    return 0 if settings.per_channel else -1
+
+
+def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Module]) -> Iterator[Site | Refusal]:
+    data = calls(settings.calibration, settings.batches, program)
+    ranges = ranges_of(program, layers, data, settings.observer)
+    yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
+    if not ranges:
+        return
+    budget: float = cast("Any", settings).error_budget
+    found = sensitivity(program, ranges, _group(settings), data[0], budget)
+    for name in found.left:
+        cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
+        yield Refusal(f"{cost}; the budget of all layers is {budget:g}", name)
+    yield from _sites(program, {name: range_ for name, range_ in ranges.items() if name not in found.left}, found)
+
+
+def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) -> Iterator[Site]:
+    chained: set[str] = set()
+    for chain in chains(program, ranges):
+        chained.update(link.name for link in chain.links)
+        yield _site_of(program, chain, ranges, found)
+    for name in ranges:
+        if name not in chained:
+            data = _data(name, ranges[name], None, found)
+            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]))
+
+
+def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found: Sensitivity) -> Site:
+    data = [_data(link.name, ranges[link.name], link, found) for link in chain.links]
+    nodes = {label: name for number, link in enumerate(chain.links) for label, name in _nodes(number, link)}
+    return Site(program, chain.owner, nodes, chain.specialization, data={"layers": data}, detail=_detail(data))
+
+
+def _nodes(number: int, link: Link) -> Iterator[tuple[str, str]]:
+    named = {"layer": link.node, "norm": link.norm, "relu": link.relu}
+    yield from ((f"{what}.{number}", node.name) for what, node in named.items() if node is not None)
+    yield from ((f"between.{number}.{place}", node.name) for place, node in enumerate(link.between))
+    yield from ((f"view.{number}.{place}", node.name) for place, node in enumerate(link.followers.views))
+
+
+def _data(name: str, of_input: Range, link: Link | None, found: Sensitivity) -> dict[str, Any]:
+    output = None if link is None else link.output
+    return {
+        "name": name, "scale": of_input.scale, "zero_point": of_input.zero_point,
+        "output": None if output is None else [output.scale, output.zero_point],
+        "contiguous": link is None or link.followers.is_open,
+        "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),
+    }  # fmt: skip
+
+
+def _detail(layers: list[dict[str, Any]]) -> str:
+    worst = max(layers, key=lambda layer: layer["error"])
+    count = f"{len(layers)} layers, at most" if len(layers) > 1 else "off by"
+    return f"{count} {worst['error']:.1%} of the scale" + (f" ({worst['name']})" if len(layers) > 1 else "")

@@ -1,0 +1,53 @@
+"""Which layers stay in floats, so that the whole model is within the budget: those that cost the most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ....layers.quantized import Range
+from ....tracing.program import Program
+from ....tracing.values import Inputs
+from .calibration import advancing
+from .simulation import Simulation
+
+__all__ = ["Sensitivity", "sensitivity"]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What quantizing layers costs, relative to the scale of what is compared.
+
+    Attributes:
+        own: layer -> by how much its own result is off.
+        alone: layer -> by how much the model's results are off where this layer alone is quantized; empty where all
+            layers together are within the budget.
+        left: the layers that stay in floats, the most costly first.
+        error: by how much the model's results are off with all the others.
+    """
+
+    own: Mapping[str, float]
+    alone: Mapping[str, float]
+    left: Sequence[str]
+    error: float
+
+
+def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
+    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
+    simulation = Simulation(program, ranges, group, call)
+    whole = simulation.error(ranges)
+    if whole <= budget:
+        return Sensitivity(simulation.own_errors, {}, (), whole)
+    alone: dict[str, float] = {}
+    with advancing("measuring layers", len(ranges)) as advance:
+        for name in ranges:
+            alone[name] = simulation.error([name])
+            advance()
+    order = sorted(ranges, key=alone.__getitem__, reverse=True)
+    # More layers in floats are taken to err less, so that the count can be found by halving.
+    wrong, right, error = 0, len(order), 0.0
+    while right - wrong > 1:
+        middle = (wrong + right) // 2
+        found = simulation.error(order[middle:])
+        wrong, right, error = (wrong, middle, found) if found <= budget else (middle, right, error)
+    return Sensitivity(simulation.own_errors, alone, order[:right], error)
