@@ -24,8 +24,6 @@ _RUNG = 16
 _EXACT = 64
 """Up to so many regions to choose from, every schedule on the frontier is looked for."""
 
-_BISECTIONS = 10
-
 _Held = frozenset[int]
 
 
@@ -50,10 +48,10 @@ def _every(solver: _Solver, most: int) -> Iterator[Schedule]:
 
 
 def _smallest(solver: _Solver, most: int) -> list[Schedule]:
-    """Return schedules on the way to the least memory, the smallest last."""
+    """Return schedules on the way to the least memory, found to within a rung: its last bytes are dear."""
     found: list[Schedule] = []
     too_small, enough = -1, most
-    for _ in range(_BISECTIONS):
+    while enough - too_small > max(enough // _RUNG, 1):
         limit = max((too_small + enough) // 2, enough // 4)
         schedule = solver.solve(limit)
         if schedule is None:
