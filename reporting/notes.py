@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 from ..compat import all_modules
+from ..errors import UsageError
+from ..passes.pipeline import find_pass
+from ..passes.sites import Phase
 from ..tracing.graphs import capture_of
+from ..tracing.values import is_sharded
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
@@ -24,7 +30,8 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    return [note for note in (unverified(record), _printing(model)) if note]
+    said = (unverified(record), *_costs(record), _for_training(record), _sharded(model), _printing(model))
+    return [note for note in said if note]
 
 
 def unverified(record: Record) -> str:
@@ -36,6 +43,47 @@ def unverified(record: Record) -> str:
             said = "a rewrite was" if count == 1 else f"{count} rewrites were"
             return f"{said} not verified ({reason}): {advice}"
     return ""
+
+
+def _costs(record: Record) -> Iterator[str]:
+    """Say what the model costs before and after, where a pass that makes it smaller has counted that."""
+    for decision in record.plan.decisions:
+        counted = decision.site["data"].get("costs") if decision.status == "applied" and decision.site else None
+        if isinstance(counted, dict):
+            pairs = cast("dict[str, list[float]]", counted).items()
+            shown = (
+                f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
+                for what, (before, after) in pairs
+            )
+            yield f"{decision.pass_name} chose: {', '.join(shown)}"
+
+
+def _for_training(record: Record) -> str:
+    """Say that passes for training stand in the way of those for inference."""
+    applied = dict.fromkeys(d.pass_name for d in record.plan.decisions if d.status == "applied")
+    around = [name for name in applied if name not in record.finished_by and _is_for_training(name)]
+    if record.plan.phase != "eval" or not around:
+        return ""
+    return (
+        f"{' and '.join(around)} had been run for training: passes for inference do not look into what that made; "
+        "begin with fxopt.restore(fast)"
+    )
+
+
+def _is_for_training(name: str) -> bool:
+    with suppress(UsageError):  # a pass that was given as a value need not be known by its name
+        return find_pass(name).phase is Phase.TRAIN
+    return False
+
+
+def _sharded(model: nn.Module) -> str:
+    """Say that an optimizer of the parameters before trains nothing."""
+    if not any(map(is_sharded, model.parameters())):
+        return ""
+    return (
+        "the parameters are sharded, and others than before: an optimizer trains them if it was given as optimizer=, "
+        "or is built over them"
+    )
 
 
 def _printing(model: nn.Module) -> str:

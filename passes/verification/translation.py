@@ -109,6 +109,7 @@ class Translation:
         if self.steps is None or not self.steps.steps:
             return
         state = _told_apart(self.reference.state, self.reference.seed)
+        state |= {alias: state[name] for alias, name in self.steps.aliases if name in state}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that values changed on the way is found out below

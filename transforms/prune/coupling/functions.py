@@ -214,6 +214,14 @@ def _normed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     follower.normalized = args[1] if len(args) > 1 else kwargs["normalized_shape"]
 
 
+def _rms_normed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Require at once what the norm is given: it is run as a mean and products, which are given nothing."""
+    shape: Sequence[Any] = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    labels = follower.get(args[0])
+    for size, dim in zip(shape, range(len(labels.shape) - len(shape), len(labels.shape)), strict=True):
+        follower.require(size, labels.of(dim), dim)
+
+
 def _other(follower: Follower, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Require of sizes that any other function is given that they stay what they are."""
     for value in (*args, *kwargs.values()):
@@ -228,7 +236,7 @@ _BEFORE: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolved_back),
     "group_norm": _group_normed,
     "layer_norm": _normed,
-    "rms_norm": _normed,
+    "rms_norm": _rms_normed,
 }
 
 _AFTER: Mapping[str, Callable[..., None]] = {
