@@ -19,6 +19,9 @@ from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors
 
 __all__ = ["Stage", "random_state_kept"]
 
+ADDED = "_fxopt_added"
+"""Where a module names tensors of its own that no original checkpoint has: it loads such a checkpoint without them."""
+
 _OURS = "_fxopt_"
 """What fxopt itself keeps on modules; no forward changes it."""
 
@@ -93,9 +96,11 @@ class Stage:
 
     @property
     def lasting(self) -> dict[str, Tensor]:
-        """Return what a state dict holds: the parameters, and the buffers that are not transient."""
+        """Return what a state dict holds and original checkpoints have: no transient buffers, nothing added."""
         passing = {
-            qualified(prefix, name) for prefix, module in self._modules.items() for name in transient_buffers(module)
+            qualified(prefix, name)
+            for prefix, module in self._modules.items()
+            for name in (*transient_buffers(module), *getattr(module, ADDED, ()))
         }
         return {name: tensor for name, tensor in self.state.items() if name not in passing}
 

@@ -47,7 +47,12 @@ def followers(program: Program, owner: str, node: fx.Node) -> Followers:
                 if not callers:
                     return Followers(tuple(views), is_open=True)
                 pending += callers
-            elif canonical_name(user) == "view" or (user.op == "call_module" and not _is_plain(program, place, user)):
+            elif user.op == "call_module" and not _is_plain(program, place, user):
+                inside = _placeholders(program, place, user)
+                if not inside:
+                    return Followers(tuple(views), is_open=True)
+                pending += inside
+            elif canonical_name(user) == "view":
                 return Followers(tuple(views), is_open=True)
             elif user.op != "call_module" or not isinstance(program.callee(place, user), nn.Linear):
                 pending.append((place, user))
@@ -61,6 +66,14 @@ def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
             for node in specialization.graph.find_nodes(op="call_module"):
                 if program.callee(name, node) is module:
                     yield name, node
+
+
+def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return where a called module's graphs take what they are given; nothing where it has none."""
+    name = program.name_of(program.callee(owner, node))
+    capture = program.captures.get(name)
+    graphs = () if capture is None else (specialization.graph for specialization in capture.specializations)
+    return [(name, placeholder) for graph in graphs for placeholder in graph.find_nodes(op="placeholder")]
 
 
 def _is_plain(program: Program, owner: str, node: fx.Node) -> bool:
