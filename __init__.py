@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-    from .passes.state import Concatenate, Rename, Select, Stack, StateStep
+    from .passes.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .reporting.report import Report
     from .tracing.graphs import Context
     from .tracing.program import Program
@@ -85,7 +85,7 @@ _PLACES = {
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "passes.pipeline": "Decision Plan",
-    "passes.state": "Concatenate Rename Select Stack StateStep",
+    "passes.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.recording": "recording",
@@ -124,6 +124,7 @@ __all__ = [
     "GuardWarning",
     "InputError",
     "Inputs",
+    "Mask",
     "Match",
     "MatchFailure",
     "ModeError",

@@ -60,6 +60,7 @@ __all__ = [
     "own_tensor",
     "padding_around",
     "property_access",
+    "read_by_name",
     "reentrant_checkpoints_off",
     "storage_id",
     "submodule",
@@ -309,6 +310,11 @@ def own_tensor(module: nn.Module, name: str) -> Tensor | None:
     """Return a module's own parameter or buffer of a name, or None: `getattr`, which calls Python, at half its cost."""
     parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     return module._buffers.get(name) if parameter is None else parameter  # pyright: ignore[reportPrivateUsage]
+
+
+def read_by_name() -> dict[str, property]:
+    """Return what makes a recurrent layer read its weights by their names, in the place of the list that it keeps."""
+    return {"_flat_weights": property(lambda m: [getattr(m, n) for n in m._flat_weights_names], lambda m, value: None)}
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:

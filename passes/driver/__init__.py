@@ -7,6 +7,7 @@ from .manager import Manager
 from .progress import Progress
 from .record import PassTrace, Record, record_of, state_map_of
 from .restoration import check_optimizer, hand_over, move_optimizer_back, restored
+from .root import remember
 from .run import Request, check_kind, copied, run_session
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "hand_over",
     "move_optimizer_back",
     "record_of",
+    "remember",
     "restored",
     "run_session",
     "state_map_of",

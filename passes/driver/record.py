@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -99,6 +99,12 @@ class Record:
         """Return id -> original name for the original's parameters that are still alive in this process."""
         alive = ((name, held()) for name, held in self._originals.items())
         return {id(parameter): name for name, parameter in alive if parameter is not None}
+
+    def changed(self, plan: Plan, state_map: StateMap) -> Record:
+        """Return the record of the same model with other decisions and another state map."""
+        new = replace(self, plan=plan, state_map=state_map)
+        new._originals.update(self._originals)
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         return self

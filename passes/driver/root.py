@@ -13,7 +13,7 @@ from ...tracing.values import class_recipe, subclass, user_class
 from ..state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap
 from .record import Record
 
-__all__ = ["make_root"]
+__all__ = ["make_root", "remember"]
 
 
 def make_root(model: nn.Module, record: Record) -> None:
@@ -22,6 +22,15 @@ def make_root(model: nn.Module, record: Record) -> None:
         module = submodule(model, path)
         if module is not None:
             _keep_original_names(module, state_map)
+    model.__dict__[RECORD_KEY] = record
+
+
+def remember(model: nn.Module, record: Record) -> None:
+    """Let an optimized model have another record: tensors of the same names, mapped otherwise."""
+    for path, state_map in {"": StateMap(names=record.state_map.names), **record.state_map.apart()}.items():
+        module = submodule(model, path)
+        if module is not None:
+            module.__dict__[STATE_MAP] = state_map
     model.__dict__[RECORD_KEY] = record
 
 

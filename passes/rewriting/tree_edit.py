@@ -167,15 +167,15 @@ class TreeEdit(GraphEdit):
                 is saved of it.
 
         Raises:
-            MatchFailure: if there is no such tensor, it has a name outside the site, or checkpoints from before and
-                after could not be told apart.
+            MatchFailure: there is none, it has a name outside the site, or the step's two sides cannot be told apart.
         """
         parent, _, last = path.rpartition(".")
         module = self.program.module(self._path(parent))
         old = own_tensor(module, last)
         if old is None:
             raise MatchFailure(f"'{self._path(path)}' is no parameter or buffer")
-        if step is not None and path in step.sources and path in step.targets and old.shape == tensor.shape:
+        is_ambiguous = step is not None and not step.idempotent and path in step.sources and path in step.targets
+        if is_ambiguous and old.shape == tensor.shape:
             raise MatchFailure(
                 f"'{self._path(path)}' would keep its name and its shape {list(old.shape)} but not its values, so that "
                 "checkpoints from before and after could not be told apart; give the new tensor another name"

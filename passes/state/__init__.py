@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .bits import packed, unpacked
 from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNames, cut_from_sharded
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
@@ -11,7 +12,7 @@ from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .quantized_steps import QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Rename, Select, Stack, StateStep
+from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
 
 __all__ = [
     "ELEMENT_WISE",
@@ -23,6 +24,7 @@ __all__ = [
     "Holder",
     "InParts",
     "KeepsOriginalNames",
+    "Mask",
     "QuantizeWeight",
     "Rename",
     "Select",
@@ -38,6 +40,7 @@ __all__ = [
     "gathered",
     "holder_of",
     "leave_to_other_ranks",
+    "packed",
     "quantized",
     "refuse_sharded",
     "sharded_like",
@@ -45,6 +48,7 @@ __all__ = [
     "skeleton_of",
     "translate_optimizer",
     "twin",
+    "unpacked",
     "whole_state",
     "writes_files",
 ]

@@ -11,14 +11,16 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ...errors import StateError
 from .quantized_steps import QuantizeWeight
-from .state_steps import Concatenate, Rename, Select, Stack, StateStep
+from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
 
 __all__ = ["GROUP", "step_from_json"]
 
 GROUP = "fxopt.state_steps"
 """The entry-point group of steps from other distributions, by their kinds; fxopt's own win where kinds are equal."""
 
-_OWN: Mapping[str, type[StateStep]] = {step.kind: step for step in (Rename, Stack, Concatenate, Select, QuantizeWeight)}
+_OWN: Mapping[str, type[StateStep]] = {
+    step.kind: step for step in (Rename, Stack, Concatenate, Select, Mask, QuantizeWeight)
+}
 
 
 def step_from_json(data: object, trust: Sequence[str] | bool = ()) -> StateStep:

@@ -118,7 +118,7 @@ class StateMap:
             applied = _apply(
                 values, step.targets, step.sources, step.backward, step.is_new if step.keeps_names else None
             )
-            lost = lost or (applied and step.lossy)
+            lost = lost or (applied and step.lossy and not step.idempotent)
         for alias, name in self.aliases:
             if name in values and name in self.sources and (alias not in values or name in self.kept_names):
                 values[alias] = values[name]

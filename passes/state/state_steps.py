@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
+from .bits import unpacked
 
-__all__ = ["Concatenate", "Rename", "Select", "Stack", "StateStep"]
+__all__ = ["Concatenate", "Mask", "Rename", "Select", "Stack", "StateStep"]
 
 
 class StateStep(ABC):
@@ -29,11 +30,14 @@ class StateStep(ABC):
     Attributes:
         kind: the step's name in JSON.
         lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
+        idempotent: whether `forward` leaves what has been through it as it is: then tensors from before and after need
+            not be told apart, and state dicts with zeros are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
     """
 
     kind: ClassVar[str]
     lossy: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False
     is_compact: ClassVar[bool] = False
 
     @property
@@ -242,6 +246,38 @@ class Select(_OfOne):
 
     def __str__(self) -> str:
         return f"select {len(self.kept)} of {self.size} along {self.dim}: {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True)
+class Mask(_OfOne):
+    """Of the tensor `old`, of this shape, `new` has zeros where `gone` says so.
+
+    Attributes:
+        shape: of the tensor.
+        gone: which elements are zero, as `packed` writes it.
+    """
+
+    shape: tuple[int, ...]
+    gone: str
+
+    kind: ClassVar[str] = "mask"
+    lossy: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (whole,) = tensors
+        if tuple(whole.shape) != self.shape:
+            raise StateError(f"'{self.old}' has shape {list(whole.shape)}; its mask has {list(self.shape)}")
+        return (whole.masked_fill(unpacked(self.gone, self.shape).to(whole.device), 0),)
+
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (kept,) = tensors
+        (masked,) = self.forward([kept.detach()])
+        # Most often nothing was written where the zeros are: then it is the model's own memory.
+        return (kept.detach() if not kept.is_meta and torch.equal(masked, kept) else masked,)
+
+    def __str__(self) -> str:
+        return f"mask {list(self.shape)}: {self.old} -> {self.new}"
 
 
 def _check_distinct(step: _OfMany) -> None:

@@ -167,9 +167,10 @@ class Translation:
         found = run.parameter_gradients
         values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
+        everywhere = self._marks_of(frozenset(self.reference.state))
         mapped = self.state(values)
         return {
-            name: _if_present(name, gradient, marks[name])
+            name: _if_present(name, gradient, marks[name], everywhere[name])
             for name, gradient in mapped.items()
             if name in self.after.parameters or bool(marks[name].any())
         }
@@ -183,8 +184,8 @@ class Translation:
         return self._marks[present]
 
 
-def _if_present(name: str, gradient: Tensor, marks: Tensor) -> Tensor | None:
-    if bool(marks.all()):
+def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor) -> Tensor | None:
+    if torch.equal(marks, everywhere):  # a mask leaves zeros where nothing can have a gradient
         return gradient
     if not bool(marks.any()):
         return None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import UsageError
@@ -31,14 +29,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         return self.head(self.encoder(x * scale))
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """Initialize a process group of this process alone."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

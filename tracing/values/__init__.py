@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .autograd_functions import FunctionCall
 from .class_cache import cached_by_class
-from .dynamic import Quiet, class_recipe, empty_module, in_class, same_kind, subclass, user_class
+from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .inputs import Inputs, call_of_batch, check_whole, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
@@ -46,6 +46,7 @@ __all__ = [
     "Path",
     "Quiet",
     "RandomState",
+    "Remade",
     "Signature",
     "TensorFunction",
     "TensorMeta",

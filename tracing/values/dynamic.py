@@ -9,13 +9,23 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from ...compat import REGISTERS
 
-__all__ = ["Quiet", "class_recipe", "empty_module", "identity", "in_class", "same_kind", "subclass", "user_class"]
+__all__ = [
+    "Quiet",
+    "Remade",
+    "class_recipe",
+    "empty_module",
+    "identity",
+    "in_class",
+    "same_kind",
+    "subclass",
+    "user_class",
+]
 
 _Key = tuple[type, tuple[type, ...], object]
 _classes: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
@@ -49,6 +59,13 @@ class Quiet:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+
+class Remade(Quiet):
+    """Let instances of a dynamic class be copied and pickled: the class is made again from its recipe."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return empty_module, class_recipe(cast("Any", type(self))), vars(self)
 
 
 def user_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -22,6 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
 
 _LEAF_BASES = (
+    "fxopt.layers.masked.Masked",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
     "fxopt.layers.quantized.trained.Freezable",
@@ -65,8 +66,8 @@ def counts_items(cls: type) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is an operation of its own, never looked into.
 
-    These are torch.nn's modules, subclasses that keep their forward, fxopt's own layers that wait for other processes
-    or hold small numbers, PyTorch Geometric's message passing, and what TorchScript compiled.
+    These are torch.nn's modules, subclasses that keep their forward, fxopt's own layers, PyTorch Geometric's message
+    passing, and what TorchScript compiled.
     """
     if is_scripted(module):
         return True

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tracing.values import Quiet, class_recipe, empty_module, in_class, subclass, user_class
+from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
 from .returning import ReturningAutocast
 
 __all__ = ["AutocastLeaf", "in_autocast"]
 
 
-class AutocastLeaf:
+class AutocastLeaf(Remade):
     """A layer of its own class that computes under autocast.
 
     Attributes:
@@ -23,9 +23,6 @@ class AutocastLeaf:
     """
 
     autocast: ReturningAutocast
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return empty_module, class_recipe(type(self)), self.__dict__  # pyright: ignore[reportArgumentType]
 
 
 def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
@@ -36,7 +33,7 @@ def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module
 
 
 def _leaf_class(base: type[nn.Module]) -> type[nn.Module]:
-    return subclass(base, (AutocastLeaf, Quiet), lambda: _body(base), key="autocast")
+    return subclass(base, (AutocastLeaf,), lambda: _body(base), key="autocast")
 
 
 def _body(base: type[nn.Module]) -> dict[str, Any]:

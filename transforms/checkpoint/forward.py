@@ -86,11 +86,12 @@ class Forward:
 def traced_forward(program: Program) -> Forward:
     """Return what the model's forward on its first example call of the whole model does in training.
 
-    It runs on fake tensors, which hold no data; where the model decides by data, on real ones.
+    It runs on fake tensors, which hold no data; where that does not do (the model decides by data, an operator is for
+    real ones alone), on real ones.
     """
     call = program.whole_calls[0]
     with in_phase(program.model, True), preserved(program.model), torch.enable_grad():
-        with contextlib.suppress(Exception), fake_tensors() as mode:
+        with contextlib.suppress(RuntimeError), fake_tensors() as mode:
             return _traced(program, call, mode.from_tensor)
         return _traced(program, call, torch.clone)
 

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ...errors import one_line
 from ...layers.sync_batch_norm import SyncBatchNorm
 from ...passes.state import copied_module
 from ...passes.verification import is_on_meta
@@ -26,10 +27,12 @@ class Rehearsal:
     Attributes:
         unused: the names of trained parameters that no gradient reaches.
         written: the names of buffers that differ between processes after a forward in training.
+        failed: why example calls said nothing: all parameters count as used, then, and all buffers as written.
     """
 
     unused: tuple[str, ...]
     written: tuple[str, ...]
+    failed: tuple[str, ...] = ()
 
 
 def rehearse(program: Program) -> Rehearsal:
@@ -38,15 +41,17 @@ def rehearse(program: Program) -> Rehearsal:
     if not program.whole_calls or is_on_meta(model):
         return Rehearsal((), tuple(buffers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    used, written = set[str](), set[str]()
-    for inputs in program.whole_calls:
+    used, written, failed = set[str](), set[str](), list[str]()
+    for number, inputs in enumerate(program.whole_calls):
         try:
             reached, changed = _step(model, inputs, trained)
-        except Exception:  # an example for evaluation need not do for training: one row and a batch norm, say
+        except Exception as error:  # an example for evaluation need not do for training: one row and a batch norm, say
             reached, changed = set(trained), set(buffers)
+            failed.append(f"example call {number} raised {type(error).__name__} in training: {one_line(error)}")
         used |= reached
         written |= changed
-    return Rehearsal(tuple(name for name in trained if name not in used), tuple(n for n in buffers if n in written))
+    unused = tuple(name for name in trained if name not in used)
+    return Rehearsal(unused, tuple(name for name in buffers if name in written), tuple(failed))
 
 
 def _own_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -85,7 +85,9 @@ class Ddp(Pass):
 
 
 def _unused(seen: Rehearsal) -> Iterator[Refusal]:
-    """Yield one refusal for each module that has parameters without a gradient."""
+    """Yield one refusal for each module that has parameters without a gradient, and for each call that showed none."""
+    for reason in seen.failed:
+        yield Refusal(f"{reason}; so all parameters count as used, and all buffers are sent", "(root)")
     owners = dict.fromkeys(name.rpartition(".")[0] or "(root)" for name in seen.unused)
     for owner in owners:
         yield Refusal(

@@ -62,9 +62,8 @@ class Pipeline(Pass):
             others = list(other_routes(program, found))
             routes = [found.data(), *(route for route in others if not isinstance(route, Refusal))]
             self._rehearse(program, routes)
-        except MatchFailure as failure:
-            yield Site(program, "", {}, data={"refused": str(failure)}, detail=str(failure))
-            return
+        except MatchFailure as failure:  # no site would mean no pipeline, and each rank with the whole model
+            raise UsageError(f"pass 'pipeline': {failure}") from failure
         yield from (refusal for refusal in others if isinstance(refusal, Refusal))
         crossing = f"{found.stages.crossing:,} bytes cross"
         detail = f"{stages} stages, the slowest {1 + found.stages.imbalance:.2f} of the mean, {crossing}"
@@ -80,11 +79,8 @@ class Pipeline(Pass):
                     raise MatchFailure(str(error)) from error
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        data = sites[0].data
-        if "refused" in data:
-            raise UsageError(f"pass 'pipeline': {data['refused']}")
         require_same_weights(model, self.name)
-        layouts = [Layout.of(model, route) for route in data["routes"]]
+        layouts = [Layout.of(model, route) for route in sites[0].data["routes"]]
         return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
     def _stages(self, processes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .masks import PruningSchedule, masks, remove_masks, set_masks
 from .prune import Prune
 
-__all__ = ["Prune"]
+__all__ = ["Prune", "PruningSchedule", "masks", "remove_masks", "set_masks"]

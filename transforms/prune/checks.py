@@ -61,6 +61,8 @@ def check_options(options: Any) -> None:
         if words and all(isinstance(word, str) for word in words) and given not in words:
             raise _wrong(name, given, f"use {', '.join(words[:-1])} or {words[-1]}")
     _check_numbers(options)
+    if options.schedule != "one_shot" and options.scores is not None:
+        raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
     for name, methods in _GOES_WITH.items():
         if options.method not in methods and getattr(options, name) != getattr(pass_type, name):
             raise UsageError(

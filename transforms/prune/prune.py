@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -14,6 +14,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from .checks import check_options, check_scores, check_weights
+from .masks import find, reference, rewrite
 
 __all__ = ["Prune"]
 
@@ -57,13 +58,18 @@ class Prune(Pass):
         check_options(self)
 
     def check(self, model: nn.Module) -> None:
+        if self.method == "structured":
+            raise UsageError("pass 'prune': method=structured is not there yet; use magnitude, random or nm")
         check_named(self.name, "keep", self.keep, model)
         check_weights(model)
         if self.scores is not None:
             check_scores(self.scores, model)
 
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        raise UsageError(f"pass 'prune': method={self.method} is not there yet")
+    def find(self, program: Program) -> Iterable[Site | Refusal]:
+        return find(program, self)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        raise UsageError(f"pass 'prune': method={self.method} is not there yet")
+        rewrite(site, edit)
+
+    def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
+        return reference(site, original)

@@ -13,7 +13,7 @@ from ...operators import operator_info, operator_of_module
 from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners
 from ...tracing.graphs import Specialization, capture_of, specializations_of
-from ...tracing.guards import reader
+from ...tracing.guards import Argument, reader
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .rules import Call, result_of
@@ -63,7 +63,7 @@ class Blocks:
 
     def _followed(self, left_out: set[str]) -> list[Block]:
         run = _Run(self.program, self.processes, left_out)
-        run.module("", self.program.model, (), {})
+        run.model()
         blocks = list({id(block.whole): block.whole for block in run.blocks}.values())
         for block in blocks:
             block.stop = block.stop or self._left_over(block)
@@ -81,11 +81,20 @@ class Blocks:
 
 @dataclass
 class _Run:
-    """One walk through all graphs, in the order in which they run."""
+    """One walk through all graphs of each mode, in the order in which they run.
+
+    Attributes:
+        program, processes: as of `Blocks`.
+        left_out: layers that are left whole.
+        flipped: whether the graphs are followed for the other mode than the model is in.
+        blocks: what was found.
+        roles: how each layer is split.
+    """
 
     program: Program
     processes: int
     left_out: set[str]
+    flipped: bool = False
     blocks: list[Block] = field(default_factory=list[Block])
     roles: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -102,14 +111,21 @@ class _Run:
                         found.add(id(getattr(module.get_submodule(path), last, None)))
         return found
 
+    def model(self) -> None:
+        """Follow the whole model as it runs in its mode and then, where it has other graphs there, in the other one."""
+        self.module("", self.program.model, (), {})
+        if any(len(specializations_of(module)) > 1 for module in self.program.names.distinct):
+            self.flipped = True
+            self.module("", self.program.model, (), {})
+
     def module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the value of a call of a module."""
         if user_class(type(module)) is nn.Linear or is_conv1d(module):
             return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
-        specialization = _of_its_mode(module)
+        specialization = _of_mode(module, self.flipped)
         if specialization is None:
             return self._leaf(name, module, (args, kwargs))
-        bound = _bound(module, args, kwargs)
+        bound = _bound(name, module, args, kwargs)
         values: dict[fx.Node, Any] = {}
         for node in specialization.graph.nodes:
             values[node] = self._node(name, module, specialization, node, values, bound)
@@ -148,8 +164,10 @@ class _Run:
         part = given if isinstance(given, Part) and given.block.whole.stop is None else None
         role = "row" if part is not None else "column" if name not in self.left_out else "whole"
         if self.roles.setdefault(name, role) != role:
-            stop = Stop(f"'{name}' is called at several places, which would split it differently")
-            _stop_all([given, *(Part(-1, block) for block in self.blocks if name in block.columns)], stop)
+            where = "in training and in evaluation" if self.flipped else "at several places"
+            stop = Stop(f"'{name}' is called {where}, which would split it differently")
+            concerned = (block for block in self.blocks if name in block.columns or name in block.rows)
+            _stop_all([given, *(Part(-1, block) for block in concerned)], stop)
             return None
         if part is not None:
             return self._row(name, part)
@@ -206,23 +224,28 @@ def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
     return None
 
 
-def _of_its_mode(module: nn.Module) -> Specialization | None:
+def _of_mode(module: nn.Module, flipped: bool) -> Specialization | None:
     found = specializations_of(module)
-    return next((each for each in found if each.runs_in_mode(module)), found[0] if found else None)
+    return next((each for each in found if each.runs_in_mode(module, flipped=flipped)), found[0] if found else None)
 
 
-def _bound(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+def _bound(name: str, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     capture = capture_of(module)
     try:
         return {} if capture is None else dict(capture.parameters.bind(args, kwargs))
-    except TypeError:
+    except TypeError as error:
+        _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
         return {}
 
 
 def _read(bound: dict[str, Any], specialization: Specialization, node: fx.Node) -> Any:
+    """Return the value of a placeholder; what is read from inside something whole is whole."""
+    argument = specialization.argument(node)
     try:
-        return reader(bound)(specialization.argument(node))
+        return reader(bound)(argument)
     except (LookupError, TypeError, AttributeError):
+        roots = [bound.get(each.name) for each in argument.all() if isinstance(each, Argument)]
+        _stop_all(roots, Stop(f"'{argument}' cannot be followed into the module that reads it"))
         return None
 
 

@@ -17,7 +17,7 @@ from fxopt.errors import BudgetError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.passes.timing import memory_use
 from fxopt.tracing.values import normalize_inputs
-from fxopt.transforms.checkpoint import Checkpoint, recomputation
+from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
 from fxopt.transforms.checkpoint.choices import Choices, choices
 from fxopt.transforms.checkpoint.spans import Search
 
@@ -349,6 +349,25 @@ def test_fused_ensembles_are_checkpointed() -> None:
     fused = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
     assert {status for status, _ in decisions(fast)} == {"applied"}
     assert_bit_equal(fused, fast, x)
+
+
+def test_what_goes_wrong_on_fake_tensors_is_not_swallowed(
+    transformer: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = transformer
+    raised: list[str] = []
+
+    def once(*args: object) -> float:
+        if not raised:
+            raised.append("once")
+            raise AttributeError("a fault of the cost model")
+        return 1.0
+
+    monkeypatch.setattr(forward, "_operations", once)
+    with pytest.raises(
+        fxopt.PassError, match=r"pass 'checkpoint' \(find\) raised AttributeError: a fault of the cost model"
+    ):
+        fxopt.optimize(model, "checkpoint", example_inputs=x)
 
 
 @settings(max_examples=30)

@@ -327,6 +327,15 @@ def test_without_a_process_group_the_command_is_given() -> None:
         fxopt.optimize(nn.Linear(2, 2), "ddp", example_inputs=torch.ones(1, 2))
 
 
+@pytest.mark.usefixtures("one_process")
+def test_a_call_that_does_not_train_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    plan = fxopt.plan(fxopt.optimize(model, "ddp", example_inputs=torch.ones(1, 4)))
+    refused = [d.reason for d in plan.decisions if d.status == "refused"]
+    assert len(refused) == 1
+    assert refused[0].startswith("example call 0 raised ValueError in training: Expected more than 1 value")
+
+
 def test_without_replicas_no_sync_does_nothing() -> None:
     with fxopt.no_sync(nn.Linear(2, 2)):
         pass

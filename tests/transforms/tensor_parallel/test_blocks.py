@@ -122,6 +122,30 @@ def test_what_needs_the_whole_keeps_layers_whole() -> None:
     assert "(mean) needs the whole of it" in reason(Averaged())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_one_mode_needs_the_whole_for_keeps_layers_whole(training: bool) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.up(x))
+            return self.down(torch.cumsum(x, -1) if self.training else x)
+
+    class Swapped(Centred):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.down, self.up) if self.training else (self.up, self.down)
+            return second(torch.relu(first(x)))
+
+    assert "(cumsum) needs the whole of it" in reason(Centred().train(training))
+    assert "is called in training and in evaluation, which would split it" in reason(Swapped().train(training))
+
+
 def test_parameters_that_others_use_stay_whole() -> None:
     tied = Attention()
     tied.o.weight = tied.q.weight

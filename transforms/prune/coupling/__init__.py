@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .analysis import coupling
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
 
-__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused"]
+__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "coupling"]

@@ -43,6 +43,9 @@ class Number:
             `kwargs["groups"]`; in a slice, "start" or "stop".
         value: the number as it is: `len(units)`.
         units: what it counts.
+        computed: whether the argument is a node that computes it from another width (`reshape(batch, length, width of
+            the input)`), which it does not follow any more: the argument becomes a plain number, also where none of
+            the group's units is counted.
     """
 
     owner: str
@@ -51,6 +54,7 @@ class Number:
     path: tuple[str | int, ...]
     value: int
     units: tuple[int, ...]
+    computed: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""Modules some of whose weights are zero and stay zero, whatever an optimizer, a user or a checkpoint writes there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import is_plainly_eager, read_by_name, version_of
+from ..passes.state import STATE_MAP, sharded_like
+from ..tracing.graphs import capture_of, install, uninstall
+from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
+
+__all__ = ["Masked", "gone_of", "masked_module", "set_gone", "unmask"]
+
+_GONE = "_fxopt_gone"
+"""In the `__dict__` of a module with masks: name of a parameter -> which of its elements are zero for good."""
+
+_SETTLED = "_fxopt_settled"
+"""Likewise: name of a parameter -> its version and place in memory when zeros were last put there."""
+
+
+class Masked(Remade):
+    """A module of its own class, whose masked parameters read as zero where their masks say so.
+
+    Reading one gives the parameter, with zeros put back where anything was written since; within the forward it is a
+    view of it, whose gradient is zero in the same places. The masks are no buffers: state dicts, `named_buffers` and
+    what processes send each other know nothing of them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        computed = cast("Any", super()).forward
+        if torch.compiler.is_compiling():
+            return computed(*args, **kwargs)
+        _forwards.depth += 1
+        try:
+            return computed(*args, **kwargs)
+        finally:
+            _forwards.depth -= 1
+
+
+class _Forwards(threading.local):
+    """How many forwards of modules with masks this thread is in."""
+
+    depth = 0
+
+
+_forwards = _Forwards()
+
+
+def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module of the same class and with the same tensors as `module`, with masks.
+
+    Args:
+        module: stays as it is.
+        gone: name of a parameter of the module's own -> which of its elements are zero, booleans of its shape.
+    """
+    new = in_class(module, type(module))
+    uninstall(new)
+    new.__class__ = _masked_class(user_class(type(module)), tuple(gone))
+    set_gone(new, gone)
+    return new
+
+
+def gone_of(module: nn.Module) -> Mapping[str, Tensor]:
+    """Return name of a parameter -> which of its elements are zero for good; of other modules nothing."""
+    return vars(module).get(_GONE, {})
+
+
+def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
+    """Give a module with masks other ones; the zeros are there at the next reading."""
+    vars(module)[_GONE] = dict(gone)
+    vars(module)[_SETTLED] = {}
+
+
+def _masked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    return subclass(base, (Masked,), lambda: _body(base, names), key=("masked", names))
+
+
+def _body(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "_fxopt_base": user_class(base),
+        "_fxopt_recipe": (_remade, (*class_recipe(base), names)),
+        **{name: _reading(name) for name in names},
+        **(read_by_name() if issubclass(base, nn.RNNBase) else {}),
+    }
+
+
+def _remade(
+    make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...], names: tuple[str, ...]
+) -> type[nn.Module]:
+    """Return the class again, whose base may be one that was made on the fly, too."""
+    return _masked_class(make(*arguments), names)
+
+
+def _reading(name: str) -> property:
+    return property(lambda module: _read(module, name))
+
+
+def _read(module: nn.Module, name: str) -> Tensor | None:
+    """Return a parameter with its zeros in place."""
+    parameter = cast("Mapping[str, Tensor | None]", vars(module)["_parameters"])[name]
+    if parameter is None:
+        return None
+    gone = _beside(module, name, parameter)
+    if torch.compiler.is_compiling() or type(parameter) is not nn.Parameter or not is_plainly_eager():
+        return parameter.masked_fill(gone, 0)
+    _settle(module, name, parameter, gone)
+    if not (_forwards.depth and parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter
+    view = parameter.view_as(parameter)
+    view.register_hook(partial(_without, gone))
+    return view
+
+
+def _without(gone: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(gone, 0)
+
+
+def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """Return the mask where the parameter is: on its device, cut as it is."""
+    gone: Tensor = vars(module)[_GONE][name]
+    if gone.device == parameter.device and type(gone) is type(parameter.data):
+        return gone
+    return sharded_like(gone.to(parameter.device), parameter)
+
+
+def _settle(module: nn.Module, name: str, parameter: nn.Parameter, gone: Tensor) -> None:
+    """Put the zeros back where anything was written to a parameter since that was last done."""
+    settled: dict[str, tuple[int, int]] = vars(module)[_SETTLED]
+    now = version_of(parameter), parameter.data_ptr()
+    if settled.get(name) != now:
+        # Not counted as a write: backward passes that are under way saved the same values.
+        parameter.data.masked_fill_(gone, 0)
+        settled[name] = now
+
+
+def unmask(module: nn.Module) -> None:
+    """Take the masks off a module; the zeros stay as values, and can be trained away."""
+    for name in gone_of(module):
+        getattr(module, name)  # puts the zeros there
+    capture = capture_of(module)
+    uninstall(module, keep_regions=True)
+    object.__setattr__(module, "__class__", user_class(type(module)))
+    for key in (_GONE, _SETTLED, STATE_MAP):
+        vars(module).pop(key, None)
+    if capture is not None:
+        install(module, capture)

@@ -1,0 +1,151 @@
+"""The groups of small models of known families, each cut by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fxopt.transforms.prune.coupling import Coupling
+
+CheckCuts = Callable[..., Coupling]
+
+
+def _small(**other: Any) -> dict[str, Any]:
+    return {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24, **other}
+
+
+def _resnet() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    return transformers.ResNetForImageClassification(config), torch.randn(2, 3, 32, 32)
+
+
+def _convnext() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.ConvNextConfig(hidden_sizes=[4, 6], depths=[1, 1], num_stages=2, num_labels=3)
+    return transformers.ConvNextForImageClassification(config), torch.randn(2, 3, 32, 32)
+
+
+def _vit() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.ViTConfig(**_small(image_size=16, patch_size=8, num_labels=3))
+    return transformers.ViTForImageClassification(config), torch.randn(2, 3, 16, 16)
+
+
+def _bert() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.BertConfig(**_small(vocab_size=20, num_labels=3))
+    return transformers.BertForSequenceClassification(config), torch.arange(10).view(2, 5)
+
+
+def _bert_eager() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.BertConfig(**_small(vocab_size=20, num_labels=3), attn_implementation="eager")
+    return transformers.BertForSequenceClassification(config), torch.arange(10).view(2, 5)
+
+
+def _llama() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.LlamaConfig(**_small(vocab_size=20, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(config), torch.arange(10).view(2, 5)
+
+
+def _qwen2() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.Qwen2Config(**_small(vocab_size=20, num_key_value_heads=2), attn_implementation="eager")
+    return transformers.Qwen2ForCausalLM(config), torch.arange(10).view(2, 5)
+
+
+def _gpt2() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=20, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config), torch.arange(10).view(2, 5)
+
+
+def _t5() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.T5Config(d_model=16, d_ff=24, num_layers=1, num_heads=4, d_kv=4, vocab_size=20)
+    return transformers.T5EncoderModel(config), torch.arange(10).view(2, 5)
+
+
+def _mobilenet() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.MobileNetV2Config(depth_multiplier=0.25, num_labels=3)
+    return transformers.MobileNetV2ForImageClassification(config), torch.randn(2, 3, 32, 32)
+
+
+_ATTENTION = "encoder.layer.0.attention.self.query"
+_BERT = {
+    "bert.embeddings.word_embeddings": ("hidden", 16),
+    f"bert.{_ATTENTION}": ("heads", 4),
+    "bert.encoder.layer.0.intermediate.dense": ("hidden", 24),
+    "bert.pooler.dense": ("hidden", 16),
+}
+_DECODER = {
+    "model.embed_tokens": ("hidden", 16),
+    "model.layers.0.self_attn.q_proj": ("heads", 2),
+    "model.layers.0.mlp.gate_proj": ("hidden", 24),
+}
+_FAMILIES: dict[Callable[[], tuple[nn.Module, torch.Tensor]], tuple[dict[str, tuple[str, int]], set[str]]] = {
+    _resnet: (
+        {
+            "resnet.embedder.embedder.convolution": ("channels", 4),
+            "resnet.encoder.stages.0.layers.0.layer.0.convolution": ("channels", 4),
+            "resnet.encoder.stages.1.layers.0.layer.0.convolution": ("channels", 8),
+            "resnet.encoder.stages.1.layers.0.layer.1.convolution": ("channels", 8),
+        },
+        {"classifier.1"},
+    ),
+    _convnext: (
+        {
+            "convnext.embeddings.patch_embeddings": ("channels", 4),
+            "convnext.encoder.stages.0.layers.0.pwconv1": ("hidden", 16),
+            "convnext.encoder.stages.1.downsampling_layer.1": ("channels", 6),
+            "convnext.encoder.stages.1.layers.0.pwconv1": ("hidden", 24),
+        },
+        {"classifier"},
+    ),
+    _vit: (
+        {
+            "vit.embeddings.patch_embeddings.projection": ("channels", 16),
+            "vit.layers.0.attention.q_proj": ("heads", 4),
+            "vit.layers.0.mlp.fc1": ("hidden", 24),
+        },
+        {"classifier"},
+    ),
+    _bert: (_BERT, {"classifier"}),
+    _bert_eager: (_BERT, {"classifier"}),
+    _llama: (_DECODER, {"lm_head"}),
+    _qwen2: (_DECODER, {"lm_head"}),
+    _gpt2: (
+        {
+            "transformer.wte": ("hidden", 16),
+            "transformer.h.0.attn.c_attn": ("heads", 4),
+            "transformer.h.0.mlp.c_fc": ("hidden", 64),
+        },
+        set(),
+    ),
+    _t5: (
+        {
+            "encoder.block.0.layer.0.SelfAttention.q": ("heads", 4),
+            "encoder.block.0.layer.1.DenseReluDense.wi": ("hidden", 24),
+        },
+        {"shared", "encoder.block.0.layer.0.SelfAttention.o", "encoder.block.0.layer.1.DenseReluDense.wo"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_family_is_cut_as_the_table_says(family: Any, check_cuts: CheckCuts) -> None:
+    model, inputs = family()
+    groups, refused = _FAMILIES[family]
+    found = check_cuts(model.eval(), inputs)
+    assert {group.name: (group.kind, group.size) for group in found.groups} == groups
+    assert {each.layer for each in found.refused} == refused
+    assert all(each.by_design for each in found.refused)
+
+
+def test_mobilenet_has_a_group_for_each_width(analysed: CheckCuts) -> None:
+    model, inputs = _mobilenet()
+    found = analysed(model.eval(), inputs)
+    depthwise = [name for name, module in model.named_modules() if getattr(module, "groups", 1) > 1]
+    counted = [a.module for group in found.groups for a in group.attributes if a.name == "groups"]
+    assert sorted(counted) == sorted(depthwise) and len(depthwise) == 17
+    assert {each.layer for each in found.refused} == {"classifier"}

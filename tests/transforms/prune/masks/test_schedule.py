@@ -1,0 +1,116 @@
+"""Pruning while training: how much is gone after each step, and that it goes on where it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.errors import UsageError
+from fxopt.transforms.prune import Prune, PruningSchedule, masks
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 5))
+
+
+def scheduled(schedule: Any = "cubic", **options: Any) -> nn.Module:
+    return fxopt.optimize(network(), Prune(amount=0.8, schedule=schedule, **options), example_inputs=X)
+
+
+def share(model: nn.Module) -> float:
+    kept = masks(model).values()
+    return sum(int((~flags).sum()) for flags in kept) / sum(flags.numel() for flags in kept)
+
+
+def trained(model: nn.Module, schedule: PruningSchedule, steps: int) -> list[float]:
+    optimizer, shares = torch.optim.Adam(model.parameters(), 0.05), list[float]()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        shares.append(share(model))
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [0.2, 0.4, 0.6, 0.8, 0.8]), ("cubic", [0.4625, 0.7, 0.7875, 0.8, 0.8])],
+)
+def test_more_goes_step_by_step(schedule: str, expected: list[float]):
+    model = scheduled(schedule)
+    assert share(model) == 0
+    torch.testing.assert_close(model(X), network()(X))
+    shares = trained(model, PruningSchedule(model, steps=4), 5)
+    assert shares == pytest.approx(expected, abs=1 / 260)
+
+
+def test_masks_change_now_and_then():
+    model = scheduled("linear")
+    shares = trained(model, PruningSchedule(model, steps=5, every=2), 6)
+    assert shares == pytest.approx([0, 0.32, 0.32, 0.64, 0.8, 0.8], abs=1 / 260)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_what_is_gone_stays_gone(method: str):
+    model = scheduled(method=method)
+    schedule = PruningSchedule(model, steps=4)
+    before = masks(model)
+    for _ in range(4):
+        trained(model, schedule, 1)
+        now = masks(model)
+        assert all(bool((flags <= before[name]).all()) for name, flags in now.items())
+        before = now
+    assert all(torch.equal(model.get_parameter(name) != 0, flags) for name, flags in before.items())
+
+
+def test_checkpoints_and_archives_follow(tmp_path: Path):
+    model = scheduled()
+    trained(model, PruningSchedule(model, steps=10), 5)
+    fxopt.save(model, tmp_path / "model.fxopt")
+    loaded = fxopt.load(tmp_path / "model.fxopt", model=network())
+    assert all(torch.equal(masks(loaded)[name], flags) for name, flags in masks(model).items())
+    torch.testing.assert_close(loaded(X), model(X))
+    model.load_state_dict(network().state_dict())
+    assert all(torch.equal(model.state_dict()[name] != 0, flags) for name, flags in masks(model).items())
+
+
+def test_a_schedule_goes_on_where_it_was():
+    whole, halves = scheduled("linear"), scheduled("linear")
+    trained(whole, PruningSchedule(whole, steps=6), 4)
+    first = PruningSchedule(halves, steps=6)
+    trained(halves, first, 2)
+    second = PruningSchedule(halves, steps=6)
+    second.load_state_dict(first.state_dict())
+    trained(halves, second, 2)
+    assert share(whole) == share(halves) == pytest.approx(0.8 * 4 / 6, abs=1 / 260)
+
+
+def test_copies_are_pruned_apart():
+    model = scheduled()
+    other = copy.deepcopy(model)
+    trained(other, PruningSchedule(other, steps=1), 1)
+    assert share(model) == 0 and share(other) == pytest.approx(0.8, abs=1 / 260)
+    model.load_state_dict(network().state_dict())
+    assert bool((model.state_dict()["0.weight"] != 0).all())
+
+
+def test_what_cannot_be_scheduled_is_refused():
+    plain = fxopt.optimize(network(), Prune(amount=0.5), example_inputs=X)
+    with pytest.raises(UsageError, match=r"no pruning to schedule; optimize it with prune\{schedule=cubic\}"):
+        PruningSchedule(plain, steps=3)
+    with pytest.raises(UsageError, match="no pruning to schedule"):
+        PruningSchedule(network(), steps=3)
+    with pytest.raises(UsageError, match="steps=0; give a whole number from 1"):
+        PruningSchedule(scheduled(), steps=0)
+    with pytest.raises(UsageError, match="schedule ranks by magnitude"):
+        Prune(schedule="cubic", scores={"0.weight": torch.ones(20, 8)})

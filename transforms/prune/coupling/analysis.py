@@ -1,0 +1,53 @@
+"""The analysis: run a program, follow its dimensions, and say which units can be removed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....compat import transient_buffers
+from ....tracing.graphs import Region
+from ....tracing.program import Program
+from .following import Follower
+from .groups import Coupling
+from .resolving import resolved
+from .running import run
+
+__all__ = ["coupling"]
+
+
+def coupling(program: Program) -> Coupling:
+    """Return the groups of units of a program that can be removed, and the layers that must stay.
+
+    The program runs on its example inputs: from its graphs in each mode that has its own, and by its modules' own
+    forwards where graphs have sizes written down.
+
+    Raises:
+        InputError: if the program has no example inputs.
+    """
+    program.recording(())  # raises where there are no example inputs, or the model fails on them
+    follower = Follower(_tensors(program))
+    ran = run(program, follower, training=program.training, graphs=True)
+    known = {(name, i) for name, capture in program.captures.items() for i in range(len(capture.specializations))}
+    if known - ran:
+        run(program, follower, training=not program.training, graphs=True)
+    found = resolved(program, follower)
+    if not any(group.numbers for group in found.groups):
+        return found
+    follower.own_forwards = True
+    run(program, follower, training=program.training, graphs=False)
+    return resolved(program, follower)
+
+
+def _tensors(program: Program) -> dict[int, tuple[str, Tensor]]:
+    """Return the parameters and buffers that may be cut, by identity, with their first names."""
+    borrowed = tuple(f"{name}." for name, module in program.names.modules.items() if isinstance(module, Region))
+    transient = {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in program.names.modules.items()
+        for buffer in transient_buffers(module)
+    }
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in program.names.registered().items():
+        if tensor.is_floating_point() and name not in transient and not name.startswith(borrowed):
+            found.setdefault(id(tensor), (name, tensor))
+    return found

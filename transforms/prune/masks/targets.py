@@ -1,0 +1,116 @@
+"""Which weights can be masked: those of linears, convolutions and the like, and why others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....compat import has_hooks, own_parameters
+from ....layers.masked import gone_of
+from ....passes.contract import names_module
+from ....passes.sites import Refusal
+from ....tracing.program import Program
+from ....tracing.values import is_leaf, user_class
+
+__all__ = ["Target", "targets"]
+
+_INPUTS: dict[type[nn.Module], int] = {
+    nn.Linear: 1,
+    nn.Bilinear: 1,
+    nn.Conv1d: 1,
+    nn.Conv2d: 1,
+    nn.Conv3d: 1,
+    nn.ConvTranspose1d: 0,
+    nn.ConvTranspose2d: 0,
+    nn.ConvTranspose3d: 0,
+    nn.MultiheadAttention: 1,
+    nn.RNNBase: 1,
+}
+"""Layers whose matrices are pruned; along which dimension of their weights the inputs lie."""
+
+_OTHERS = {"transformers.pytorch_utils.Conv1D": 0}
+"""Layers of other libraries, by their full names."""
+
+
+class Target(NamedTuple):
+    """A weight that can be masked.
+
+    Attributes:
+        owner: the layer's qualified name.
+        name: the weight's name in it.
+        weight: its values.
+        gone: which of them are zero for good already.
+        inputs: the dimension along which the layer's inputs lie.
+    """
+
+    owner: str
+    name: str
+    weight: Tensor
+    gone: Tensor
+    inputs: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.owner}.{self.name}" if self.owner else self.name
+
+
+def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]:
+    """Yield every weight that can be masked, and every layer that cannot, in the model's order.
+
+    Args:
+        program: the model.
+        keep: words that name the modules to leave out, with what is in them.
+    """
+    left_out = _left_out(program, keep)
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in program.names.registered().items():
+        names.setdefault(tensor, []).append(name)
+    for module in program.names.distinct:
+        inputs = _inputs(user_class(type(module)))
+        owner = program.names.name(module)
+        if inputs is None or owner in left_out:
+            continue
+        reason = _obstacle(module, owner)
+        if reason:
+            yield Refusal(reason, owner or "(root)")
+            continue
+        for name, weight in own_parameters(module).items():
+            if weight is not None and weight.ndim > 1 and "weight" in name:
+                gone = gone_of(module).get(name, torch.zeros_like(weight, dtype=torch.bool))
+                target = Target(owner, name, weight.detach(), gone.to(weight.device), inputs)
+                yield _tied(target, names[weight]) or target
+
+
+def _inputs(cls: type[nn.Module]) -> int | None:
+    """Return along which dimension of its weights a layer's inputs lie, or None where it has no matrices to prune."""
+    known = (dim for kind, dim in _INPUTS.items() if issubclass(cls, kind))
+    return next(known, _OTHERS.get(f"{cls.__module__}.{cls.__qualname__}"))
+
+
+def _left_out(program: Program, keep: Sequence[str]) -> set[str]:
+    """Return the names of the modules that the user keeps, and of all in them."""
+    named = [(program.names.name(module), module) for module in program.names.distinct]
+    roots = [name for name, module in named if any(names_module(word, name, module) for word in keep)]
+    return {name for name, _ in named if any(name == root or not root or name.startswith(f"{root}.") for root in roots)}
+
+
+def _obstacle(module: nn.Module, owner: str) -> str:
+    """Return why a layer cannot be put behind masks, or ""."""
+    if not owner:
+        return "the whole model is this layer; put it into an nn.Sequential"
+    cls = user_class(type(module))
+    if not is_leaf(module) and f"{cls.__module__}.{cls.__qualname__}" not in _OTHERS:
+        return f"it is a {cls.__name__}, which has a forward of its own"
+    if has_hooks(module):
+        return "it has hooks, which see the layer itself"
+    if not all(parameter is None or parameter.is_floating_point() for parameter in own_parameters(module).values()):
+        return "its weights are no floating-point numbers"
+    return ""
+
+
+def _tied(target: Target, names: Sequence[str]) -> Refusal | None:
+    others = [name for name in names if name != target.path]
+    return Refusal(f"its {target.name} is tied to '{others[0]}'", target.owner) if others else None
