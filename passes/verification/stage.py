@@ -12,15 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...compat import transient_buffers
 from ...tracing.graphs import Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
+from ..state import absent_from_checkpoints
 
 __all__ = ["Stage", "random_state_kept"]
-
-ADDED = "_fxopt_added"
-"""Where a module names tensors of its own that no original checkpoint has: it loads such a checkpoint without them."""
 
 _OURS = "_fxopt_"
 """What fxopt itself keeps on modules; no forward changes it."""
@@ -100,7 +97,7 @@ class Stage:
         passing = {
             qualified(prefix, name)
             for prefix, module in self._modules.items()
-            for name in (*transient_buffers(module), *getattr(module, ADDED, ()))
+            for name in absent_from_checkpoints(module)
         }
         return {name: tensor for name, tensor in self.state.items() if name not in passing}
 
