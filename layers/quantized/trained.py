@@ -15,12 +15,12 @@ from ...tracing.values import in_class, user_class
 from .activations import Range
 
 __all__ = [
+    "TRAINED",
     "FakeQuantized",
     "FakeQuantizedConv1d",
     "FakeQuantizedConv2d",
     "FakeQuantizedConv3d",
     "FakeQuantizedLinear",
-    "TRAINED",
     "Freezable",
     "fake_quantized",
     "freezable",
@@ -73,8 +73,8 @@ class _Counting(nn.Module):
 class FakeQuantized(_Counting):
     """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits.
 
-    The weight has one scale for each output, or one for all, its largest element by 127, as the layer will have that is put in its
-    place. The range of the input is the moving average of what is seen in training, or is learned (LSQ).
+    The weight has one scale for each output, or one for all: its largest element by 127, as in the layer that takes
+    its place. The range of the input is the moving average of what is seen in training, or is learned (LSQ).
 
     Attributes:
         learns: whether the range is learned.

@@ -75,7 +75,7 @@ class QuantizeWeight(StateStep):
 
 @dataclass(frozen=True)
 class QuantizeTrained(StateStep):
-    """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; what it was trained with is noted.
+    """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; how it was trained is noted.
 
     Attributes:
         olds: the weight, and the state of what observed its layer's input.

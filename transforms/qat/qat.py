@@ -15,7 +15,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.values import user_class
-from ..quantize.linears import is_kept
+from ..quantize.eligible import is_kept
 from ..quantize.replayable import replayable
 from ..quantize.static.batches import calls
 from ..quantize.static.calibration import ranges_of
@@ -101,6 +101,4 @@ class Qat(Pass):
             return
         start, group = Range(site.data["scale"], site.data["zero_point"]), 0 if self.per_channel else -1
         learns = self.observer == "learned"
-        edit.replace_module(
-            "", fake_quantized(old, start, learns=learns, freeze_after=self.freeze_after, group=group)
-        )
+        edit.replace_module("", fake_quantized(old, start, learns=learns, freeze_after=self.freeze_after, group=group))

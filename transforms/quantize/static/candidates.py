@@ -12,7 +12,7 @@ from ....layers.quantized import FakeQuantized, Geometry
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ..linears import is_kept, obstacle
+from ..eligible import Layer, is_kept, obstacle
 
 __all__ = ["CONVOLUTIONS", "candidates", "is_candidate"]
 
@@ -45,7 +45,7 @@ def candidates(
 
 def _reason(name: str, module: nn.Module, program: Program, runs_here: bool) -> str:
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
-    reason = obstacle(name, module, weight, program)
+    reason = obstacle(Layer(name, module, {"weight": weight}), program)
     if reason:
         return reason
     if runs_here and weight.device.type != "cpu":

@@ -11,7 +11,16 @@ from torch import fx, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
-from ....layers.quantized import FakeQuantized, Geometry, Range, StaticConv, StaticLayer, StaticLinear, max_pool_numbers, to_numbers
+from ....layers.quantized import (
+    FakeQuantized,
+    Geometry,
+    Range,
+    StaticConv,
+    StaticLayer,
+    StaticLinear,
+    max_pool_numbers,
+    to_numbers,
+)
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
