@@ -175,9 +175,30 @@ def test_copies_pickles_plans_and_archives(tmp_path: Path):
     again = fxopt.optimize(Net(), plan=fxopt.plan(fast)).eval()
     again.load_state_dict(fast.state_dict())
     assert torch.equal(run(again), run(fast))
-    static = converted(fast)
-    fxopt.save(static, tmp_path / "net.fxopt")
-    assert torch.equal(run(fxopt.load(tmp_path / "net.fxopt", model=Net().eval())), run(static))
+    for model in (fast, converted(fast)):
+        fxopt.save(model, tmp_path / "net.fxopt")
+        assert torch.equal(run(fxopt.load(tmp_path / "net.fxopt", model=Net())), run(model))
+
+
+def on_rank_trained() -> Any:
+    """Two processes, each with half of the rows; the range is that of rank 0, as batch norms' statistics are."""
+    fast = fxopt.optimize(Net(), "qat,ddp", example_inputs=X[:8], phase="train")
+    optimizer, half = torch.optim.SGD(fast.parameters(), lr=0.05), slice(8 * torch.distributed.get_rank(), None, None)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(fast(X[half][:8]), LABELS[half][:8]).backward()
+        optimizer.step()
+    fast(X[:8])
+    return {name: value.clone() for name, value in fast.state_dict().items()}
+
+
+def test_processes_train_one_model(of_ranks: list[dict[str, Any]]):
+    first, second = (each["trained"] for each in of_ranks)
+    assert any(name.endswith("input_scale") for name in first)
+    parameters = [name for name in first if name.endswith(("weight", "bias"))]
+    assert all(torch.allclose(first[name], second[name]) for name in parameters)
+    start = Net().state_dict()
+    assert not torch.equal(first["conv.weight"], start["conv.weight"])
 
 
 def test_twice_is_once():
