@@ -61,10 +61,10 @@ def _without(value: Any, path: Sequence[str | int], gone: int, where: fx.Node | 
             old = cast("dict[Any, Any]", value)
             return {**old, first: _without(old.get(first), rest, gone, where)}
         if isinstance(value, (list, tuple)) and isinstance(first, int):
-            whole: Any = value
+            whole: Any = cast("Any", value)
             if -len(whole) <= first < len(whole):
                 items = [_without(item, rest, gone, where) if n == first else item for n, item in enumerate(whole)]
                 return type(whole)(items)
-    if path or type(value) is not int or value < gone:
+    if path or isinstance(value, bool) or not isinstance(value, int) or value < gone:
         raise MatchFailure(f"{where} has no size of {gone} or more where units were counted")
     return value - gone
