@@ -14,6 +14,8 @@ from .eligible import Layer
 
 __all__ = ["Linear", "linear_of", "linears"]
 
+_ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -51,7 +53,12 @@ def linear_of(module: nn.Module) -> Linear | None:
 
 
 def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]:
-    """Return each linear layer by its first name; `objection` says why the scheme cannot take one, or ""."""
+    """Return each linear layer by its first name, and what looks as if it held some.
+
+    Args:
+        program: the model.
+        objection: says why the scheme cannot take a layer, or "".
+    """
     found: list[Layer] = []
     for module in program.names.distinct:
         linear = linear_of(module)
@@ -59,4 +66,6 @@ def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]
             detail = f"{linear.inputs} to {linear.outputs}"
             name = program.names.name(module)
             found.append(Layer(name, module, {"weight": linear.weight}, detail, objection(linear)))
+        elif isinstance(module, nn.MultiheadAttention):
+            found.append(Layer(program.names.name(module), module, {}, objection=_ONE_FUNCTION))
     return found
