@@ -233,6 +233,34 @@ def test_a_projected_lstm_is_refused():
     assert decisions(fast) == [("refused", "its hidden state is projected, for which there is no kernel")]
 
 
+def test_compress_prunes_and_quantizes(tmp_path: Path):
+    model = Net().eval()
+    pruned = fxopt.optimize(model, "prune", example_inputs=(X,), measure=False)
+    small = fxopt.optimize(model, "compress", example_inputs=(X,), measure=False)
+    assert type(small.up).__name__ == "Int8DynamicLinear"
+    assert error(small(X), pruned(X)) < 0.05
+    for name, weight in pruned.state_dict().items():
+        assert not small.state_dict()[name][weight == 0].any()
+    fxopt.save(small, tmp_path / "model.fxopt", factory="torch.nn:Identity")
+    assert torch.equal(fxopt.load(tmp_path / "model.fxopt", model=model)(X), small(X))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_under_autocast_and_on_what_is_not_finite(scheme: str):
+    fast = quantized(Net().eval(), scheme)
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert error(fast(X).float(), fast(X.bfloat16()).float()) < 0.1
+    with torch.no_grad():
+        assert not fast(torch.full_like(X, float("nan"))).isfinite().any()
+        assert fast(torch.zeros_like(X)).isfinite().all()
+
+
+def test_exporters_see_the_floats():
+    fast = quantized(Net().eval())
+    exported = torch.export.export(nn.Sequential(fast.up), (X,)).module()
+    assert torch.equal(exported(X), fxopt.restore(fast).up(X))
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +314,33 @@ def test_refusals_name_the_reason():
         "'(root)' reads its weight",
         "the example inputs never call it",
     ]
+
+
+def test_what_torch_computes_as_one_function_is_refused():
+    model = nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), nn.Linear(64, 32)).eval()
+    x = torch.randn(2, 5, 64)
+    fast = quantized(model, x=x)
+    with torch.no_grad():
+        assert 0 < error(fast(x), model(x)) < 0.05
+    bypassed = "torch's encoder layer computes with its weights, and does not call it in evaluation"
+    one = "torch computes it as one function of its weights, in which no layer can be replaced"
+    assert [reason for status, reason in decisions(fast) if status == "refused"] == [bypassed, bypassed, one]
+
+
+def test_fused_members_are_refused():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.out = nn.ModuleList(nn.Linear(64, 32) for _ in range(4)), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.stack([head(x) for head in self.heads], 1))
+
+    pipeline = "fuse_ensembles{lowering=bmm},quantize{aim=size}"
+    fast = fxopt.optimize(Heads().eval(), pipeline, example_inputs=(X,), measure=False)
+    assert type(fast.out).__name__ == "Int8DynamicLinear"
+    stacked = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
+    assert ("refused", stacked) in decisions(fast)
 
 
 def test_float64_is_refused():

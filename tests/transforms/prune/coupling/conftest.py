@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import fxopt
 from fxopt.tracing.graphs import capture_of, own, recompile
-from fxopt.transforms.prune.coupling import Coupling, Group, coupling
+from fxopt.transforms.prune.coupling import Coupling, Group, ResizedAttention, coupling
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
@@ -39,6 +39,8 @@ def _kept(units: Collection[int], removed: Collection[int]) -> list[int]:
 
 def cut(model: nn.Module, group: Group, removed: Collection[int]) -> nn.Module:
     """Take units out of a model's tensors and attributes, in place."""
+    for name in group.replaced:
+        model.set_submodule(name, ResizedAttention.of(model.get_submodule(name)))
     for each in group.cuts:
         tensor = _tensor(model, each.tensor).detach()
         _put(model, each.tensor, tensor.index_select(each.dim, torch.tensor(_kept(each.units, removed))))
@@ -192,3 +194,31 @@ def check_cuts() -> Callable[..., Coupling]:
         return found
 
     return check
+
+
+def _reads(model: nn.Module, name: str, dim: int) -> bool:
+    """Say whether a dimension of a weight is what it reads, as its layer's documentation has it."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    if not name.endswith("weight") or not isinstance(module, (nn.Linear, nn.Conv2d)):
+        return type(module).__name__ == "Conv1D" and name.endswith("weight") and dim == 0
+    return dim == 1
+
+
+@pytest.fixture
+def reading_gradients() -> Callable[..., list[Tensor]]:
+    """Return the gradients of what reads a group's first unit, where what makes it is zero."""
+
+    def gradients(model: nn.Module, inputs: Any, group: Group) -> list[Tensor]:
+        torch.manual_seed(0)
+        reading = [each for each in group.cuts if _reads(model, each.tensor, each.dim)]
+        keep = [f"{each.tensor}:{each.dim}" for each in reading]
+        made = zeroed(copy.deepcopy(model).double(), group, {0}, keep=keep)
+        with kept_only(made, group, {0}):
+            sum(value.square().sum() for value in _flat(made(_double(inputs)))).backward()
+        found = []
+        for each in reading:
+            indices = torch.tensor([i for i, unit in enumerate(each.units) if unit == 0])
+            found.append(_tensor(made, each.tensor).grad.index_select(each.dim, indices))
+        return found
+
+    return gradients
