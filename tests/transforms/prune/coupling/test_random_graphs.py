@@ -35,12 +35,14 @@ class Net(nn.Module):
         self.tokens = tokens
         self.steps = steps
         self.layers = nn.ModuleDict()
+        self.meets: list[bool] = []
         widths = [8]
         self.layers["stem"] = nn.Linear(6, 8) if tokens else nn.Conv2d(3, 8, 1)
         for number, (kind, earlier, choice) in enumerate(steps):
             layer, width = self._layer(kind, widths, earlier % len(widths), choice)
             if layer is not None:
                 self.layers[str(number)] = layer
+            self.meets.append(widths[-1] == widths[earlier % len(widths)])
             widths.append(width)
         self.layers["head"] = nn.Linear(widths[-1] * (1 if tokens else 16), 3)
 
@@ -91,7 +93,7 @@ class Net(nn.Module):
         if kind == "shuffle" and x.shape[dim] % 2 == 0:
             moved = x.movedim(dim, -1)
             return moved.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).movedim(-1, dim)
-        if x.shape == other.shape:
+        if self.meets[int(name)]:
             return x + other if choice % 2 else x * other
         return x
 
