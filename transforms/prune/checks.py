@@ -28,6 +28,8 @@ class Options(Protocol):
     @property
     def pattern(self) -> str: ...
     @property
+    def permute(self) -> bool: ...
+    @property
     def keep(self) -> tuple[str, ...]: ...
     @property
     def schedule(self) -> str: ...
@@ -42,6 +44,7 @@ _GOES_WITH: Mapping[str, tuple[str, ...]] = {
     "scope": ("magnitude", "random", "structured"),
     "norm": ("structured",),
     "pattern": ("nm",),
+    "permute": ("nm",),
     "schedule": ("magnitude", "random"),
     "seed": ("random", "structured"),
     "scores": ("magnitude", "nm", "structured"),
