@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.transforms.prune import PruningSchedule
 
-BATCH, TRAINING, TUNING = 64, 30, 3
+BATCH, TRAINING, TUNING = 64, 60, 3
 """Rows of a step; epochs of training, and of fine-tuning."""
 
 
@@ -81,7 +81,7 @@ def cnn() -> nn.Module:
 
 def mlp() -> nn.Module:
     """Return three linears."""
-    layers = [nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)]
+    layers = [nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
     return nn.Sequential(*layers)
 
 

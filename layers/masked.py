@@ -107,10 +107,14 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     if parameter is None:
         return None
     gone = _beside(module, name, parameter)
-    if torch.compiler.is_compiling() or type(parameter) is not nn.Parameter or not is_plainly_eager():
+    is_plain = type(parameter) is nn.Parameter and not torch.compiler.is_compiling() and is_plainly_eager()
+    if is_plain:
+        _settle(module, name, parameter, gone)
+    if not (_forwards.depth or torch.compiler.is_compiling()):
+        return parameter
+    if not is_plain:
         return parameter.masked_fill(gone, 0)
-    _settle(module, name, parameter, gone)
-    if not (_forwards.depth and parameter.requires_grad and torch.is_grad_enabled()):
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter
     view = parameter.view_as(parameter)
     view.register_hook(partial(_without, gone))
