@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import UsageError
 
@@ -19,8 +19,10 @@ __all__ = [
     "Int8Result",
     "int4_packed",
     "int4_product",
+    "int8_cells",
     "int8_convolution",
     "int8_convolution_packed",
+    "int8_lstm",
     "int8_packed",
     "int8_product_dynamic",
     "int8_product_of_weights",
@@ -103,6 +105,29 @@ def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
     return _TORCH._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])
+
+
+def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:
+    """Return the cells of an LSTM as its kernel reads them.
+
+    Args:
+        halves: of each cell that of the input, then that of the hidden state: numbers, scales and bias.
+    """
+    packed: list[tuple[Any, Tensor]] = []
+    for values, scales, bias in halves:
+        bias = torch.zeros(len(values)) if bias is None else bias.detach().float()
+        packed.append((int8_packed(values, scales, bias), bias))
+    pairs = zip(packed[::2], packed[1::2], strict=True)
+    make = _OPERATORS.make_quantized_cell_params_dynamic
+    return [make(x[0], h[0], x[1], h[1], needs_reduced_range()) for x, h in pairs]
+
+
+def int8_lstm(x: Tensor, state: Sequence[Tensor], cells: Sequence[Any], like: nn.LSTM) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, hidden state and cell state for float32 activations and cells that `int8_cells` packed."""
+    return _TORCH.quantized_lstm(
+        x, list(state), list(cells), True, like.num_layers, 0.0, False, like.bidirectional, like.batch_first,
+        dtype=torch.int8, use_dynamic=True,
+    )  # fmt: skip
 
 
 def observer_called(kind: str) -> Any:

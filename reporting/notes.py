@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..compat import all_modules
+from ..errors import UsageError
+from ..passes.pipeline import find_pass
+from ..passes.sites import Phase
 from ..tracing.graphs import capture_of
+from ..tracing.values import is_sharded
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
@@ -24,7 +29,7 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    return [note for note in (unverified(record), _printing(model)) if note]
+    return [note for note in (unverified(record), _for_training(record), _sharded(model), _printing(model)) if note]
 
 
 def unverified(record: Record) -> str:
@@ -36,6 +41,34 @@ def unverified(record: Record) -> str:
             said = "a rewrite was" if count == 1 else f"{count} rewrites were"
             return f"{said} not verified ({reason}): {advice}"
     return ""
+
+
+def _for_training(record: Record) -> str:
+    """Say that passes for training stand in the way of those for inference."""
+    applied = dict.fromkeys(d.pass_name for d in record.plan.decisions if d.status == "applied")
+    around = [name for name in applied if name not in record.finished_by and _is_for_training(name)]
+    if record.plan.phase != "eval" or not around:
+        return ""
+    return (
+        f"{' and '.join(around)} had been run for training: passes for inference do not look into what that made; "
+        "begin with fxopt.restore(fast)"
+    )
+
+
+def _is_for_training(name: str) -> bool:
+    with suppress(UsageError):  # a pass that was given as a value need not be known by its name
+        return find_pass(name).phase is Phase.TRAIN
+    return False
+
+
+def _sharded(model: nn.Module) -> str:
+    """Say that an optimizer of the parameters before trains nothing."""
+    if not any(map(is_sharded, model.parameters())):
+        return ""
+    return (
+        "the parameters are sharded, and others than before: an optimizer trains them if it was given as optimizer=, "
+        "or is built over them"
+    )
 
 
 def _printing(model: nn.Module) -> str:

@@ -69,7 +69,8 @@ def phase_of(record: Record) -> str:
 def headline(record: Record) -> str:
     """Say in one line how many rewrites stand, for which phase, and how they were checked."""
     # What holds in both modes of a module, each with a graph of its own, is one rewrite to its user.
-    places = {(d.status, d.step, d.pass_name, _place(d)) for d in record.plan.decisions}
+    # What several calls of optimize left alone, each time, is one place, too.
+    places = {(d.status, d.step * (d.status == "applied"), d.pass_name, _place(d)) for d in record.plan.decisions}
     statuses = [status for status, *_ in places]
     applied = statuses.count("applied")
     others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]

@@ -492,7 +492,7 @@ class OfAnySize(Ensemble):
 
 def test_a_plan_for_a_module_that_only_example_inputs_could_capture() -> None:
     plan = fxopt.plan(fxopt.optimize(OfAnySize(), FUSE, example_inputs=(X,), measure=False))
-    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example inputs with the plan"):
+    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example_inputs= with the plan"):
         fxopt.optimize(OfAnySize(), plan=plan)
     assert fxopt.plan(fxopt.optimize(OfAnySize(), plan=plan, example_inputs=(X,))).decisions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .activations import Range, from_numbers, to_numbers
 from .layer import QuantizedLayer
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from .lstm import Int8DynamicLSTM
 from .packing import Packing
 from .pooling import max_pool_numbers
 from .static import Geometry, StaticConv, StaticLayer, StaticLinear
@@ -13,6 +14,7 @@ __all__ = [
     "Float8Linear",
     "Geometry",
     "Int4WeightLinear",
+    "Int8DynamicLSTM",
     "Int8DynamicLinear",
     "Int8WeightLinear",
     "Packing",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import ClassVar
@@ -69,11 +68,11 @@ class Pass:
         """Return the error that an approximate pass may make, relative to the scale: its option `budget`, or 0.05.
 
         Raises:
-            UsageError: if the option is no positive number.
+            UsageError: if the option is no positive number, or more than 1: then everything would be right.
         """
         budget: object = getattr(self, "budget", _BUDGET) if self.numerics is Numerics.APPROXIMATE else _BUDGET
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
-            raise UsageError(f"pass '{self.name}': budget={budget!r}; give a relative error, such as 0.01")
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
+            raise UsageError(f"pass '{self.name}': budget={budget!r}; give a relative error up to 1, such as 0.01")
         return float(budget)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -351,6 +351,13 @@ def _spent(budget: TimeBudget) -> dict[str, float] | None:
     return {"seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3}
 
 
+def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) -> Mapping[str, int] | None:
+    """Return what a training step took before the first call that measured it, and takes since the last one."""
+    if earlier is None or now is None:
+        return now or earlier
+    return {name: (earlier if name.endswith("_before") else now)[name] for name in now}
+
+
 def _finishing(decisions: Sequence[Decision], passes: Sequence[Pass]) -> list[Pass]:
     """Return the passes that act on the finished model, of those that found a place for it."""
     applied = {decision.step for decision in decisions if decision.status == "applied"}
@@ -370,7 +377,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
-        memory=manager.memory,
+        memory=_memory(earlier.memory, manager.memory),
         spent=_spent(manager.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),

@@ -88,9 +88,13 @@ class _Parser:
             raise self.error(f"option {key.text!r} is given twice", key.start, key.end)
         self.take("=", f"'=' and a value for {key.text!r}")
         try:
+            start = self.here.start
             read[key.text] = read_value(self.value(), wanted[key.text])
         except ValueMismatch as mismatch:
             raise self.error(f"option {key.text!r}: {mismatch}", mismatch.start, mismatch.end) from None
+        if self.here.kind == "word":
+            together = self.text[start : self.here.end].replace(" ", "")
+            raise self.error(f"a value has no spaces in it; write {together}, or quote it", start, self.here.end)
 
     def value(self) -> Text:
         opening = self.here

@@ -112,3 +112,23 @@ def test_a_refusal_names_the_users_line_and_operation():
     report = str(fxopt.report(fxopt.optimize(Writes(), "eliminate_common_subexpressions", example_inputs=X)))
     line = Writes.forward.__code__.co_firstlineno + 2
     assert f"'add_' at test_notes.py:{line} may write in place" in report
+
+
+def test_passes_for_training_that_stand_in_the_way_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).train()
+    trained = fxopt.optimize(model, "checkpoint{budget=0}", example_inputs=X)
+    memory = fxopt.report(trained).to_json()["memory"]
+    assert memory["live_after"] < memory["live_before"]
+    assert fxopt.report(trained).notes == ()
+    served = fxopt.report(fxopt.optimize(trained.eval(), "inference", example_inputs=X))
+    assert served.to_json()["memory"] == memory
+    (note,) = served.notes
+    assert note.startswith("checkpoint had been run for training: ")
+    assert note.endswith("begin with fxopt.restore(fast)")
+
+
+def test_what_two_calls_refuse_is_counted_once() -> None:
+    model = nn.BatchNorm1d(4).train()
+    once = fxopt.optimize(model, "sync_batchnorm", example_inputs=X)
+    twice = fxopt.optimize(once, "sync_batchnorm", example_inputs=X)
+    assert str(fxopt.report(twice)).startswith("0 rewrites applied for training, 1 refused\n")

@@ -58,14 +58,14 @@ class Recomputation:
         if torch.compiler.is_compiling():  # a compiled region updates its statistics once of itself
             keep = partial(create_selective_checkpoint_contexts, [*PRODUCTS])
             return {"context_fn": keep} if self.selective else {}
-        return {"context_fn": partial(self._contexts, region)} if self.selective or self.counting else {}
+        return {"context_fn": partial(self._contexts, region)}
 
     def _contexts(self, region: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return what the first run and the later ones happen under."""
         kept: _Kept = defaultdict(list)
         keep = _Keep(kept) if self.selective else nullcontext()
         reuse = _Reuse(kept) if self.selective else nullcontext()
-        return keep, (_Again(region, reuse) if self.counting else reuse)
+        return keep, _InItsMode(region, _Again(region, reuse) if self.counting else reuse)
 
     def __str__(self) -> str:
         return "recomputation of all but matrix products" if self.selective else "recomputation"
@@ -77,6 +77,28 @@ _Kept = defaultdict[Any, list[Any]]
 def counts(module: nn.Module) -> bool:
     """Say whether a module keeps running statistics, which do not change what it computes in training."""
     return isinstance(module, _NORMS) and bool(module.track_running_stats)
+
+
+class _InItsMode:
+    """Let a region run again in the mode in which it ran: the model may have been set to evaluation since."""
+
+    def __init__(self, region: nn.Module, inside: AbstractContextManager[Any]) -> None:
+        self._inside = inside
+        self._modes = [(module, module.training) for module in all_modules(region)]
+        self._changed: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        self._changed = [module for module, training in self._modes if module.training is not training]
+        self._flip()
+        self._inside.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._inside.__exit__(*exception)
+        self._flip()
+
+    def _flip(self) -> None:
+        for module in self._changed:
+            module.training = not module.training
 
 
 class _Again:

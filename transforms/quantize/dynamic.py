@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
+from ...compat import own_parameters
 from ...compat_quantized import why_no_int8
 from ...errors import UsageError
-from ...layers.quantized import Int8DynamicLinear
+from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
+from ...passes.state import QuantizeWeight
 from ...tracing.program import Program
-from .linears import Linear, linears
+from ...tracing.values import user_class
+from .eligible import Layer, sites
+from .linears import linears
 from .replacing import replace_linear
 from .settings import Settings
 
@@ -20,7 +24,7 @@ __all__ = ["SCHEME"]
 
 
 class _Dynamic:
-    """Quantize linear layers, activations at each call."""
+    """Quantize linear layers and LSTMs, activations at each call."""
 
     def check(self, settings: Settings, model: nn.Module) -> None:
         reason = why_no_int8()
@@ -28,15 +32,46 @@ class _Dynamic:
             raise UsageError(f"pass 'quantize': scheme={settings.scheme} does not run here: {reason}")
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
-        return linears(settings, program, _objection)
+        layers = linears(program, lambda linear: _elsewhere(linear.weight))
+        return sites(settings, program, [*layers, *_lstms(program)])
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
-        replace_linear(edit, Int8DynamicLinear, "int8", 0 if settings.per_channel else -1)
+        group = 0 if settings.per_channel else -1
+        if isinstance(edit.owner, nn.LSTM):
+            _replace_lstm(edit.owner, edit, group)
+        else:
+            replace_linear(edit, Int8DynamicLinear, "int8", group)
 
 
 SCHEME = _Dynamic()
 
 
-def _objection(linear: Linear) -> str:
-    device = linear.weight.device.type
+def _elsewhere(tensor: Tensor) -> str:
+    device = tensor.device.type
     return "" if device == "cpu" else f"it is on {device}, and the kernels are for CPUs"
+
+
+def _lstms(program: Program) -> Iterator[Layer]:
+    for module in program.names.distinct:
+        if isinstance(module, nn.LSTM) and user_class(type(module)) is nn.LSTM:
+            weights = _weights(module)
+            objection = "its hidden state is projected, for which there is no kernel" if module.proj_size else ""
+            objection = objection or _elsewhere(next(iter(weights.values())))
+            detail = f"LSTM {module.input_size} to {module.hidden_size}"
+            yield Layer(program.names.name(module), module, weights, detail, objection)
+
+
+def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
+    found = own_parameters(lstm).items()
+    return {name: weight for name, weight in found if weight is not None and name.startswith("weight_")}
+
+
+def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
+    held: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, weight in _weights(lstm).items():
+        dtype = str(weight.dtype).removeprefix("torch.")
+        step = QuantizeWeight(name, (f"{name}_values", f"{name}_scales"), "int8", dtype, 0, group)
+        values, scales = step.forward([weight.detach()])
+        held[name] = values, scales
+        edit.record_state(step)
+    edit.replace_module("", Int8DynamicLSTM(lstm, held))

@@ -26,7 +26,7 @@ _BUDGETS = {"float8": 0.1, "int4_weight": 0.2}
 
 @dataclass(frozen=True)
 class Quantize(Settings, Pass):
-    """Compute linear layers with integers of 8 or 4 bits, or keep their weights as such.
+    """Compute linear layers and LSTMs with integers of 8 bits, or hold weights in 8 or 4 bits.
 
     Before: nn.Linear, weights in float32        After: a layer in its place, weights in int8, int4 or float8
     Refuses: tied weights, layers with hooks, weights that other code reads, layers that are never called.

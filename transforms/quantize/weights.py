@@ -12,6 +12,7 @@ from ...layers.quantized import Float8Linear, Int4WeightLinear, Int8WeightLinear
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...tracing.program import Program
+from .eligible import sites
 from .linears import Linear, linears
 from .replacing import replace_linear
 from .settings import Settings
@@ -37,7 +38,7 @@ class _Weights:
             raise UsageError(f"pass 'quantize': group_size={settings.group_size}; the int4 kernel takes {known}")
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
-        return linears(settings, program, partial(_objection, settings))
+        return sites(settings, program, linears(program, partial(_objection, settings)))
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
         form, make = _LAYERS[settings.scheme]

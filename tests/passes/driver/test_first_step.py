@@ -145,6 +145,7 @@ def on_rank_skipped() -> Any:
 
 
 WRONG = ("sum", "left out")
+SHARDED = ("fsdp", "fsdp{dtype=bfloat16}", "tensor_parallel")
 
 
 # -- what the tests ask --------------------------------------------------------------------------------------------
@@ -164,6 +165,7 @@ def test_right_ones_are_not(of_ranks: list[dict[str, Any]]) -> None:
         for passes, (finishing, report) in each["right"].items():
             assert finishing == [COMPARED], passes
             assert COMPARED in report
+            assert ("an optimizer trains them if it was given as optimizer=" in report) is (passes in SHARDED), passes
 
 
 def test_it_leaves_no_trace(of_ranks: list[dict[str, Any]]) -> None:

@@ -91,7 +91,7 @@ def test_the_budget_is_the_option_of_the_pass(training: bool) -> None:
         assert status == "undone" and "relative to its scale" in reason
 
 
-@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf"), "much", True])
+@pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), float("inf"), 2.0, "much", True])
 def test_a_budget_that_is_none_is_refused_before_the_work(budget: Any) -> None:
     with pytest.raises(fxopt.UsageError, match=r"pass 'linears': budget=.*; give a relative error"):
         fxopt.optimize(chain(1), [Linears(budget)], example_inputs=(X,))

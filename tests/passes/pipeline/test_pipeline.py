@@ -130,6 +130,7 @@ def test_reads(text: str, passes: tuple[Pass, ...]):
         ("autocast{", "", "expected the name of an option, got the end"),
         ("autocast{dtype}", "}", "expected '=' and a value for 'dtype', got '}'"),
         ("autocast{dtype=}", "}", "expected a value, got '}'"),
+        ("fuse_ensembles{label=2 GB}", "2 GB", "a value has no spaces in it; write 2GB, or quote it"),
         ("autocast{dtype=float16", "", "expected ',' or '}', got the end"),
         ("autocast{dtypes=float16}", "dtypes", "'autocast' has no option 'dtypes'; did you mean 'dtype'?"),
         ("autocast{dtype=bfloat61}", "bfloat61", "expected a dtype, got bfloat61; did you mean 'bfloat16'?"),

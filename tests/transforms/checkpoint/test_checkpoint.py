@@ -149,6 +149,19 @@ def test_in_evaluation_and_without_gradients_regions_just_run(
         fast.train()(transformer[1])
 
 
+@pytest.mark.parametrize("name", ["transformer", "residual_network"])
+def test_a_region_runs_again_in_its_mode(name: str, request: pytest.FixtureRequest) -> None:
+    made = request.getfixturevalue(name)
+    fast = checkpointed(made, 0)
+    for model in (made[0], fast):
+        output = seeded(model)(made[1])
+        model.eval()
+        output.square().sum().backward()
+        assert not any(module.training for module in model.modules())
+    for expected, found in zip(made[0].parameters(), fast.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
 def test_the_same_autocast_holds_when_a_region_runs_again(transformer: Made) -> None:
     fast = checkpointed(transformer, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -192,6 +192,47 @@ def test_scales_are_those_of_torchao(form: str, group: int, low: int):
     assert torch.allclose(found.float().flatten(), expected.flatten(), rtol=2**-8 if form == "int4" else 1e-6)
 
 
+class Reader(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(16, 32, **options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.lstm(x)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False, "num_layers": 2}]
+)
+def test_lstms_are_quantized(options: dict[str, Any]):
+    model, x = Reader(**options).eval(), torch.randn(5, 3, 16)
+    fast = quantized(model, x=x)
+    assert type(fast.lstm).__name__ == "Int8DynamicLSTM"
+    with torch.no_grad():
+        (output, state), (expected, expected_state) = fast(x), model(x)
+        assert 0 < error(output, expected) < 0.05
+        assert all(error(one, other) < 0.05 for one, other in zip(state, expected_state, strict=True))
+        assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(fast)))(x)[0], output)
+        saved = fast.state_dict()
+        assert list(saved) == list(model.state_dict())
+        fast.load_state_dict(saved)
+        assert torch.equal(fast(x)[0], output)
+        assert error(fast(x[:, 0])[0], model(x[:, 0])[0]) < 0.05
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, [3] * 5 if options.get("batch_first") else [5, 4, 2], batch_first=options.get("batch_first", False)
+        )
+        assert error(fast.lstm(packed)[0].data, model.lstm(packed)[0].data) < 0.05
+        assert error(fxopt.restore(fast)(x)[0], expected) < 0.05
+    fast(x.requires_grad_())[0].sum().backward()
+    assert x.grad is not None and all(parameter.grad is not None for parameter in fast.parameters())
+
+
+def test_a_projected_lstm_is_refused():
+    fast = quantized(Reader(proj_size=8).eval(), x=torch.randn(5, 3, 16))
+    assert decisions(fast) == [("refused", "its hidden state is projected, for which there is no kernel")]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

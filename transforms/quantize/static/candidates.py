@@ -12,7 +12,7 @@ from ....layers.quantized import Geometry
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ..linears import is_kept, obstacle
+from ..eligible import Layer, is_kept, obstacle
 from ..settings import Settings
 
 __all__ = ["CONVOLUTIONS", "candidates"]
@@ -33,7 +33,7 @@ def candidates(settings: Settings, program: Program) -> Iterator[tuple[str, nn.M
 
 def _reason(name: str, module: nn.Module, program: Program) -> str:
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
-    reason = obstacle(name, module, weight, program)
+    reason = obstacle(Layer(name, module, {"weight": weight}), program)
     if reason:
         return reason
     if weight.device.type != "cpu":

@@ -1,0 +1,116 @@
+"""Quantized models beside float32, eager and compiled, and beside torchao's own entry points.
+
+    python benchmarks/quantization.py --json benchmarks/results/quantization.json
+    python benchmarks/quantization.py --only "linear batch 8" bert --rounds 5
+
+Each round calls every way once, interleaved, on one thread. Ratios are the time of float32 eager over that of the way,
+with their 95% interval. What is compiled is compiled with freezing, and nothing is taken from a cache. Preparation is
+all that a way does before its second call. Of a decoder one call generates tokens; tokens a second are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import described
+from quantizing import CASES, WAYS, Case, Prepared
+from torch import Tensor
+
+from fxopt.passes.timing import Timings
+
+FLOAT = "float32 eager"
+
+
+def first_tensor(result: Any) -> Tensor:
+    """Return the first tensor of a result."""
+    return result if isinstance(result, Tensor) else next(iter(result.values()))
+
+
+def called(model: Any, inputs: Any) -> Tensor:
+    """Call a model without gradients."""
+    with torch.no_grad():
+        return first_tensor(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+
+
+def prepared(case: Case, model: Any, inputs: Any, ways: list[str]) -> dict[str, Prepared | str]:
+    """Return what each way makes of a model, or in one line why it fails."""
+    found: dict[str, Prepared | str] = {}
+    for name in case.ways:
+        if ways and name not in (*ways, FLOAT):
+            continue
+        try:
+            found[name] = WAYS[name](model, inputs)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return found
+
+
+def timed(models: dict[str, Prepared], inputs: Any, rounds: int) -> Timings:
+    """Call every model once in each round."""
+    rows = list[dict[str, float]]()
+    for number in range(rounds + 1):
+        row = dict[str, float]()
+        for name in (*list(models)[number % len(models) :], *list(models)[: number % len(models)]):
+            start = time.perf_counter()
+            called(models[name].model, inputs)
+            row[name] = time.perf_counter() - start
+        rows.append(row)
+    return Timings(rows[1:])
+
+
+def measure(name: str, case: Case, rounds: int, ways: list[str]) -> dict[str, Any]:
+    """Return the row of one case, and print it."""
+    torch.manual_seed(0)
+    model, inputs = case.build()
+    model.eval()
+    found = prepared(case, model, inputs, ways)
+    models = {way: each for way, each in found.items() if isinstance(each, Prepared)}
+    timings, expected = timed(models, inputs, rounds), called(model, inputs)
+    print(name)
+    cells: dict[str, Any] = {way: {"failed": each} for way, each in found.items() if isinstance(each, str)}
+    for way, each in models.items():
+        ratio, output = timings.ratio(FLOAT, way), called(each.model, inputs).to(expected.dtype)
+        cells[way] = {
+            "ratio": [round(value, 2) for value in (ratio.low, ratio.mid, ratio.high)],
+            "ms": round(timings.seconds(way) * 1e3, 3),
+            "relative_error": float(f"{float((output - expected).abs().max() / expected.abs().max()):.2g}"),
+            "preparation_s": round(each.seconds, 1),
+            "bytes": each.size,
+            **({"tokens_per_s": round(case.tokens / timings.seconds(way), 1)} if case.tokens else {}),
+        }
+    print(*(f"  {way:28} {cell}" for way, cell in cells.items()), sep="\n", flush=True)
+    return {"case": name, "ways": cells}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="cases")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[], help="beside float32 eager; default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        inductor.freezing = True
+        rows = [measure(name, CASES[name], arguments.rounds, arguments.ways) for name in arguments.only]
+    machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    report = {"schema_version": 1, "machine": machine, "rounds": arguments.rounds, "cases": rows}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

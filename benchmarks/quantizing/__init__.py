@@ -1,0 +1,8 @@
+"""The models that `benchmarks/quantization.py` quantizes, and the ways to do it."""
+
+from __future__ import annotations
+
+from .cases import CASES, Case
+from .ways import WAYS, Prepared, Way
+
+__all__ = ["CASES", "WAYS", "Case", "Prepared", "Way"]

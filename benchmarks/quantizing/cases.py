@@ -1,0 +1,117 @@
+"""Models with the call that is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CASES", "Case"]
+
+Inputs = dict[str, Any] | tuple[Any, ...]
+LAYERS = ("float32 eager", "float32 compiled", "torchao dynamic eager", "torchao dynamic compiled")
+ALL = (*LAYERS, "fxopt int8_dynamic", "fxopt int8_weight", "fxopt int4_weight", "fxopt float8", "fxopt int8_static")
+DECODING = ("float32 eager", "bfloat16 eager", "torchao int8_weight eager", "fxopt int8_dynamic", "fxopt int8_weight")
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its call, and the ways that make sense for it.
+
+    Attributes:
+        build: returns the model and its inputs.
+        ways: names of ways.
+        tokens: how many tokens one call generates; 0 for models that generate none.
+    """
+
+    build: Callable[[], tuple[nn.Module, Inputs]]
+    ways: Sequence[str]
+    tokens: int = 0
+
+
+class Linear(nn.Module):
+    """A linear layer 1024-4096 and a ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1024, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with ReLUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(64, 128, 3, padding=1), nn.Conv2d(128, 128, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))))
+
+
+class Greedy(nn.Module):
+    """A decoder that generates tokens, one after another, with a cache."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        decoder: Any = self.decoder
+        output = decoder(input_ids=input_ids, use_cache=True)
+        for _ in range(TOKENS - 1):
+            token = output.logits[:, -1:].argmax(-1)
+            output = decoder(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        return output.logits
+
+
+def linear(batch: int) -> tuple[nn.Module, Inputs]:
+    """Return a linear layer at a batch size."""
+    return Linear(), (torch.randn(batch, 1024),)
+
+
+def convolutions() -> tuple[nn.Module, Inputs]:
+    """Return the net of two convolutions."""
+    return Convolutions(), (torch.randn(8, 64, 28, 28),)
+
+
+def bert() -> tuple[nn.Module, Inputs]:
+    """Return a BERT of 6 layers, 8 rows of 128 tokens."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(num_hidden_layers=6, vocab_size=8000, attention_probs_dropout_prob=0.0)
+    return BertModel(config), {"input_ids": torch.randint(0, 8000, (8, 128))}
+
+
+def resnet() -> tuple[nn.Module, Inputs]:
+    """Return ResNet-18 as transformers has it, 4 images."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic")
+    return ResNetForImageClassification(config), {"pixel_values": torch.randn(4, 3, 224, 224)}
+
+
+def llama() -> tuple[nn.Module, Inputs]:
+    """Return a Llama of 8 layers that continues a prompt of 16 tokens, batch 1."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
+    config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=8000)
+    return Greedy(LlamaForCausalLM(config)), (torch.randint(0, 8000, (1, 16)),)
+
+
+CASES = {
+    "linear batch 8": Case(partial(linear, 8), ALL),
+    "linear batch 128": Case(partial(linear, 128), ALL),
+    "convolutions": Case(convolutions, (*LAYERS[:2], "fxopt int8_static")),
+    "bert": Case(bert, (*LAYERS, "fxopt int8_dynamic", "fxopt int8_static")),
+    "resnet": Case(resnet, (*LAYERS[:2], "fxopt int8_static")),
+    "llama decoding": Case(llama, (*DECODING, "fxopt int4_weight"), TOKENS),
+}

@@ -1,0 +1,108 @@
+"""Ways to make a model small or fast."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.transforms.quantize import Quantize
+
+__all__ = ["WAYS", "Prepared", "Way"]
+
+Inputs = dict[str, Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that was made small or fast.
+
+    Attributes:
+        model: to be called.
+        seconds: what it took, with the first call.
+        size: in bytes on disk.
+    """
+
+    model: Callable[..., Any]
+    seconds: float
+    size: int
+
+
+Way = Callable[[nn.Module, Inputs], Prepared]
+"""From a float32 model in evaluation mode, which stays as it is, and its inputs."""
+
+
+def called(model: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call a model without gradients."""
+    with torch.no_grad():
+        return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def saved(model: nn.Module) -> int:
+    """Return the size of a saved state dict."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return len(file.getvalue())
+
+
+def _finished(start: float, model: nn.Module, inputs: Inputs, *, compiled: bool, size: int = 0) -> Prepared:
+    run: Callable[..., Any] = torch.compile(model) if compiled else model
+    called(run, inputs)
+    return Prepared(run, time.perf_counter() - start, size or saved(model))
+
+
+def plain(model: nn.Module, inputs: Inputs, *, compiled: bool = False, dtype: torch.dtype | None = None) -> Prepared:
+    """Leave a model as it is, compile it, or convert it."""
+    start = time.perf_counter()
+    model = copy.deepcopy(model)
+    if dtype is not None:
+        model = model.to(dtype)
+        kinds = inputs.items() if isinstance(inputs, dict) else ()
+        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in kinds} or inputs
+    return _finished(start, model, inputs, compiled=compiled)
+
+
+def torchao(model: nn.Module, inputs: Inputs, *, weight_only: bool = False, compiled: bool = False) -> Prepared:
+    """Quantize by torchao's own entry point."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    start = time.perf_counter()
+    model = copy.deepcopy(model)
+    quantize_(model, Int8WeightOnlyConfig() if weight_only else Int8DynamicActivationInt8WeightConfig())
+    return _finished(start, model, inputs, compiled=compiled)
+
+
+def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
+    """Quantize by fxopt, timed and verified."""
+    start = time.perf_counter()
+    given = fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    calibration = [given] if scheme == "int8_static" else None
+    aim = "size" if scheme == "float8" else "speed"
+    fast = fxopt.optimize(model, Quantize(scheme, aim=aim, calibration=calibration), example_inputs=given)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.fxopt"
+        fxopt.save(fast, path, factory="torch.nn:Identity")
+        size = path.stat().st_size
+    return _finished(start, fast, inputs, compiled=False, size=size)
+
+
+SCHEMES = ("int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8")
+WAYS: dict[str, Way] = {
+    "float32 eager": plain,
+    "float32 compiled": partial(plain, compiled=True),
+    "bfloat16 eager": partial(plain, dtype=torch.bfloat16),
+    "torchao dynamic eager": torchao,
+    "torchao dynamic compiled": partial(torchao, compiled=True),
+    "torchao int8_weight eager": partial(torchao, weight_only=True),
+    **{f"fxopt {scheme}": partial(quantize, scheme=scheme) for scheme in SCHEMES},
+}

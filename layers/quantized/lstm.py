@@ -1,0 +1,92 @@
+"""An LSTM whose weights are integers of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ...compat import is_plainly_eager, own_buffers, own_parameters
+from ...compat_quantized import int8_cells, int8_lstm
+from ...passes.state import dequantized
+from .layer import QuantizedLayer
+
+__all__ = ["Int8DynamicLSTM"]
+
+
+class Int8DynamicLSTM(QuantizedLayer):
+    """Quantize activations at each step, and multiply integers of 8 bits.
+
+    What its kernel does not take (packed sequences, sequences without a batch, calls that want gradients) runs as the
+    LSTM with the weights that the numbers stand for.
+
+    Args:
+        lstm: what is simulated; its tensors are not kept.
+        weights: name of a weight -> numbers and scales; see `quantized`.
+    """
+
+    def __init__(self, lstm: nn.LSTM, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        for name, (values, scales) in weights.items():
+            self.register_buffer(f"{name}_values", values)
+            self.register_buffer(f"{name}_scales", scales)
+        for name, bias in own_parameters(lstm).items():
+            if name not in weights:
+                self.register_parameter(name, bias)
+        self.weights = tuple(weights)
+        self.dtype = next(iter(own_parameters(lstm).values())).dtype  # pyright: ignore[reportOptionalMemberAccess]
+        self.__dict__["simulation"] = _without_data(lstm)  # no child: it has no tensors to save
+
+    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:  # noqa: A002  as nn.LSTM calls it
+        if not isinstance(input, Tensor) or input.ndim != 3 or not input.is_cpu or not input.numel():
+            return self.simulated(input, hx)
+        wanted = torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in self.parameters()))
+        if torch.compiler.is_compiling() or wanted or not is_plainly_eager():
+            return self.simulated(input, hx)
+        return self.kernel(input, hx)
+
+    def kernel(self, input: Tensor, hx: tuple[Tensor, Tensor] | None) -> Any:  # noqa: A002
+        """Compute in int8; the results have the input's type."""
+        lstm: nn.LSTM = self.__dict__["simulation"]
+        cells = self.packing.of(self._packed, *own_buffers(self).values(), *own_parameters(self).values())
+        directions = 2 if lstm.bidirectional else 1
+        if hx is None:
+            zeros = input.new_zeros(lstm.num_layers * directions, input.shape[1 - lstm.batch_first], lstm.hidden_size)
+            hx = zeros, zeros
+        output, *state = int8_lstm(input.float(), [each.float() for each in hx], cells, lstm)
+        return output.to(input.dtype), tuple(each.to(input.dtype) for each in state)
+
+    def simulated(self, input: Any, hx: tuple[Tensor, Tensor] | None) -> Any:  # noqa: A002
+        """Compute what the kernel stands for in floating point."""
+        buffers: Any = own_buffers(self)
+        held = {name: (buffers[f"{name}_values"], buffers[f"{name}_scales"]) for name in self.weights}
+        weights = {name: dequantized(*pair, "int8", self.dtype) for name, pair in held.items()}
+        tensors: Any = {**weights, **own_parameters(self)}
+        return functional_call(self.__dict__["simulation"], tensors, (input, hx))
+
+    def _packed(self, *_: Tensor) -> list[Any]:
+        lstm: nn.LSTM = self.__dict__["simulation"]
+        buffers, biases = own_buffers(self), own_parameters(self)
+        endings = [f"_l{n}{end}" for n in range(lstm.num_layers) for end in ("", "_reverse")[: 1 + lstm.bidirectional]]
+        pairs: list[Any] = []
+        for ending in endings:
+            for side in ("ih", "hh"):
+                weight = f"weight_{side}{ending}"
+                pairs.append(
+                    (buffers[f"{weight}_values"], buffers[f"{weight}_scales"], biases.get(f"bias_{side}{ending}"))
+                )
+        return int8_cells(pairs)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return self.__dict__["simulation"].extra_repr()
+
+
+def _without_data(lstm: nn.LSTM) -> nn.LSTM:
+    return nn.LSTM(
+        lstm.input_size, lstm.hidden_size, lstm.num_layers, lstm.bias, lstm.batch_first, 0.0, lstm.bidirectional,
+        device="meta",
+    ).eval()  # fmt: skip

@@ -1,0 +1,104 @@
+"""Which layers can be replaced at all, whatever the scheme, and why others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import has_hooks, has_state_hooks
+from ...passes.contract import names_module
+from ...passes.sites import Refusal, Site
+from ...passes.verification import TensorOwners, TensorReads
+from ...tracing.program import Program
+from ...tracing.values import qualified
+from .settings import Settings
+
+__all__ = ["Layer", "is_kept", "obstacle", "sites"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that a scheme would replace.
+
+    Attributes:
+        name: its qualified name.
+        module: the layer.
+        weights: name in the layer -> what would be quantized.
+        detail: for the report.
+        objection: why the scheme cannot take it, or "".
+    """
+
+    name: str
+    module: nn.Module
+    weights: Mapping[str, Tensor]
+    detail: str = ""
+    objection: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(weight.numel() for weight in self.weights.values())
+
+
+def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iterator[Site | Refusal]:
+    """Yield a site for each layer, the largest first, and why others stay as they are.
+
+    So what one time budget allows is spent where the most is gained.
+    """
+    called = _called(program, [layer.module for layer in layers])
+    for layer in sorted(layers, key=lambda layer: -layer.size):
+        if is_kept(settings.keep, layer.name, program):
+            continue
+        reason = obstacle(layer, program) or layer.objection
+        if not reason and called is not None and layer.module not in called:
+            reason = "the example inputs never call it"
+        yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)
+
+
+def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
+    """Say whether words name a module, or one around it."""
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return any(names_module(word, path, program.module(path)) for path in around for word in words)
+
+
+def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:
+    """Return those of the modules that the example inputs call, or None where there are none."""
+    if not program.inputs or program.replaying:
+        return None
+    return {module for module in modules if program.recording(modules).calls.get(module)}
+
+
+def obstacle(layer: Layer, program: Program) -> str:
+    """Return why a layer must stay as it is, or ""."""
+    if not layer.name:
+        return "the whole model is this layer, and nothing can be put in its place"
+    if has_hooks(layer.module) or has_state_hooks(layer.module):
+        return "it has hooks, which the layer in its place would not have"
+    return next(filter(None, (_weight_problem(layer, name, program) for name in layer.weights)), "")
+
+
+def _weight_problem(layer: Layer, name: str, program: Program) -> str:
+    weight, tensor = qualified(layer.name, name), layer.weights[name]
+    tied = [other for other in program.analyses[TensorOwners].names(weight) if other != weight]
+    if tied:
+        return f"its weight is tied to '{tied[0]}'"
+    reader = program.analyses[TensorReads].reader(tensor)
+    if reader is not None and reader != layer.name:
+        return f"'{reader}' reads its weight"
+    return _value_problem(f"'{weight}'", tensor)
+
+
+def _value_problem(name: str, tensor: Tensor) -> str:
+    """Return what keeps a weight from being quantized, or ""."""
+    if tensor.dtype not in _DTYPES:
+        return f"{name} is of {str(tensor.dtype).removeprefix('torch.')}; convert it to float32, bfloat16 or float16"
+    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        return f"{name} is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
+    if not tensor.numel():
+        return f"{name} is empty"
+    return "" if tensor.is_meta or tensor.isfinite().all() else f"{name} has elements that are not finite"
