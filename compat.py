@@ -156,9 +156,10 @@ def _dropout_position(operator: Any) -> int | None:
 
 def fake_tensors() -> Any:
     """Return a mode in which tensors hold no data; real ones that meet them are taken as fake."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a quarter of a second
+    from torch._subclasses import fake_tensor  # a quarter of a second
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    fake_tensor.log.setLevel("CRITICAL")  # of operators that fail: whoever runs code on fake tensors knows that it may
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:

@@ -34,6 +34,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fuse_ensembles",
             "ddp",
         ),
+        "compress": ("prune", "fold_batchnorm", "quantize"),
     }
 )
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"

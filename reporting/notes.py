@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -29,7 +30,8 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    return [note for note in (unverified(record), _for_training(record), _sharded(model), _printing(model)) if note]
+    said = (unverified(record), *_costs(record), _for_training(record), _sharded(model), _printing(model))
+    return [note for note in said if note]
 
 
 def unverified(record: Record) -> str:
@@ -41,6 +43,19 @@ def unverified(record: Record) -> str:
             said = "a rewrite was" if count == 1 else f"{count} rewrites were"
             return f"{said} not verified ({reason}): {advice}"
     return ""
+
+
+def _costs(record: Record) -> Iterator[str]:
+    """Say what the model costs before and after, where a pass that makes it smaller has counted that."""
+    for decision in record.plan.decisions:
+        counted = decision.site["data"].get("costs") if decision.status == "applied" and decision.site else None
+        if isinstance(counted, dict):
+            pairs = cast("dict[str, list[float]]", counted).items()
+            shown = (
+                f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
+                for what, (before, after) in pairs
+            )
+            yield f"{decision.pass_name} chose: {', '.join(shown)}"
 
 
 def _for_training(record: Record) -> str:

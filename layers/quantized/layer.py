@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ...compat import own_buffers
 from .packing import Packing
 
-__all__ = ["QuantizedLayer"]
+__all__ = ["QuantizedLayer", "is_finite"]
 
 
 class QuantizedLayer(nn.Module):
@@ -32,3 +33,8 @@ class QuantizedLayer(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 buffers[name] = old.to(new.device)
         return self
+
+
+def is_finite(x: Tensor) -> bool:
+    """Say whether no element of a tensor is infinite or NaN, of which kernels for integers know nothing."""
+    return math.isfinite(float(x.detach().sum()))

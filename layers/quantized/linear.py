@@ -17,7 +17,7 @@ from ...compat_quantized import (
     int8_product_of_weights,
 )
 from ...passes.state import dequantized
-from .layer import QuantizedLayer
+from .layer import QuantizedLayer, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -88,6 +88,8 @@ class Int8DynamicLinear(QuantizedLinear):
         """Compute in int8; the result has the input's type."""
         packed = self.packing.of(int8_packed, *self.held, self.bias)
         rows = input.float().reshape(-1, self.in_features)
+        if not is_finite(rows):
+            return self.simulated(input)
         return int8_product_dynamic(rows, packed).to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 

@@ -115,6 +115,15 @@ class Pass:
         """
         return None
 
+    def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
+        """Return what `own_forward` is for one of the modules whose graphs were rewritten at some sites.
+
+        Args:
+            sites: read only what they carry.
+            module: its name.
+        """
+        return self.own_forward
+
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         """Do to the finished model what cannot be done before: shard, replicate, cut it into stages.
 

@@ -62,7 +62,7 @@ class Comparison:
         self._phase = group.phase or pass_.phase
         self._seed, self._brief, self._simulated, self._under = seed, brief, simulated, under
         self._references: list[verification.Reference] | None = None
-        self._simulations: list[verification.Reference] = []
+        self._simulation: verification.Simulation | None = None
         self.before = self.runner()
         self.choices = self._affordable()
         if not self.choices:
@@ -107,8 +107,8 @@ class Comparison:
             lossy = self.pass_.numerics is Numerics.APPROXIMATE
             brief = self._brief or lossy or self.pass_.numerics is Numerics.SEMANTIC
             self._references = self._taken(twin(self._owner) if lossy else self._owner, brief=brief)
-            if self._simulated is not None:  # noise would fill what is zero there
-                self._simulations = self._taken(self._simulated, brief=True)
+            if self._simulated is not None and self.checks:
+                self._simulation = self._simulation_of(self._simulated)
 
     def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
         if not self.checks:
@@ -116,10 +116,7 @@ class Comparison:
         lossy = self.pass_.numerics is Numerics.APPROXIMATE
         coarse = lossy and self.pass_.error_budget >= _COARSE and self._under is None  # autocast narrows float32
         widest = torch.float32 if coarse else torch.float64
-        gradients, training = self._phase.covers_training, self._program.training
-        modes = modes_to_check(self._owner, self._phase, training)
-        if self._brief:
-            modes, gradients = modes[:1], gradients and training
+        modes, gradients = self._modes()
         return [
             verification.reference(
                 module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief, lasting=lossy,
@@ -127,6 +124,16 @@ class Comparison:
             )
             for mode in modes
         ]  # fmt: skip
+
+    def _simulation_of(self, module: nn.Module) -> verification.Simulation:
+        modes, gradients = self._modes()
+        return verification.Simulation.taken(module, self._calls, modes=modes, gradients=gradients, seed=self._seed)
+
+    def _modes(self) -> tuple[Sequence[bool | None], bool]:
+        """Return the modes to compare in, and whether gradients count."""
+        gradients, training = self._phase.covers_training, self._program.training
+        modes = modes_to_check(self._owner, self._phase, training)
+        return (modes[:1], gradients and training) if self._brief else (modes, gradients)
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
@@ -144,10 +151,8 @@ class Comparison:
             for reference in self._references or ()
         ]  # fmt: skip
         # What a lossy pass takes away does not come back: of these only the way there counts.
-        verdicts += [
-            verification.verify(reference, self._owner, map_state=partial(StateMap.forward, state_map))
-            for reference in self._simulations
-        ]
+        if self._simulation is not None:
+            verdicts += self._simulation.verdicts(self._owner, partial(StateMap.forward, state_map))
         return verdicts
 
     def runner(self) -> timing.Runner | None:
@@ -186,7 +191,7 @@ class Comparison:
         """Return what reports and plans say of how a rewrite was checked."""
         if verdict is None:
             return {"checked": self._unchecked()}
-        if self.pass_.numerics is Numerics.SEMANTIC and not self._simulations:
+        if self.pass_.numerics is Numerics.SEMANTIC and self._simulation is None:
             return {"checked": "that it runs: it changes the function by design"}
         return {
             "checked": verdict.checked_in,

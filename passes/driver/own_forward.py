@@ -46,7 +46,7 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
 
 
 def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, record: Record) -> Iterator[str]:
-    name, stated = rewrite.pass_.name, rewrite.pass_.own_forward
+    name, stated = rewrite.pass_.name, rewrite.pass_.own_forward_of(rewrite.group.sites, owner)
     if stated is OwnForward.ACCEPTABLE:
         return
     if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):

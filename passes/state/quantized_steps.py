@@ -45,6 +45,7 @@ class QuantizeWeight(StateStep):
 
     kind: ClassVar[str] = "quantize_weight"
     is_compact: ClassVar[bool] = True
+    keeps_gradients: ClassVar[bool] = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -33,12 +33,14 @@ class StateStep(ABC):
         idempotent: whether `forward` leaves what has been through it as it is: then tensors from before and after need
             not be told apart, and state dicts with zeros are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
+        keeps_gradients: whether the new tensors are trained where the old ones were.
     """
 
     kind: ClassVar[str]
     lossy: ClassVar[bool] = False
     idempotent: ClassVar[bool] = False
     is_compact: ClassVar[bool] = False
+    keeps_gradients: ClassVar[bool] = True
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from .tape import Tape
 from .tolerances import gradients_within
 from .translation import MapState
 from .verify import Verdict, verify
-from .whole_model import Original
+from .whole_model import Original, Simulation
 
 __all__ = [
     "CallSites",
@@ -21,6 +21,7 @@ __all__ = [
     "MapState",
     "Original",
     "Reference",
+    "Simulation",
     "Tape",
     "TensorOwners",
     "TensorReads",

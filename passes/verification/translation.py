@@ -109,6 +109,7 @@ class Translation:
         if self.steps is None or not self.steps.steps:
             return
         state = _told_apart(self.reference.state, self.reference.seed)
+        state |= {alias: state[name] for alias, name in self.steps.aliases if name in state}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that values changed on the way is found out below
@@ -168,12 +169,18 @@ class Translation:
         values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
         everywhere = self._marks_of(frozenset(self.reference.state))
-        mapped = self.state(values)
+        mapped, fixed = self.state(values), self._fixed
         return {
             name: _if_present(name, gradient, marks[name], everywhere[name])
             for name, gradient in mapped.items()
-            if name in self.after.parameters or bool(marks[name].any())
+            if name not in fixed and (name in self.after.parameters or bool(marks[name].any()))
         }
+
+    @property
+    def _fixed(self) -> set[str]:
+        """Return the new names of what is not trained any more."""
+        steps = () if self.steps is None else self.steps.steps
+        return {name for step in steps if not step.keeps_gradients for name in step.targets}
 
     def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
         """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""

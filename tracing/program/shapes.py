@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -82,7 +82,8 @@ class _Run:
 
     def _call(self, module: nn.Module, args: Collection[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_leaf(module):
-            return module.forward(*args, **kwargs)
+            with _buffers_spared(module):
+                return module.forward(*args, **kwargs)
         selected = select(module, tuple(args), kwargs)
         if selected is None:
             raise LookupError("its own forward runs")
@@ -90,6 +91,20 @@ class _Run:
         values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
         self.graph(module, graph, values)
         return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
+
+
+@contextlib.contextmanager
+def _buffers_spared(module: nn.Module) -> Generator[None]:
+    """Let a module in training write its statistics elsewhere: a write is seen even where the value is put back."""
+    registries = [own_buffers(inner) for inner in all_modules(module)]
+    before = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            registry.update({name: buffer if buffer is None else buffer.clone() for name, buffer in registry.items()})
+        yield
+    finally:
+        for registry, buffers in zip(registries, before, strict=True):
+            registry.update(buffers)
 
 
 def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -82,7 +82,7 @@ class Checkpoint(Pass):
     def _idle(self, saved: int) -> str:
         says = f"the model saves {byte_text(saved)} of activations"
         if limit_of(self.budget, saved) < saved:
-            return f"{says}, and no region would make that less"
+            return f"{says}, and no region would lower the peak of a step"
         return f"{says}, which budget={self.budget} allows: nothing has to be computed again"
 
     def rewrite(self, site: Site, edit: Edit) -> None:

@@ -14,8 +14,8 @@ from .spans import Search, Stretch
 
 __all__ = ["Choice", "Choices", "choices"]
 
-_OVERHEAD = 5e6
-"""Operations that take as long as entering a region, leaving it and entering it again: a tenth of a millisecond."""
+_OVERHEAD = 1e7
+"""Operations that take as long as entering a region, leaving it and entering it again: a fifth of a millisecond."""
 
 _MOST_SPANS = 600
 """Up to so many possible regions are also looked for in another order of the steps."""
@@ -54,7 +54,7 @@ def choices(program: Program) -> Choices:
     forward = traced_forward(program)
     search = Search(program, forward)
     found = search.stretches()
-    problem = Problem(forward.steps, forward.sizes, list(found), _OVERHEAD)
+    problem = forward.problem(list(found), _OVERHEAD)
     known = [Choice(each, tuple(found[region] for region in each.regions)) for each in frontier(problem)]
     if len(found) <= _MOST_SPANS:
         known += _in_another_order(program, forward, search, problem)

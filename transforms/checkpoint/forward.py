@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,13 +30,22 @@ from ...tracing.guards import require
 from ...tracing.program import Program
 from ...tracing.recording import in_phase, preserved
 from ...tracing.values import Inputs, map_tensors, qualified, tensors_in
-from .problem import Step
+from .problem import Problem, Region, Step
 from .recomputation import PRODUCTS, counts
 
 __all__ = ["Forward", "Unit", "traced_forward"]
 
 _PER_BYTE = 8.0
 """Operations that take as long as moving one byte: processors and GPUs compute 5 to 20 in the time."""
+
+_PER_CALL, _PER_WATCHED_CALL = 1e6, 2.5e6
+"""Operations that take as long as calling an operator again, of however little work; in a selective region each call is
+looked at in Python."""
+
+_LOSS = 3
+"""A loss outside of the model takes so many times the bytes of the results: what cross-entropy does.
+
+These are the logarithms of the probabilities, their gradient, and the results' gradient."""
 
 _STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 """Operators that write into running statistics though their schema does not say so."""
@@ -73,6 +82,8 @@ class Forward:
         sizes: activation -> bytes; what is held in any case is not in it.
         written: memory -> the steps that write into it.
         random: the steps that draw random numbers.
+        gradients: activation -> bytes of its gradient, where it has one.
+        results: those of them whose gradient is there when the backward begins.
     """
 
     units: list[Unit] = field(default_factory=list["Unit"])
@@ -81,6 +92,13 @@ class Forward:
     sizes: dict[int, int] = field(default_factory=dict[int, int])
     written: dict[int, list[int]] = field(default_factory=lambda: defaultdict[int, list[int]](list))
     random: set[int] = field(default_factory=set[int])
+    gradients: dict[int, int] = field(default_factory=dict[int, int])
+    results: frozenset[int] = frozenset()
+
+    def problem(self, spans: Sequence[Region] = (), overhead: float = 0.0) -> Problem:
+        """Return what a solver must know, with the regions among which to choose."""
+        loss = _LOSS * sum(self.gradients[result] for result in self.results)
+        return Problem(self.steps, self.sizes, spans, overhead, self.gradients, self.results, loss)
 
 
 def traced_forward(program: Program) -> Forward:
@@ -163,12 +181,15 @@ class _Run:
         self._called: nn.Module | None = None
         self._free: set[int] = set()
         self._counters: set[int] = set()
+        self._learned: dict[int, int] = {}
 
     def of(self, call: Inputs) -> Forward:
         """Make a call."""
         model = self._program.model
         given = (*model.parameters(), *model.buffers(), (call.args, call.kwargs))
         self._free.update(self.memory.numbers(given))
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._learned = {n: p.untyped_storage().nbytes() for p in learned for n in self.memory.numbers(p)}
         norms = [module for module in model.modules() if counts(module)]
         self._counters.update(self.memory.numbers([list(norm.buffers(recurse=False)) for norm in norms]))
         captures = {self._program.module(name): name for name in self._program.captures}
@@ -183,9 +204,23 @@ class _Run:
             for module in captures:
                 module.__dict__.pop("forward", None)
         self.close()
+        self._end(result)
+        return self.forward
+
+    def _end(self, result: Any) -> None:
+        """Note what the results are; a number among them is the loss, and the backward begins there."""
+        self._has_gradients(result)
+        learned = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        begins = [tensor for tensor in learned if not tensor.dim()] or learned
+        self.forward.results = frozenset(self.memory.numbers(begins)) & self.forward.gradients.keys()
         for number in self._free.union(self.memory.numbers(result)):
             self.forward.sizes.pop(number, None)
-        return self.forward
+
+    def _has_gradients(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            number = self.memory.number(tensor) if tensor.requires_grad else None
+            if number is not None and number not in self._free:
+                self.forward.gradients[number] = tensor.untyped_storage().nbytes()
 
     def _interpreted(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a module's graph node by node, where a node called it; else nobody could say where its nodes are."""
@@ -207,7 +242,9 @@ class _Run:
         called = node.op == "call_module" and qualified(owner, str(node.target))
         self._called = self._program.module(called) if called else None
         try:
-            return run()
+            result = run()
+            self._has_gradients(result)
+            return result
         finally:
             self.close()
             self._called, self._units, unit.stop = None, around, len(self.forward.steps)
@@ -223,6 +260,7 @@ class _Run:
                 reads=frozenset(step.reads), makes=frozenset(step.makes), saves=frozenset(step.saves - self._free),
                 operations=step.operations, until_saved=step.until_saved, products=frozenset(step.products),
                 light=step.light, light_until_saved=step.light_until_saved,
+                learned=sum(self._learned.get(memory, 0) for memory in step.touched),
             )
         )  # fmt: skip
         self.forward.touched.append(frozenset(step.touched))
@@ -254,7 +292,8 @@ class _Run:
         if draws_randomly(operator, args, kwargs):
             self.forward.random.add(len(self.forward.steps))
         cost = 0.0 if view_of is not None else _operations(operator, args, kwargs, result)
-        self._open.operations += cost
+        self._open.operations += cost + _PER_CALL
+        self._open.light += _PER_WATCHED_CALL
         if operator in PRODUCTS:
             self._open.products.update(self.memory.numbers(result))
         else:

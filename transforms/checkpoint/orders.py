@@ -64,7 +64,7 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
         if place < count:
             regions.append(Region(len(order), len(order) + len(members), chosen[place][1]))
         order += [problem.steps[step] for step in members]
-    return Problem(order, problem.sizes, (), problem.overhead).schedule(regions)
+    return replace(problem, steps=order, spans=()).schedule(regions)
 
 
 def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forward, list[int]]:
@@ -85,7 +85,8 @@ def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forwar
     written.update({memory: [new[step] for step in steps] for memory, steps in forward.written.items()})
     touched = [forward.touched[old] for old in mover.order]
     steps = [forward.steps[old] for old in mover.order]
-    return Forward(units, steps, touched, forward.sizes, written, {new[step] for step in forward.random}), mover.order
+    random = {new[step] for step in forward.random}
+    return replace(forward, units=units, steps=steps, touched=touched, written=written, random=random), mover.order
 
 
 class _Mover:

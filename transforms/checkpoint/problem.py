@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 __all__ = ["Problem", "Recomputed", "Region", "Schedule", "Step"]
 
@@ -24,6 +25,7 @@ class Step:
         products: those of `makes` that are matrix products or convolutions, dear to compute again.
         light: what running it costs where its products are there already.
         light_until_saved: likewise until the last of `saves`.
+        learned: bytes of the gradients of parameters that its backward makes.
     """
 
     reads: frozenset[int] = _NOTHING
@@ -34,6 +36,7 @@ class Step:
     products: frozenset[int] = _NOTHING
     light: float = 0.0
     light_until_saved: float = 0.0
+    learned: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -51,12 +54,12 @@ class Recomputed:
 
     Attributes:
         keeps: the activations that are held from its forward to its backward.
-        restores: bytes that its backward holds on top of these, once it has been run again.
+        needs: the most bytes that its backward takes on top of these: what it has computed again, and gradients.
         operations: what running it again costs.
     """
 
     keeps: frozenset[int]
-    restores: int
+    needs: int
     operations: float
 
 
@@ -68,7 +71,8 @@ class Schedule:
         regions: what is run again.
         operations: what that costs.
         live: bytes of activations that are held after the forward.
-        peak: the most bytes of activations that are held at once, while the backward runs regions again.
+        peak: the most bytes of activations that are held at once, while the backward runs regions again; gradients are
+            counted as far as they are more than the plain model's step has room for.
     """
 
     regions: tuple[Region, ...]
@@ -86,12 +90,18 @@ class Problem:
         sizes: activation -> bytes. Others (parameters, inputs, results) are held in any case, and free.
         spans: the regions among which to choose.
         overhead: what a region costs beside its operations, in operations.
+        gradients: activation -> bytes of its gradient, where it has one; results are among them.
+        results: those of them whose gradient is there when the backward begins.
+        loss: bytes that the backward takes at its beginning, beside what the model holds.
     """
 
     steps: Sequence[Step]
     sizes: Mapping[int, int]
     spans: Sequence[Region]
     overhead: float = 0.0
+    gradients: Mapping[int, int] = field(default_factory=dict[int, int])
+    results: frozenset[int] = _NOTHING
+    loss: int = 0
     _made_at: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -132,43 +142,85 @@ class Problem:
                     found[place].add(activation)
         return [frozenset(activations) for activations in found]
 
+    @cached_property
+    def _gradients(self) -> list[int]:
+        """Return for each step the bytes of activations' gradients while its backward runs: what passes by is there."""
+        last = {activation: number for number, step in enumerate(self.steps) for activation in step.reads}
+        last.update(dict.fromkeys(self.results, len(self.steps)))
+        change = [0] * (len(self.steps) + 2)
+        for activation, size in self.gradients.items():
+            made = self._made_at.get(activation)
+            if made is not None:
+                change[made] += size
+                change[max(last.get(activation, made), made) + 1] -= size
+        added = (sum(self.gradients.get(a, 0) for a in s.reads if last[a] > n) for n, s in enumerate(self.steps))
+        return [passing + more for passing, more in zip(accumulate(change), added, strict=False)]
+
+    @cached_property
+    def room(self) -> int:
+        """Return how much more than what it saves the plain model takes at the worst moment of its backward."""
+        held: set[int] = set()
+        live = peak = 0
+        for step, gradients in zip(self.steps, self._gradients, strict=True):
+            live += self.bytes_of(step.saves - held)
+            held |= step.saves
+            peak = max(peak, live + gradients + step.learned)
+        return max(self.loss, peak - self.saved)
+
+    @cached_property
+    def needs(self) -> list[int]:
+        """Return for each step the bytes of gradients while its backward runs; those of parameters if there is room."""
+        pairs = zip(self._gradients, self.steps, strict=True)
+        return [max(gradients, min(self.room, gradients + step.learned)) for gradients, step in pairs]
+
+    def stepped(self, place: int) -> Recomputed:
+        """Return what a step keeps that is in no region."""
+        known = frozenset(a for a in self.steps[place].saves if a in self.sizes)
+        return Recomputed(known, self.needs[place], 0.0)
+
+    def keeps(self, region: Region) -> frozenset[int]:
+        """Return the activations that a region holds from its forward to its backward."""
+        steps = self.steps[region.start : region.stop]
+        keeps = {a for step in steps for a in step.reads if self._made_at.get(a, region.start) < region.start}
+        if region.selective:
+            keeps.update(product for step in steps for product in step.products)
+        return frozenset(keeps & self.sizes.keys())
+
     def recomputed(self, region: Region) -> Recomputed:
         """Return what a region keeps and costs.
 
         Recomputation stops once all is there that the backward needs: what follows the last save is not run again.
         """
-        steps = self.steps[region.start : region.stop]
-        keeps: set[int] = set()
-        saves: set[int] = set()
         operations = total = 0.0
-        for step in steps:
-            keeps.update(a for a in step.reads if self._made_at.get(a, region.start) < region.start)
+        for step in self.steps[region.start : region.stop]:
             if step.saves:
                 operations = total + (step.light_until_saved if region.selective else step.until_saved)
-                saves |= step.saves
             total += step.light if region.selective else step.operations
-            if region.selective:
-                keeps |= step.products
-        restored = {a for a in saves - keeps if self._made_at.get(a, -1) >= region.start}
-        known = frozenset(a for a in keeps if a in self.sizes)
-        return Recomputed(known, self.bytes_of(restored), operations + self.overhead)
+        keeps = self.keeps(region)
+        return Recomputed(keeps, self._needs(region, keeps), operations + self.overhead)
+
+    def _needs(self, region: Region, keeps: frozenset[int]) -> int:
+        """Return the most bytes that the backward of a region takes; each step's frees what that step has saved."""
+        restored: set[int] = set()
+        held = most = 0
+        for place in range(region.start, region.stop):
+            new = {a for a in self.steps[place].saves - keeps - restored if self._made_at.get(a, -1) >= region.start}
+            restored |= new
+            held += self.bytes_of(new)
+            most = max(most, held + self.needs[place])
+        return most
 
     def schedule(self, regions: Iterable[Region]) -> Schedule:
         """Return what is to be expected of regions that do not overlap."""
         chosen = tuple(sorted(regions))
         starts = {region.start: region for region in chosen}
         held: set[int] = set()
-        place, peak, operations = 0, 0, 0.0
+        place, live, peak, operations = 0, 0, 0, 0.0
         while place < len(self.steps):
             region = starts.get(place)
-            if region is None:
-                held |= self.steps[place].saves
-                place += 1
-                continue
-            again = self.recomputed(region)
+            again = self.stepped(place) if region is None else self.recomputed(region)
+            live += self.bytes_of(again.keeps - held)
             held |= again.keeps
-            peak = max(peak, self.bytes_of(held) + again.restores)
-            operations += again.operations
-            place = region.stop
-        live = self.bytes_of(held)
-        return Schedule(chosen, operations, live, max(peak, live))
+            peak, operations = max(peak, live + again.needs), operations + again.operations
+            place = place + 1 if region is None else region.stop
+        return Schedule(chosen, operations, live, max(live, peak - self.room))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .problem import Problem, Recomputed, Region, Schedule
@@ -16,13 +18,11 @@ _LABELS = 48
 _HELD_SETS = 12
 """So many sets of activations that are held across a place are told apart."""
 
-_RUNGS = 24
-"""So many amounts of memory, at the most, are solved for between that of the plain model and the least."""
+_RUNG = 16
+"""Between the plain model and the least, each amount of memory that is solved for is less by this part of it."""
 
 _EXACT = 64
 """Up to so many regions to choose from, every schedule on the frontier is looked for."""
-
-_BISECTIONS = 5
 
 _Held = frozenset[int]
 
@@ -30,27 +30,48 @@ _Held = frozenset[int]
 def frontier(problem: Problem) -> list[Schedule]:
     """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first.
 
-    Each is the cheapest for a limit just below the memory of the one before, or a rung further down where there are
-    many. It depends on the problem alone, so of two budgets the smaller never gets more memory.
+    It depends on the problem alone, so of two budgets the smaller never gets more memory.
     """
-    solver = _Solver(problem)
-    found = [problem.schedule(())]
-    rung = 0 if len(problem.spans) <= _EXACT else found[0].peak // _RUNGS
-    limit, too_small = found[0].peak - 1, -1
-    while True:
+    solver, plain = _Solver(problem), problem.schedule(())
+    if len(problem.spans) <= _EXACT:
+        return front([plain, *_every(solver, plain.peak)])
+    smallest = _smallest(solver, plain.peak)
+    return front([plain, *smallest, *_ladder(solver, smallest, plain.peak)])
+
+
+def _every(solver: _Solver, most: int) -> Iterator[Schedule]:
+    """Yield the cheapest schedule for a limit just below the memory of the one before."""
+    found = solver.solve(most - 1)
+    while found is not None:
+        yield found
+        found = solver.solve(found.peak - 1)
+
+
+def _smallest(solver: _Solver, most: int) -> list[Schedule]:
+    """Return schedules on the way to the least memory, found to within a rung: its last bytes are dear."""
+    found: list[Schedule] = []
+    too_small, enough = -1, most
+    while enough - too_small > max(enough // _RUNG, 1):
+        limit = max((too_small + enough) // 2, enough // 4)
         schedule = solver.solve(limit)
         if schedule is None:
             too_small = limit
-            break
-        found.append(schedule)
-        limit = min(schedule.peak - 1, limit - rung)
-    for _ in range(_BISECTIONS if rung else 0):
-        schedule = solver.solve((too_small + found[-1].peak) // 2)
-        if schedule is None:
-            too_small = (too_small + found[-1].peak) // 2
         else:
             found.append(schedule)
-    return front(found)
+            enough = schedule.peak
+    return found
+
+
+def _ladder(solver: _Solver, smallest: Sequence[Schedule], most: int) -> Iterator[Schedule]:
+    """Yield the cheapest schedule for larger and larger limits; what it costs is known not to be more than before."""
+    if not smallest:
+        return
+    best = smallest[-1]
+    limit = best.peak + best.peak // _RUNG
+    while limit < most:
+        best = solver.solve(limit, best.operations * (1 + 1e-9)) or best
+        yield best
+        limit += max(limit // _RUNG, 1)
 
 
 def front(found: Sequence[Schedule]) -> list[Schedule]:
@@ -106,21 +127,24 @@ class _Solver:
         self._moves: list[_Move] = []
         self._from: dict[tuple[int, _Held], range] = {}
 
-    def solve(self, limit: int) -> Schedule | None:
-        """Return the cheapest schedule that holds no more than `limit` bytes at once, or None."""
-        end = len(self._problem.steps)
+    def solve(self, limit: int, dearest: float = math.inf) -> Schedule | None:
+        """Return the cheapest schedule that holds no more than `limit` bytes at once and costs no more, or None."""
+        end, most = len(self._problem.steps), limit + self._problem.room
         arrived: list[dict[_Held, list[_Label]]] = [defaultdict(list) for _ in range(end + 1)]
         arrived[0][frozenset()].append((0, 0.0, -1, -1))
         for place in range(end):
             arrived[place] = _settled(arrived[place])
             for held, labels in arrived[place].items():
+                sizes = [label[0] for label in labels]
                 for number in self._moves_from(place, held):
                     move = self._moves[number]
-                    room, there = limit - move.needed, arrived[move.stop][move.then]
-                    for index, (size, cost, _, _) in enumerate(labels):
-                        if size > room:
-                            break
-                        there.append((size + move.added, cost + move.operations, number, index))
+                    fit = bisect_right(sizes, min(most - move.needed, limit - move.added))
+                    added, dearer = move.added, move.operations
+                    arrived[move.stop][move.then] += [
+                        (size + added, cost + dearer, number, index)
+                        for index, (size, cost, _, _) in enumerate(labels[:fit])
+                        if cost + dearer <= dearest
+                    ]
         arrived[end] = _settled(arrived[end])
         return self._problem.schedule(self._path(arrived)) if arrived[end] else None
 
@@ -129,13 +153,12 @@ class _Solver:
         known = self._from.get((place, held))
         if known is not None:
             return known
-        step = frozenset(a for a in self._problem.steps[place].saves if a in self._problem.sizes)
         first = len(self._moves)
-        for region, again in ((None, Recomputed(step, 0, 0.0)), *self._regions[place]):
+        for region, again in ((None, self._problem.stepped(place)), *self._regions[place]):
             stop = place + 1 if region is None else region.stop
             then = (held | again.keeps) & self._problem.crossing[stop]
             added = self._problem.bytes_of(again.keeps - held)
-            needed = added + again.restores
+            needed = added + again.needs
             self._moves.append(_Move(place, held, region, stop, then, added, needed, again.operations))
         known = self._from[place, held] = range(first, len(self._moves))
         return known

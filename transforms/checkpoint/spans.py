@@ -62,7 +62,7 @@ class Search:
     problem: Problem = field(init=False)
 
     def __post_init__(self) -> None:
-        self.problem = Problem(self.forward.steps, self.forward.sizes, ())
+        self.problem = self.forward.problem()
 
     def stretches(self) -> dict[Region, Stretch]:
         """Return what may be a region, by its steps; of what has the same steps, the outermost."""
@@ -161,7 +161,7 @@ class Search:
         if region.selective and (not products or products & self.forward.written.keys()):
             return None
         saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
-        kept = self.problem.bytes_of(self.problem.recomputed(region).keeps)
+        kept = self.problem.bytes_of(self.problem.keeps(region))
         return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
 
 

@@ -36,7 +36,15 @@ class Options(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def scores(self) -> Mapping[str, Tensor] | None: ...
+    def scores(self) -> Any: ...
+    @property
+    def criterion(self) -> str: ...
+    @property
+    def round_to(self) -> int: ...
+    @property
+    def loss(self) -> object: ...
+    @property
+    def data(self) -> object: ...
 
 
 _GOES_WITH: Mapping[str, tuple[str, ...]] = {
@@ -48,6 +56,11 @@ _GOES_WITH: Mapping[str, tuple[str, ...]] = {
     "schedule": ("magnitude", "random"),
     "seed": ("random", "structured"),
     "scores": ("magnitude", "nm", "structured"),
+    "criterion": ("structured",),
+    "target": ("structured",),
+    "round_to": ("structured",),
+    "loss": ("structured",),
+    "data": ("structured",),
 }
 """Option -> the methods that read it."""
 
@@ -67,7 +80,8 @@ def check_options(options: Any) -> None:
     if options.schedule != "one_shot" and options.scores is not None:
         raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
     for name, methods in _GOES_WITH.items():
-        if options.method not in methods and getattr(options, name) != getattr(pass_type, name):
+        given, default = getattr(options, name), getattr(pass_type, name)
+        if options.method not in methods and given is not default and given != default:
             raise UsageError(
                 f"pass 'prune': {name}= is for method={' and '.join(methods)}, and method={options.method} does not "
                 f"read it; leave {name} out"
@@ -79,6 +93,13 @@ def _check_numbers(options: Options) -> None:
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
     kept_of(options.pattern)
+    round_to: object = options.round_to
+    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
+        raise _wrong("round_to", round_to, "give a number of units, 1 or more")
+    if (options.loss is not None or options.data is not None) and options.criterion != "taylor":
+        raise UsageError("pass 'prune': loss= and data= are for criterion=taylor; leave them out")
+    if options.data is not None and options.loss is None:
+        raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
 
 
 def kept_of(pattern: str) -> tuple[int, int]:

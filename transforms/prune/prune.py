@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...errors import UsageError
 from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
+from . import structured
 from .checks import check_options, check_scores, check_weights
 from .masks import find, reference, rewrite
+from .structured import Criterion, Scores, Target
 
 __all__ = ["Prune"]
 
@@ -37,7 +38,16 @@ class Prune(Pass):
         keep: layers that are left out: names, which may hold `*`, or classes of modules.
         schedule: `one_shot` prunes now; with `linear` and `cubic` a `PruningSchedule` does, step by step.
         seed: of `random`.
-        scores: name of a weight -> how much each of its elements matters, in the place of its magnitude.
+        scores: name of a weight -> how much each of its elements matters, in the place of its magnitude; of structured
+            pruning also a function of a weight's name and values that gives that.
+        criterion: what structured pruning judges a unit by: the `magnitude` of its weights, the scale of its
+            `batchnorm`, how the loss changes without it (`taylor`, to first order), or `random`.
+        target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
+            or measured `latency`.
+        round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
+        loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
+            large the outputs are on the example inputs.
+        data: of `taylor`: batches, any iterable.
     """
 
     method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
@@ -49,7 +59,12 @@ class Prune(Pass):
     keep: tuple[str, ...] = ()
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
     seed: int = 0
-    scores: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    criterion: Criterion = "magnitude"
+    target: Target = "units"
+    round_to: int = 1
+    scores: Scores | None = field(default=None, compare=False, repr=False)
+    loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
@@ -60,18 +75,31 @@ class Prune(Pass):
         check_options(self)
 
     def check(self, model: nn.Module) -> None:
-        if self.method == "structured":
-            raise UsageError("pass 'prune': method=structured is not there yet; use magnitude, random or nm")
         check_named(self.name, "keep", self.keep, model)
         check_weights(model)
-        if self.scores is not None:
+        if self.scores is not None and not (self._is_structured and callable(self.scores)):
             check_scores(self.scores, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
-        return find(program, self)
+        return structured.find(program, self._selection) if self._is_structured else find(program, self)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        rewrite(site, edit)
+        return structured.remove(site, edit) if self._is_structured else rewrite(site, edit)
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
-        return reference(site, original)
+        return structured.with_zeros(site, original) if self._is_structured else reference(site, original)
+
+    def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
+        is_hard_coded = any(module in site.data.get("hard_coded", ()) for site in sites)
+        return OwnForward.WRONG if is_hard_coded else self.own_forward
+
+    @property
+    def _is_structured(self) -> bool:
+        return self.method == "structured"
+
+    @property
+    def _selection(self) -> structured.Selection:
+        return structured.Selection(
+            self.amount, self.scope, self.target, self.criterion, self.norm, self.round_to, self.keep, self.seed,
+            self.scores, self.loss, self.data,
+        )  # fmt: skip

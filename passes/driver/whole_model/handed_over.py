@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ....compat import own_children
 from ....errors import MatchFailure, PassError
 from ....tracing.program import deactivate
 from ....tracing.values import tensors_by_name
@@ -17,8 +16,8 @@ from ...sites import Numerics, Phase
 from ...state import copied_module, twin
 from ...verification import Original, modes_to_check
 from ..history import History, Rewrite
-from ..switches import switches_kept
 from ..tuner import Tuner
+from .references import with_references
 
 __all__ = ["HandedOver"]
 
@@ -183,30 +182,10 @@ class HandedOver:
 
 
 def _with_references(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module | None:
-    """Return a model with each pass's reference in it; None where one gives none, or cannot say it of the original."""
+    """Return a model with each pass's reference in it; None where one gives none."""
     if not rewrites:
         return model
-    changed = copied_module(model)
-    for rewrite in rewrites:
-        try:
-            original = changed.get_submodule(rewrite.owner)
-            with switches_kept():
-                reference = rewrite.pass_.reference(rewrite.group.sites[0], original)
-        except Exception:  # the original may lack what an earlier rewrite made, and the site names
-            return None
-        if reference is None:
-            return None
-        if reference is not original:
-            changed = _put(changed, rewrite.owner, reference)
-    return changed
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    path, _, last = name.rpartition(".")
-    if not name:
-        return module
-    own_children(model.get_submodule(path))[last] = module
-    return model
+    return with_references(copied_module(model), [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in rewrites])
 
 
 def _phase(rewrites: Sequence[Rewrite]) -> Phase:

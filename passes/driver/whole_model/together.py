@@ -17,6 +17,7 @@ from ..equal_blocks import kinds_to_time
 from ..groups import Group, keeps_function
 from ..history import History
 from ..tuner import Candidate, Tuner
+from .simulated import Simulated
 
 __all__ = ["Together"]
 
@@ -54,6 +55,7 @@ class Together:
 
     def undecided(self, pass_: Pass, found: Sequence[Group | Refusal]) -> list[Group | Refusal]:
         """Return what is left to be decided one by one, after what stands now, verified together."""
+        found = Simulated(self.tuner, self.history, self.seed).undecided(pass_, found)
         groups = [item for item in found if isinstance(item, Group)]
         if len(groups) < _FEWEST or not self.tuner.checks:
             return list(found)

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .original import Original
+from .simulation import Simulation
 
-__all__ = ["Original"]
+__all__ = ["Original", "Simulation"]

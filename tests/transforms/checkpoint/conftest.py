@@ -28,10 +28,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2, classes: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
-        self.head = nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(blocks))
+        self.head = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -93,6 +93,12 @@ def made(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
 @pytest.fixture
 def transformer() -> tuple[nn.Module, Tensor]:
     return model_of("transformer")
+
+
+@pytest.fixture
+def deep_transformer() -> Callable[[int], nn.Module]:
+    """Return what makes a transformer of six blocks, with so many classes."""
+    return lambda classes: Transformer(6, classes).train()
 
 
 @pytest.fixture

@@ -33,11 +33,13 @@ def problem(seed: int, count: int, *, chain: bool) -> Problem:
                 frozenset(reads), frozenset({own, inner}), frozenset(saves), operations,
                 operations if own in saves else operations * draw.random(),
                 frozenset({own} if is_product else ()), operations * (0.1 if is_product else 1.0), operations * 0.1,
+                learned=draw.randint(0, 4),
             )
         )  # fmt: skip
     stretches = [(a, b) for a in range(count) for b in range(a + 1, count + 1)]
     spans = [Region(a, b, selective) for a, b in stretches for selective in (False, True)]
-    return Problem(steps, sizes, spans, overhead=0.5)
+    gradients = {number: sizes[number] for number in range(count)}
+    return Problem(steps, sizes, spans, 0.5, gradients, frozenset({count - 1}), loss=3 * sizes[count - 1])
 
 
 def every_choice(given: Problem) -> Iterator[Schedule]:
@@ -88,6 +90,18 @@ def test_chains_are_solved_exactly(seed: int) -> None:
     assert found[-1].peak == min(each.peak for each in known)
     for limit in range(found[-1].peak, given.saved + 1):
         assert best_for(found, limit) == pytest.approx(best_for(known, limit))
+
+
+def test_where_the_loss_takes_most_only_what_is_held_after_the_forward_counts() -> None:
+    for seed in range(4):
+        given = replace(problem(seed, 6, chain=True), loss=1000)
+        assert frontier(given)[-1].peak == min(each.live for each in every_choice(given))
+
+
+def test_gradients_of_parameters_count_only_where_the_plain_step_has_room_for_them() -> None:
+    given = problem(3, 6, chain=True)
+    heavy = replace(given, steps=[replace(given.steps[0], learned=1000), *given.steps[1:]])
+    assert frontier(heavy)[-1].peak < heavy.saved
 
 
 def in_both_orders(given: Problem) -> list[Schedule]:

@@ -233,6 +233,34 @@ def test_a_projected_lstm_is_refused():
     assert decisions(fast) == [("refused", "its hidden state is projected, for which there is no kernel")]
 
 
+def test_compress_prunes_and_quantizes(tmp_path: Path):
+    model = Net().eval()
+    pruned = fxopt.optimize(model, "prune", example_inputs=(X,), measure=False)
+    small = fxopt.optimize(model, "compress", example_inputs=(X,), measure=False)
+    assert type(small.up).__name__ == "Int8DynamicLinear"
+    assert error(small(X), pruned(X)) < 0.05
+    for name, weight in pruned.state_dict().items():
+        assert not small.state_dict()[name][weight == 0].any()
+    fxopt.save(small, tmp_path / "model.fxopt", factory="torch.nn:Identity")
+    assert torch.equal(fxopt.load(tmp_path / "model.fxopt", model=model)(X), small(X))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_under_autocast_and_on_what_is_not_finite(scheme: str):
+    fast = quantized(Net().eval(), scheme)
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert error(fast(X).float(), fast(X.bfloat16()).float()) < 0.1
+    with torch.no_grad():
+        assert not fast(torch.full_like(X, float("nan"))).isfinite().any()
+        assert fast(torch.zeros_like(X)).isfinite().all()
+
+
+def test_exporters_see_the_floats():
+    fast = quantized(Net().eval())
+    exported = torch.export.export(nn.Sequential(fast.up), (X,)).module()
+    assert torch.equal(exported(X), fxopt.restore(fast).up(X))
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from ....layers.resized import ResizedAttention
 from .analysis import coupling
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
 
-__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "coupling"]
+__all__ = [
+    "Attribute",
+    "Coupling",
+    "Cut",
+    "Group",
+    "Kind",
+    "Norm",
+    "Number",
+    "Refused",
+    "ResizedAttention",
+    "coupling",
+]

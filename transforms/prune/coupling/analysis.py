@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....compat import transient_buffers
+from ....errors import InputError
 from ....tracing.graphs import Region
 from ....tracing.program import Program
 from .following import Follower
@@ -24,7 +25,8 @@ def coupling(program: Program) -> Coupling:
     Raises:
         InputError: if the program has no example inputs.
     """
-    program.recording(())  # raises where there are no example inputs, or the model fails on them
+    if not program.whole_calls:
+        raise InputError("pruning needs example_inputs: what belongs together is seen in a run of the model")
     follower = Follower(_tensors(program))
     ran = run(program, follower, training=program.training, graphs=True)
     known = {(name, i) for name, capture in program.captures.items() for i in range(len(capture.specializations))}

@@ -107,7 +107,7 @@ class Solution:
             return units
         first = units.take([0], axis)
         if (units == first).all():
-            return np.zeros(units.shape[axis], dtype=np.int64)
+            return np.zeros(len(np.moveaxis(units, axis, 0)), dtype=np.int64)
         others = tuple(other for other in range(units.ndim) if other != axis)
         least: Array = np.minimum.reduce(units, axis=others)
         return least

@@ -104,10 +104,15 @@ class Follower:
 
     def get(self, value: Tensor) -> Labels:
         """Return the labels of a tensor."""
+        labels = self.look(value)
+        if labels.spoilt is not None:
+            self.atoms.fix(labels.spoilt, self.why)
+        return labels
+
+    def look(self, value: Tensor) -> Labels:
+        """Return the labels of a tensor of which only the shape is asked."""
         known = cast("Labels | None", self._labels.get(value))
         if known is not None:
-            if known.spoilt is not None:
-                self.atoms.fix(known.spoilt, self.why)
             return known
         if id(value) in self.tensors:
             if id(value) not in self._parameters:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .following import Follower
 from .labels import Block, Labels
-from .rules import results_of
+from .rules import WHOLE, results_of
 from .sizes import Count, Size, Source
 
 __all__ = ["Functions"]
@@ -36,6 +36,8 @@ class Functions(TorchFunctionMode):
             return _property(follower, func, args)
         if name == "size":
             return _size(follower, args, given)
+        if name in WHOLE:
+            return _followed_whole(follower, name, func, args, given)
         before = _BEFORE.get(name)
         if before is not None:
             before(follower, args, given)
@@ -47,6 +49,17 @@ class Functions(TorchFunctionMode):
         elif name not in _FREE:
             _other(follower, name, args, given)
         return out
+
+
+def _followed_whole(follower: Follower, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    follower.silent = True
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        follower.silent = False
+    follower.operator = name
+    WHOLE[name](follower, args, kwargs, out)
+    return out
 
 
 def _property(follower: Follower, func: Any, args: Sequence[Any]) -> Any:
@@ -63,7 +76,7 @@ def _size(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _counted(follower: Follower, tensor: Tensor, shape: torch.Size) -> torch.Size:
     if not follower.knows(tensor):
         return shape
-    labels = follower.get(tensor)
+    labels = follower.look(tensor)
     sizes: list[int] = list(shape)
     for block in labels.blocks:
         for axis, dim in enumerate(block.dims):
@@ -214,6 +227,14 @@ def _normed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     follower.normalized = args[1] if len(args) > 1 else kwargs["normalized_shape"]
 
 
+def _rms_normed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Require at once what the norm is given: it is run as a mean and products, which are given nothing."""
+    shape: Sequence[Any] = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    labels = follower.get(args[0])
+    for size, dim in zip(shape, range(len(labels.shape) - len(shape), len(labels.shape)), strict=True):
+        follower.require(size, labels.of(dim), dim)
+
+
 def _other(follower: Follower, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Require of sizes that any other function is given that they stay what they are."""
     for value in (*args, *kwargs.values()):
@@ -228,7 +249,7 @@ _BEFORE: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolved_back),
     "group_norm": _group_normed,
     "layer_norm": _normed,
-    "rms_norm": _normed,
+    "rms_norm": _rms_normed,
 }
 
 _AFTER: Mapping[str, Callable[..., None]] = {

@@ -111,7 +111,8 @@ class Group:
         numbers: the sizes in graphs.
         attributes: the sizes in attributes.
         norms: the statistics that run over the units.
-        replaced: the modules of torch whose code cannot run with other widths (`nn.MultiheadAttention`), by name.
+        replaced: the modules of torch whose code cannot run with other widths (`nn.MultiheadAttention`), by name:
+            `ResizedAttention.of(module)` comes in their place before they are cut.
         hard_coded: the modules whose own forward has a size written in its code, by name, with that place: once the
             units are cut, only their graphs are right.
     """

@@ -138,6 +138,8 @@ class Labels:
 def normal(block: Block) -> Block:
     """Return a block without dimensions along which nothing differs: these stay whole."""
     atoms, dims = block.atoms, list(block.dims)
+    if not atoms.size:
+        return Block((), atoms)
     for axis in reversed(range(len(dims))):
         if len(dims) == 1:
             if dims and (atoms == FIXED).all():

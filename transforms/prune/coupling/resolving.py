@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -136,15 +137,15 @@ class _Writer:
 
     def _names(self, order: Sequence[int]) -> dict[int, str]:
         """Return the names of the layers that make units; parts of one layer by the range of their indices."""
-        layers = {group: _layer(self._follower.dimensions[self._maker(group)]) for group in order}
-        counts = list(layers.values())
-        names: dict[int, str] = {}
-        for group, layer in layers.items():
+        makers = {group: self._follower.dimensions[self._maker(group)] for group in order}
+        names = {group: _layer(maker) for group, maker in makers.items()}
+        for group in _repeated(names):
+            names[group] = makers[group].tensor
+        for group in _repeated(names):
             where = np.flatnonzero(self._grouping.group[self._units[self._maker(group)]] == group)
-            part = f"[{where[0]}:{where[-1] + 1}]" if counts.count(layer) > 1 else ""
-            names[group] = name = layer + part
-            if list(names.values()).count(name) > 1:
-                names[group] = f"{name}#{list(names.values()).count(name)}"
+            names[group] += f"[{where[0]}:{where[-1] + 1}]"
+        for group in _repeated(names)[1:]:
+            names[group] += f"#{group}"
         return names
 
     def _size(self, group: int) -> int:
@@ -235,6 +236,12 @@ class _Writer:
             reason = int(self._solution.fixed[dimension.atoms[0]])
             why = self._solution.reasons[reason] if reason >= 0 else _ONE_UNIT
             yield Refused(_layer(dimension), why, by_design=why == RESULT)
+
+
+def _repeated(names: Mapping[int, str]) -> list[int]:
+    """Return the groups whose name another one has too."""
+    counts = Counter(names.values())
+    return [group for group, name in names.items() if counts[name] > 1]
 
 
 def _layer(dimension: Dimension) -> str:

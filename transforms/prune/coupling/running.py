@@ -130,7 +130,7 @@ class _Runner:
             if capture is None or not capture.specializations:
                 self._follower.place = dataclasses.replace(before, module=name)
                 return original(module, *args, **kwargs)
-            self._follower.place = Place(name)
+            self._follower.place = Place(name, None if self._graphs else name)
             return self._captured(original, module, capture, args, kwargs)
         finally:
             self._follower.place = before

@@ -35,7 +35,7 @@ def chosen(
 def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
-    given = options.scores or {}
+    given: Mapping[str, Tensor] = options.scores if isinstance(options.scores, Mapping) else {}
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     return {name: score.masked_fill(gone[name].to(score.device), -torch.inf) for name, score in scores.items()}
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import fxopt
 from fxopt.tracing.graphs import capture_of, own, recompile
-from fxopt.transforms.prune.coupling import Coupling, Group, coupling
+from fxopt.transforms.prune.coupling import Coupling, Group, ResizedAttention, coupling
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
@@ -39,6 +39,8 @@ def _kept(units: Collection[int], removed: Collection[int]) -> list[int]:
 
 def cut(model: nn.Module, group: Group, removed: Collection[int]) -> nn.Module:
     """Take units out of a model's tensors and attributes, in place."""
+    for name in group.replaced:
+        model.set_submodule(name, ResizedAttention.of(model.get_submodule(name)))
     for each in group.cuts:
         tensor = _tensor(model, each.tensor).detach()
         _put(model, each.tensor, tensor.index_select(each.dim, torch.tensor(_kept(each.units, removed))))

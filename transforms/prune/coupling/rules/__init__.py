@@ -9,10 +9,11 @@ from .contraction import CONTRACTIONS
 from .convolution import CONVOLUTIONS
 from .elementwise import ELEMENTWISE, results_of
 from .indexing import INDEXING
+from .recurrent import WHOLE
 from .reduction import REDUCTIONS
 from .shapes import SHAPES
 
-__all__ = ["RULES", "results_of"]
+__all__ = ["RULES", "WHOLE", "results_of"]
 
 RULES: Mapping[str, Callable[..., Any]] = {
     **ELEMENTWISE,

@@ -93,6 +93,17 @@ def _bmm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: T
     return contracted(follower, (left, right), (2, 1), ({1: 1}, {2: 2}), {0: 0}, out.shape)
 
 
+def _grouped_mm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
+    """Multiply runs of rows each by a matrix of its own, which are stacked: experts."""
+    left, right = follower.get(args[0]), follower.get(args[1])
+    if len(left.shape) != 2 or len(right.shape) != 3 or (len(args) > 3 and args[3] is not None):
+        follower.keep_whole(left)
+        follower.keep_whole(right)
+        return Labels(tuple(out.shape))
+    right = follower.keep_whole(right, [0])
+    return contracted(follower, (left, right), (1, 1), ({0: 0}, {2: 1}), {}, out.shape)
+
+
 def _mv(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
     left, right = follower.get(args[0]), follower.get(args[1])
     return contracted(follower, (left, right), (1, 0), ({0: 0}, {}), {}, out.shape)
@@ -154,6 +165,7 @@ CONTRACTIONS: dict[str, Callable[..., Any]] = {
     "mm": _mm,
     "bmm": _bmm,
     "mv": _mv,
+    "_grouped_mm": _grouped_mm,
     "dot": _dot,
     "addmm": _added(_mm),
     "addmv": _added(_mv),

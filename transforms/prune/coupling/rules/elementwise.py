@@ -80,6 +80,8 @@ def _merged(follower: Follower, operands: Sequence[Labels], dims: tuple[int, ...
     if cut is None:
         return None
     lines = [labels.line(cut, follower.atoms, follower.why) for labels in operands]
+    if any(len(block.dims) > 1 for block in blocks if block is not None):
+        follower.heads += [line.atoms for line in lines if line is not None]
     given = [line for line in lines if line is not None]
     for other in given[1:]:
         follower.atoms.join(given[0].atoms, other.atoms, follower.why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ def _selected(follower: Follower, labels: Labels, dim: int, index: int, out: Ten
     if block is None:
         return labels.moved(out.shape, rest)
     if len(block.dims) == 1:
-        return follower.keep_whole(labels, [dim]).moved(out.shape, rest)
+        others = tuple(each for each in labels.blocks if each is not block)
+        return replace(Labels(labels.shape, others).moved(out.shape, rest), spoilt=block.atoms)
     axis = block.dims.index(dim)
     part = Block(tuple(d for d in block.dims if d != dim), np.asarray(block.atoms.take(index, axis)), block.zero)
     follower.atoms.join(block.atoms, block.atoms.take([0], axis), follower.why)
@@ -128,8 +130,9 @@ def _cat(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: T
     values = [value for value in results_of(args[0]) if len(value.shape) == len(out.shape) and value.shape[dim] > 0]
     operands = [follower.get(value) for value in values]
     joint = {d for labels in operands for block in labels.blocks if len(block.dims) > 1 for d in block.dims}
-    if joint - {dim} and not _same_blocks(operands, dim):
-        operands = [follower.keep_whole(labels, sorted(joint - {dim})) for labels in operands]
+    if joint and not _same_blocks(operands, dim):
+        whole = [dim] if dim in joint else sorted(joint)
+        operands = [follower.keep_whole(labels, whole) for labels in operands]
     blocks: list[Block] = []
     for dims in dict.fromkeys(block.dims for labels in operands for block in labels.blocks):
         block = _behind(operands, dims, dim) if dim in dims else _beside(follower, operands, dims)
@@ -211,6 +214,26 @@ def _repeat_interleave(follower: Follower, args: Sequence[Any], kwargs: dict[str
     return labels.taken(out.shape, dim % len(out.shape), indices)
 
 
+def _glu(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
+    """Multiply one half by a function of the other: they lose alike."""
+    labels = follower.get(args[0])
+    dim = _argument(args, kwargs, 1, "dim", -1) % len(out.shape)
+    first, second = _parts(labels, dim, (out, out))
+    a, b = first.of(dim), second.of(dim)
+    if a is not None and b is not None:
+        follower.atoms.join(a.atoms, b.atoms, follower.why)
+    return first
+
+
+def _as_strided(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
+    """Follow what only gives dimensions of size one other strides, as a global pooling does of its result."""
+    labels = follower.get(args[0])
+    if labels.shape == tuple(out.shape) and out.shape[2:].numel() == 1 and out.stride()[:2] == (out.shape[1], 1):
+        return labels
+    follower.keep_whole(labels)
+    return Labels(tuple(out.shape))
+
+
 def _last_two(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
     labels = follower.get(args[0])
     rank = len(labels.shape)
@@ -231,6 +254,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys("cat concat".split(), _cat),
     "stack": _stack,
     "flip": _flip,
+    "as_strided": _as_strided,
+    "glu": _glu,
     "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("tril", "triu"), _last_two),

@@ -1,0 +1,64 @@
+"""Compare a rewritten module with another one that it must be equal to, where the function changes by design."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ....tracing.values import Inputs
+from ..reference import Reference, reference
+from ..translation import MapState
+from ..verify import Verdict, verify
+from .steady import SteadyDraws
+
+__all__ = ["Simulation"]
+
+
+@dataclass
+class Simulation:
+    """The runs of what a rewritten module must be equal to, in each mode.
+
+    What it must be equal to may be of other sizes inside: then no draw of random numbers fits both. So each draw is
+    served the same number.
+
+    Attributes:
+        references: its runs; noise would fill what is zero there.
+        is_random: whether random operators ran.
+    """
+
+    references: Sequence[Reference]
+    is_random: bool = False
+
+    @classmethod
+    def taken(
+        cls, module: nn.Module, calls: Sequence[Inputs], *, modes: Sequence[bool | None], gradients: bool, seed: int,
+        widest: torch.dtype = torch.float64, small: bool = False,
+    ) -> Simulation:  # fmt: skip
+        """Run a module on its calls; it is left as it is."""
+
+        def run(*, steady: bool) -> list[Reference]:
+            with _steady(steady):
+                return [
+                    reference(
+                        module, calls, training=mode, gradients=gradients, seed=seed, brief=True, widest=widest,
+                        small=small, whole=steady,
+                    )
+                    for mode in modes
+                ]  # fmt: skip
+
+        references = run(steady=False)
+        is_random = any(each.random for each in references)
+        return cls(run(steady=True) if is_random else references, is_random)
+
+    def verdicts(self, module: nn.Module, map_state: MapState) -> list[Verdict]:
+        """Return what a rewritten module is worth in each mode."""
+        with _steady(self.is_random):
+            return [verify(each, module, map_state=map_state) for each in self.references]
+
+
+def _steady(wanted: bool) -> AbstractContextManager[object]:
+    return SteadyDraws() if wanted else nullcontext()

@@ -1,0 +1,240 @@
+"""Which units go: by scores, shares and targets; what is refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import BudgetError, UsageError
+from fxopt.tracing.program import capture_program
+from fxopt.transforms.prune import Prune
+from fxopt.transforms.prune.coupling import Cut, Group, Refused
+from fxopt.transforms.prune.structured import Selection
+from fxopt.transforms.prune.structured.choosing import choose, chosen_for_target
+from fxopt.transforms.prune.structured.costs import cost_of
+from fxopt.transforms.prune.structured.sites import Chosen
+
+
+def structured(**options: Any) -> Prune:
+    return Prune(method="structured", **options)
+
+
+def kept_of(model: nn.Module) -> dict[str, list[int]]:
+    decisions = fxopt.plan(model).decisions
+    assert {decision.status for decision in decisions} == {"applied"}
+    return {name: units[2] for d in decisions if d.site for name, units in d.site["data"]["units"].items()}
+
+
+def prune(case: Any, **options: Any) -> nn.Module:
+    return fxopt.optimize(case.model(), structured(**options), example_inputs=(case.x,))
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------
+
+GROUPS = [Group("a", "channels", 8, ()), Group("b", "heads", 4, ()), Group("c", "hidden", 32, ())]
+SCORES = [torch.arange(group.size, dtype=torch.float64) for group in GROUPS]
+
+
+def counts(share: float, **options: Any) -> list[int]:
+    return [len(each.kept) for each in choose(GROUPS, SCORES, share, Selection(share, **options))]
+
+
+def test_a_share_of_each_layer_or_of_all():
+    assert counts(0.5, scope="layer") == [4, 2, 16]
+    assert counts(0.25, scope="layer") == [6, 3, 24]
+    assert counts(0.0, scope="layer") == counts(0.0) == [8, 4, 32]
+    assert sum(counts(0.5)) == 22 and counts(0.5)[2] > 16  # the scores of c are larger
+
+
+def test_the_strongest_stay_in_their_order():
+    scores = [torch.tensor([3.0, 1.0, 2.0, 9.0]).double()]
+    (chosen,) = choose([Group("a", "channels", 4, ())], scores, 0.5, Selection(0.5, scope="layer"))
+    assert chosen.kept == (0, 3)
+
+
+def test_counts_are_rounded_to_a_multiple_but_for_heads():
+    assert counts(0.4, scope="layer", round_to=8) == [8, 2, 16]
+    assert counts(0.7, scope="layer", round_to=4) == [4, 1, 8]
+
+
+def test_a_global_ranking_leaves_something_in_each_layer():
+    assert min(counts(0.99)) == 1
+
+
+def test_nothing_left_in_a_layer_is_an_error(residual: Any):
+    with pytest.raises(BudgetError, match=r"amount=0\.95 leaves nothing in 'stem', which has 8 channels; give a"):
+        prune(residual, amount=0.95, scope="layer")
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_target_is_met_as_nearly_as_units_allow(scope: Any):
+    group = [Group("a", "channels", 100, ())]
+    scores = [torch.arange(100).double()]
+
+    def cost(chosen: Any) -> float:
+        return 50 + len(chosen[0].kept) ** 2
+
+    wanted = Selection(0.5, scope)
+    (found,) = chosen_for_target(0.5, lambda share: choose(group, scores, share, wanted), cost, "parameters")
+    assert abs(cost([found]) / 10050 - 0.5) < 0.01
+    with pytest.raises(BudgetError, match=r"amount=0\.999 of the parameters cannot go"):
+        chosen_for_target(0.999, lambda share: choose(group, scores, min(share, 0.5), wanted), cost, "parameters")
+
+
+@pytest.mark.parametrize("target", ["parameters", "flops"])
+def test_parameters_and_operations_are_targets(decoder: Any, target: Any):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def cost(model: nn.Module) -> float:
+        if target == "parameters":
+            return sum(p.numel() for p in model.parameters())
+        with FlopCounterMode(display=False) as counter:
+            model(decoder.x)
+        return counter.get_total_flops()
+
+    fast = prune(decoder, amount=0.4, target=target)
+    assert abs(1 - cost(fast) / cost(decoder.model()) - 0.4) < 0.06
+
+
+def test_latency_is_a_target():
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    group = Group(
+        "0", "hidden", 512,
+        tuple(Cut(name, dim, tuple(range(512))) for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1))),
+    )  # fmt: skip
+    program = capture_program(model, fxopt.Inputs(torch.randn(256, 256)))
+    cost = cost_of(program, "latency")
+    shares = [cost([Chosen(group, tuple(range(kept)))]) for kept in (512, 64)]
+    assert shares[1] < shares[0]
+    assert model[0].weight.shape == (512, 256)
+
+
+# -- what units count -------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_measured_over_all_their_slices(residual: Any):
+    model = residual.model()
+    inner = residual.groups[1]
+    residual.couple(inner)
+    with torch.no_grad():
+        model.block.conv1.weight[:4] *= 0.1
+        model.block.conv2.weight[:, :4] *= 0.1
+    fast = fxopt.optimize(model, structured(), example_inputs=(residual.x,))
+    assert kept_of(fast) == {"block.conv1": [4, 5, 6, 7]}
+
+
+def test_the_scale_of_batch_norms_is_a_criterion(residual: Any):
+    model = residual.model()
+    with torch.no_grad():
+        model.block.bn1.weight.copy_(torch.tensor([1.0, 9.0, -8.0, 2.0, 7.0, 0.0, 6.0, 3.0]))
+    residual.couple(residual.groups[1])
+    fast = fxopt.optimize(model, structured(criterion="batchnorm"), example_inputs=(residual.x,))
+    assert kept_of(fast) == {"block.conv1": [1, 2, 4, 6]}
+
+
+def test_a_group_without_a_batch_norm_is_refused_for_it(decoder: Any):
+    fast = prune(decoder, criterion="batchnorm")
+    ((status, reason),) = {(d.status, d.reason) for d in fxopt.plan(fast).decisions}
+    assert status == "refused" and reason.startswith("no batch norm scales its units (so are 2 more layers: ")
+
+
+def test_chance_is_seeded(residual: Any):
+    one, same, other = (kept_of(prune(residual, criterion="random", seed=seed)) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_gradients_say_what_the_loss_loses(residual: Any):
+    model = residual.model().eval()
+    with torch.no_grad():
+        model.block.conv2.weight[:, [0, 2, 5]] = 0  # what these units give reaches nothing
+        model.block.conv1.weight[[0, 2, 5]] *= 100
+    residual.couple(residual.groups[1])
+    for options in (
+        {},
+        {"loss": lambda output: output.abs().sum()},
+        {"loss": lambda model, batch: model(batch).sum(), "data": [residual.x, residual.x[:2]]},
+    ):
+        fast = fxopt.optimize(
+            model, structured(amount=0.375, criterion="taylor", **options), example_inputs=(residual.x,)
+        )
+        assert kept_of(fast) == {"block.conv1": [1, 3, 4, 6, 7]}
+    assert all(p.grad is None for p in model.parameters())
+
+
+SCORINGS: list[Callable[[Tensor], Any]] = [
+    lambda scores: {"block.conv1.weight": scores},
+    lambda scores: lambda name, weight: scores if name == "block.conv1.weight" else torch.zeros_like(weight),
+]
+
+
+@pytest.mark.parametrize("given", SCORINGS)
+def test_scores_of_the_user(residual: Any, given: Callable[[Tensor], Any]):
+    residual.couple(residual.groups[1])
+    scores = torch.zeros(8, 8, 3, 3)
+    scores[[1, 3, 4, 7], 0, 0, 0] = 1
+    assert kept_of(prune(residual, scores=given(scores))) == {"block.conv1": [1, 3, 4, 7]}
+
+
+def test_scores_of_another_shape_or_that_are_none(residual: Any):
+    with pytest.raises(UsageError, match=r"scores of '.*' have shape \[3\], not"):
+        prune(residual, scores=lambda name, weight: torch.ones(3))
+    with pytest.raises(UsageError, match="scores of 'stem' are not finite"):
+        prune(residual, scores=lambda name, weight: weight * float("nan"))
+
+
+# -- what stays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["block.conv1", "block", "*.conv1", "Block"])
+def test_layers_that_are_kept_out_stay_whole(residual: Any, word: str):
+    fast = prune(residual, keep=(word,))
+    assert fast.block.conv1.weight.shape == (8, 8, 3, 3)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.reason.startswith(f"it has to keep its units: keep={word} (so are 1 more layers: block.conv1)")
+
+
+def test_refusals_of_one_reason_are_one(residual: Any):
+    refused = tuple(Refused(f"layer{n}", "its result goes through 'aten.sort'") for n in range(30))
+    residual.couple(*residual.groups, refused=(*refused, Refused("head", "it makes the result", by_design=True)))
+    fast = prune(residual)
+    refusals = [d for d in fxopt.plan(fast).decisions if d.status == "refused"]
+    assert [(d.label, d.reason) for d in refusals] == [
+        (
+            "layer0",
+            "its result goes through 'aten.sort' (so are 29 more layers: layer1, layer2, layer3, ...)",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"round_to": 0}, "round_to=0; give a number of units, 1 or more"),
+        ({"criterion": "size"}, "criterion='size'; use magnitude, batchnorm, taylor or random"),
+        ({"target": "bytes"}, "target='bytes'; use units, parameters, flops or latency"),
+        ({"loss": len}, "loss= and data= are for criterion=taylor"),
+        ({"data": [1], "criterion": "taylor"}, "data= needs loss="),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        structured(**options)
+
+
+def test_groups_that_cut_one_dimension_are_one_site(residual: Any):
+    first, second = (
+        Group(name, "channels", 8, (Cut("head.weight", 1, units), *cuts))
+        for name, units, cuts in (
+            ("a", (*range(8), *[-1] * 24), ()),
+            ("b", (*[-1] * 24, *range(8)), ()),
+        )
+    )
+    residual.couple(first, second)
+    fast = fxopt.optimize(residual.model(), structured(scope="layer"), example_inputs=(residual.x,))
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.detail == "4 of 8 channels of a and of 1 more layers" and decision.status == "undone"

@@ -1,0 +1,89 @@
+"""Find what structured pruning removes: groups of coupled units, their scores, and how many of each go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ....passes.contract import names_module
+from ....passes.sites import Refusal, Site
+from ....tracing.program import Program
+from ..coupling import Group, Refused, coupling
+from .choosing import choose, chosen_for_target
+from .costs import cost_of, costs
+from .scores import NoScores, scores_of
+from .selection import Selection
+from .sites import Chosen, sites_of
+
+__all__ = ["find"]
+
+
+def find(program: Program, wanted: Selection) -> Iterator[Site | Refusal]:
+    """Yield a site for the units that go of each group, and what is refused, like reasons together."""
+    found = coupling(program)
+    groups, left_out = _wanted(program, found.groups, wanted)
+    yield from _refusals((*found.refused, *left_out))
+    scores = scores_of(program, groups, wanted)
+    scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
+    unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
+    yield from _refusals(unscored)
+    if scored:
+        chosen = _chosen(program, [group for group, _ in scored], [score for _, score in scored], wanted)
+        yield from _with_costs(program, chosen)
+
+
+def _with_costs(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
+    """Yield the sites; the first one carries what the whole model costs before and after, for the report."""
+    for number, site in enumerate(sites_of(program, chosen)):
+        known = {} if number else {"costs": costs(program, chosen)}
+        yield replace(site, data={**site.data, **known})
+
+
+def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor], wanted: Selection) -> list[Chosen]:
+    if wanted.target == "units":
+        return choose(groups, scores, wanted.amount, wanted)
+    cost = cost_of(program, wanted.target)
+    return chosen_for_target(wanted.amount, lambda share: choose(groups, scores, share, wanted), cost, wanted.target)
+
+
+def _wanted(program: Program, groups: Sequence[Group], wanted: Selection) -> tuple[list[Group], list[Refused]]:
+    """Return the groups that may be cut, and those that may not, with why."""
+    taken: list[Group] = []
+    refused: list[Refused] = []
+    for group in groups:
+        reason = _obstacle(program, group, wanted)
+        if reason is None:
+            taken.append(group)
+        else:
+            refused.append(Refused(group.name, reason))
+    return taken, refused
+
+
+def _obstacle(program: Program, group: Group, wanted: Selection) -> str | None:
+    paths = {tuple(cut.tensor.split(".")[:-1]) for cut in group.cuts} if wanted.keep else ()
+    around = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
+    for word in wanted.keep:
+        if any(names_module(word, name, program.module(name)) for name in around):
+            return f"it has to keep its units: keep={word}"
+    if group.replaced:
+        return f"the code of '{group.replaced[0]}' is torch's own and takes one width only"
+    return "it has one unit only" if group.size < 2 else None
+
+
+def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:
+    """Yield one refusal for each reason; what is as it has to be is none."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for each in refused:
+        if not each.by_design:
+            layers[each.reason].append(each.layer)
+    for reason, names in layers.items():
+        more = "" if len(names) == 1 else f" (so are {len(names) - 1} more layers: {_shown(names[1:])})"
+        yield Refusal(f"{reason}{more}", at=names[0])
+
+
+def _shown(names: Sequence[Any]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,177 @@
+"""From groups of units, and which of them are kept, to sites: plain values that say what is cut, and where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ....compat import modules_by_name
+from ....passes.sites import Site
+from ....tracing.program import Program
+from ....tracing.values import tensors_by_name
+from ..coupling import Group
+
+__all__ = ["Chosen", "kept_indices", "sites_of"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A group of units, and the numbers of those that are kept, in order."""
+
+    group: Group
+    kept: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.kept)} of {self.group.size} {self.group.kind} of {self.group.name}"
+
+
+def kept_indices(units: Sequence[int], kept: Collection[int]) -> list[int]:
+    """Return the places along a dimension that stay, where each belongs to a unit, or to none (-1)."""
+    known = set(kept)
+    return [place for place, unit in enumerate(units) if unit < 0 or unit in known]
+
+
+def sites_of(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
+    """Yield a site for each group; groups that cut one dimension of a tensor, as concatenated ones do, share a site."""
+    names = _Names(program.model)
+    for together in _coupled(names, chosen):
+        if any(len(each.kept) < each.group.size for each in together):
+            yield _SiteOf(program, names, together).site()
+
+
+class _Names:
+    """All names of each tensor and module: tied ones are cut once, under the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of: dict[str, list[str]] = {}
+        known: dict[int, list[str]] = {}
+        for name, tensor in tensors_by_name(model).items():
+            self.of[name] = known.setdefault(id(tensor), [])
+            self.of[name].append(name)
+        modules: dict[int, list[str]] = {}
+        self.of_module: dict[str, list[str]] = {}
+        for name, module in modules_by_name(model, every_name=True).items():
+            self.of_module[name] = modules.setdefault(id(module), [])
+            self.of_module[name].append(name)
+
+    def first(self, tensor: str) -> str:
+        return self.of[tensor][0]
+
+
+def _coupled(names: _Names, chosen: Sequence[Chosen]) -> list[list[Chosen]]:
+    """Return groups with those together that cut one dimension of a tensor."""
+    cutting: dict[Hashable, list[int]] = defaultdict(list)
+    for number, each in enumerate(chosen):
+        for cut in each.group.cuts:
+            cutting[names.first(cut.tensor), cut.dim].append(number)
+    root = list(range(len(chosen)))
+
+    def find(number: int) -> int:
+        while root[number] != number:
+            root[number] = root[root[number]]
+            number = root[number]
+        return number
+
+    for numbers in cutting.values():
+        for number in numbers[1:]:
+            one, other = sorted((find(numbers[0]), find(number)))
+            root[other] = one
+    together: dict[int, list[Chosen]] = defaultdict(list)
+    for number, each in enumerate(chosen):
+        together[find(number)].append(each)
+    return list(together.values())
+
+
+class _SiteOf:
+    """One site over groups that are cut together."""
+
+    def __init__(self, program: Program, names: _Names, chosen: Sequence[Chosen]) -> None:
+        self.program, self.names, self.chosen = program, names, chosen
+        self.tensors: dict[tuple[str, int], tuple[int, set[int]]] = {}
+        self.numbers: dict[tuple[str, int, str, tuple[str | int, ...]], int] = defaultdict(int)
+        self.attributes: dict[tuple[str, str, int | None], int] = defaultdict(int)
+        self.norms: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for each in chosen:
+            self._add(each)
+
+    def _add(self, each: Chosen) -> None:
+        kept, group = set(each.kept), each.group
+        cuts = {(self.names.first(cut.tensor), cut.dim): cut for cut in group.cuts}  # a tied tensor may be named twice
+        for key, cut in cuts.items():
+            size, gone = self.tensors.setdefault(key, (len(cut.units), set()))
+            gone.update(set(range(size)) - set(kept_indices(cut.units, kept)))
+        for number in dict.fromkeys(group.numbers):
+            key = number.owner, number.specialization, number.node, number.path
+            self.numbers[key] += _gone(number.units, kept)
+        attributes = {(self.names.of_module[a.module][0], a.name, a.index): a for a in group.attributes}
+        for key, attribute in attributes.items():
+            self.attributes[key] += _gone(attribute.units, kept)
+        for norm in group.norms:
+            size = len(norm.units)
+            self.norms[norm.module, size].update(set(range(size)) - set(kept_indices(norm.units, kept)))
+
+    def site(self) -> Site:
+        owners: dict[tuple[str, int], dict[str, str]] = {}
+        labels: dict[tuple[str, int, str], str] = {}
+        for owner, specialization, node, _ in self.numbers:
+            if (owner, specialization, node) not in labels:
+                label = labels[owner, specialization, node] = f"size_{len(labels)}"
+                owners.setdefault((owner, specialization), {})[label] = node
+        for module in self._modules():
+            owners.setdefault((module, 0), {})
+        parts = [Site(self.program, owner, nodes, number) for (owner, number), nodes in owners.items()]
+        around = Site.over(self.program, *parts).owner
+        return Site(
+            self.program, around, {}, parts=tuple(parts), data=self._data(around, labels),
+            label=self.chosen[0].group.name, detail=self._detail(),
+        )  # fmt: skip
+
+    def _detail(self) -> str:
+        first, *others = map(str, self.chosen)
+        return f"{first} and of {len(others)} more layers" if others else first
+
+    def _modules(self) -> Iterable[str]:
+        """Return the modules that the site is in, under all their names."""
+        for tensor, _ in self.tensors:
+            yield from (name.rpartition(".")[0] for name in self.names.of[tensor])
+        for module in (*(module for module, _, _ in self.attributes), *(module for module, _ in self.norms)):
+            yield from self.names.of_module[module]
+
+    def _data(self, around: str, labels: Mapping[tuple[str, int, str], str]) -> dict[str, Any]:
+        """Return what is cut, in names as the module around the site has them; equal lists are kept once."""
+        lists: dict[tuple[int, ...], int] = {}
+
+        def number_of(size: int, gone: set[int]) -> int:
+            return lists.setdefault(tuple(place for place in range(size) if place not in gone), len(lists))
+
+        def inside(name: str) -> str:
+            return name[len(around) + 1 :] if around else name
+
+        data: dict[str, Any] = {
+            "units": {each.group.name: [each.group.kind, each.group.size, list(each.kept)] for each in self.chosen},
+            "tensors": [
+                [inside(tensor), dim, size, number_of(size, gone)]
+                for (tensor, dim), (size, gone) in self.tensors.items() if gone
+            ],
+            "numbers": [
+                [labels[owner, specialization, node], list(path), gone]
+                for (owner, specialization, node, path), gone in self.numbers.items() if gone
+            ],
+            "attributes": [
+                [inside(module), name, index, gone] for (module, name, index), gone in self.attributes.items() if gone
+            ],
+            "norms": [
+                [inside(module), size, number_of(size, gone)] for (module, size), gone in self.norms.items() if gone
+            ],
+            "hard_coded": sorted({module for each in self.chosen for module, _ in each.group.hard_coded}),
+        }  # fmt: skip
+        return {**data, "lists": [list(places) for places in lists]}
+
+
+def _gone(units: Sequence[int], kept: Collection[int]) -> int:
+    """Return how much smaller a size becomes that counts these units."""
+    return len(units) - len(kept_indices(units, kept))
