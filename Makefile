@@ -8,7 +8,7 @@ PEERS_READY := $(PEERS)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test check format bench docs wheel lock clean
+.PHONY: demo test nightly check format bench docs wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -16,6 +16,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+
+nightly: $(READY)
+	$(BIN)/pytest tests -k random --hypothesis-profile nightly --timeout 7200 $(TESTS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -84,7 +84,7 @@ def peer(subject: Subject, share: float, path: Path) -> dict[str, Any]:
     pruner = tp.pruner.MetaPruner(
         model, call, importance=tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=share,
         ignored_layers=[model.get_submodule(subject.head)], num_heads=heads, prune_num_heads=bool(heads),
-        head_pruning_ratio=share, output_transform=lambda output: logits(output).sum(),
+        prune_head_dims=False, head_pruning_ratio=share, output_transform=lambda output: logits(output).sum(),
     )  # fmt: skip
     analysed = time.perf_counter() - start
     pruner.step()
@@ -94,8 +94,9 @@ def peer(subject: Subject, share: float, path: Path) -> dict[str, Any]:
                 for name in ("num_attention_heads", "num_heads"):
                     if hasattr(parent, name):
                         setattr(parent, name, number)
-                if hasattr(parent, "all_head_size"):
-                    parent.all_head_size = module.out_features
+                for name, size in (("all_head_size", 1), ("attention_head_size", number)):
+                    if hasattr(parent, name):
+                        setattr(parent, name, module.out_features // size)
     with torch.no_grad():
         model(**subject.call(3))
     model.zero_grad()

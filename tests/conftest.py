@@ -40,6 +40,7 @@ if not _fxopt_is_this_checkout():
     _put_checkout_on_path()
 
 hypothesis.settings.register_profile("fxopt", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("fxopt")
 
 

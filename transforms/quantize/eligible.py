@@ -18,6 +18,8 @@ from .settings import Settings
 
 __all__ = ["Layer", "is_kept", "obstacle", "sites"]
 
+_NEVER_CALLED = "the example inputs never call it"
+_BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,7 +57,7 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
             continue
         reason = obstacle(layer, program) or layer.objection
         if not reason and called is not None and layer.module not in called:
-            reason = "the example inputs never call it"
+            reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
         yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)
 
 
@@ -64,6 +66,10 @@ def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return any(names_module(word, path, program.module(path)) for path in around for word in words)
+
+
+def _in_encoder(name: str, program: Program) -> bool:
+    return isinstance(program.module(name.rpartition(".")[0]), nn.TransformerEncoderLayer)
 
 
 def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:

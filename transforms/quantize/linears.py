@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...compat import own_parameters
+from ...layers.members import FusedMembers
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer
 
 __all__ = ["Linear", "linear_of", "linears"]
+
+_ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
+
+_STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,12 @@ def linear_of(module: nn.Module) -> Linear | None:
 
 
 def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]:
-    """Return each linear layer by its first name; `objection` says why the scheme cannot take one, or ""."""
+    """Return each linear layer by its first name, and what looks as if it held some.
+
+    Args:
+        program: the model.
+        objection: says why the scheme cannot take a layer, or "".
+    """
     found: list[Layer] = []
     for module in program.names.distinct:
         linear = linear_of(module)
@@ -59,4 +69,7 @@ def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]
             detail = f"{linear.inputs} to {linear.outputs}"
             name = program.names.name(module)
             found.append(Layer(name, module, {"weight": linear.weight}, detail, objection(linear)))
+        elif isinstance(module, (nn.MultiheadAttention, FusedMembers)):
+            reason = _STACKED if isinstance(module, FusedMembers) else _ONE_FUNCTION
+            found.append(Layer(program.names.name(module), module, {}, objection=reason))
     return found

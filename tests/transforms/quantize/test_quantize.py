@@ -316,6 +316,33 @@ def test_refusals_name_the_reason():
     ]
 
 
+def test_what_torch_computes_as_one_function_is_refused():
+    model = nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), nn.Linear(64, 32)).eval()
+    x = torch.randn(2, 5, 64)
+    fast = quantized(model, x=x)
+    with torch.no_grad():
+        assert 0 < error(fast(x), model(x)) < 0.05
+    bypassed = "torch's encoder layer computes with its weights, and does not call it in evaluation"
+    one = "torch computes it as one function of its weights, in which no layer can be replaced"
+    assert [reason for status, reason in decisions(fast) if status == "refused"] == [bypassed, bypassed, one]
+
+
+def test_fused_members_are_refused():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.out = nn.ModuleList(nn.Linear(64, 32) for _ in range(4)), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.stack([head(x) for head in self.heads], 1))
+
+    pipeline = "fuse_ensembles{lowering=bmm},quantize{aim=size}"
+    fast = fxopt.optimize(Heads().eval(), pipeline, example_inputs=(X,), measure=False)
+    assert type(fast.out).__name__ == "Int8DynamicLinear"
+    stacked = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
+    assert ("refused", stacked) in decisions(fast)
+
+
 def test_float64_is_refused():
     fast = quantized(Net(torch.float64).eval(), x=X.double())
     assert all("convert it to float32" in reason for _, reason in decisions(fast))

@@ -69,8 +69,6 @@ def _obstacle(program: Program, group: Group, wanted: Selection) -> str | None:
     for word in wanted.keep:
         if any(names_module(word, name, program.module(name)) for name in around):
             return f"it has to keep its units: keep={word}"
-    if group.replaced:
-        return f"the code of '{group.replaced[0]}' is torch's own and takes one width only"
     return "it has one unit only" if group.size < 2 else None
 
 

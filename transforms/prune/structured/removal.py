@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from torch import fx
+from torch import fx, nn
 
 from ....compat import own_tensor, submodule, transient_buffers
 from ....errors import MatchFailure
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import Select
+from ..coupling import ResizedAttention
 
 __all__ = ["remove"]
 
@@ -25,6 +26,8 @@ def remove(site: Site, edit: Edit) -> None:
         MatchFailure: if a tensor or a size is not what it was when the units were chosen.
     """
     lists = site.data["lists"]
+    for name in site.data["replaced"]:
+        _replace(edit, name)
     for name, dim, size, number in site.data["tensors"]:
         _cut(edit, name, Select(name, name, dim, tuple(lists[number]), size))
     for label, path, gone in site.data["numbers"]:
@@ -34,6 +37,17 @@ def remove(site: Site, edit: Edit) -> None:
     for module, name, index, gone in site.data["attributes"]:
         old = getattr(edit.owner.get_submodule(module), name, None)
         edit.set_attribute(module, name, _without(old, [] if index is None else [index], gone, f"{module}.{name}"))
+
+
+def _replace(edit: Edit, name: str) -> None:
+    """Put a module that runs with any width in the place of one of torch that does not."""
+    module = edit.owner.get_submodule(name)
+    if isinstance(module, ResizedAttention):
+        return
+    try:
+        edit.replace_module(name, ResizedAttention.of(cast("nn.MultiheadAttention", module)))
+    except ValueError as error:
+        raise MatchFailure(f"'{name}': {error}") from error
 
 
 def _cut(edit: Edit, name: str, step: Select) -> None:
@@ -61,10 +75,10 @@ def _without(value: Any, path: Sequence[str | int], gone: int, where: fx.Node | 
             old = cast("dict[Any, Any]", value)
             return {**old, first: _without(old.get(first), rest, gone, where)}
         if isinstance(value, (list, tuple)) and isinstance(first, int):
-            whole: Any = value
+            whole: Any = cast("Any", value)
             if -len(whole) <= first < len(whole):
                 items = [_without(item, rest, gone, where) if n == first else item for n, item in enumerate(whole)]
                 return type(whole)(items)
-    if path or type(value) is not int or value < gone:
+    if path or isinstance(value, bool) or not isinstance(value, int) or value < gone:
         raise MatchFailure(f"{where} has no size of {gone} or more where units were counted")
     return value - gone

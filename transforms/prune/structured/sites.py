@@ -135,7 +135,9 @@ class _SiteOf:
         return f"{first} and of {len(others)} more layers" if others else first
 
     def _modules(self) -> Iterable[str]:
-        """Return the modules that the site is in, under all their names."""
+        """Return the modules that the site is in, under all their names; of replaced ones, those around them."""
+        for module in (module for each in self.chosen for module in each.group.replaced):
+            yield from (name.rpartition(".")[0] for name in self.names.of_module[module])
         for tensor, _ in self.tensors:
             yield from (name.rpartition(".")[0] for name in self.names.of[tensor])
         for module in (*(module for module, _, _ in self.attributes), *(module for module, _ in self.norms)):
@@ -167,6 +169,7 @@ class _SiteOf:
             "norms": [
                 [inside(module), size, number_of(size, gone)] for (module, size), gone in self.norms.items() if gone
             ],
+            "replaced": sorted({inside(module) for each in self.chosen for module in each.group.replaced}),
             "hard_coded": sorted({module for each in self.chosen for module, _ in each.group.hard_coded}),
         }  # fmt: skip
         return {**data, "lists": [list(places) for places in lists]}

@@ -194,3 +194,31 @@ def check_cuts() -> Callable[..., Coupling]:
         return found
 
     return check
+
+
+def _reads(model: nn.Module, name: str, dim: int) -> bool:
+    """Say whether a dimension of a weight is what it reads, as its layer's documentation has it."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    if not name.endswith("weight") or not isinstance(module, (nn.Linear, nn.Conv2d)):
+        return type(module).__name__ == "Conv1D" and name.endswith("weight") and dim == 0
+    return dim == 1
+
+
+@pytest.fixture
+def reading_gradients() -> Callable[..., list[Tensor]]:
+    """Return the gradients of what reads a group's first unit, where what makes it is zero."""
+
+    def gradients(model: nn.Module, inputs: Any, group: Group) -> list[Tensor]:
+        torch.manual_seed(0)
+        reading = [each for each in group.cuts if _reads(model, each.tensor, each.dim)]
+        keep = [f"{each.tensor}:{each.dim}" for each in reading]
+        made = zeroed(copy.deepcopy(model).double(), group, {0}, keep=keep)
+        with kept_only(made, group, {0}):
+            sum(value.square().sum() for value in _flat(made(_double(inputs)))).backward()
+        found = []
+        for each in reading:
+            indices = torch.tensor([i for i, unit in enumerate(each.units) if unit == 0])
+            found.append(_tensor(made, each.tensor).grad.index_select(each.dim, indices))
+        return found
+
+    return gradients

@@ -149,3 +149,14 @@ def test_mobilenet_has_a_group_for_each_width(analysed: CheckCuts) -> None:
     counted = [a.module for group in found.groups for a in group.attributes if a.name == "groups"]
     assert sorted(counted) == sorted(depthwise) and len(depthwise) == 17
     assert {each.layer for each in found.refused} == {"classifier"}
+
+
+@pytest.mark.parametrize("family", [_resnet, _convnext, _vit, _bert, _llama, _gpt2])
+def test_what_reads_a_unit_that_is_zero_matters_no_more(
+    family: Any, analysed: CheckCuts, reading_gradients: Callable[..., list[torch.Tensor]]
+) -> None:
+    """Where only what makes a unit is zero, the result does not depend on the weights that read it."""
+    model, inputs = family()
+    for group in analysed(model.eval(), inputs).groups:
+        gradients = reading_gradients(model, inputs, group)
+        assert gradients and all(gradient.abs().max() < 1e-12 for gradient in gradients), group.name

@@ -198,3 +198,29 @@ def test_it_trains_and_exports(case: Any, step: Any):
     optimizer = torch.optim.SGD(fast.parameters(), lr=0.01)
     losses = [float(step(fast, optimizer, case.x)) for _ in range(8)]
     assert losses[-1] < losses[0]
+
+
+class WithAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(6, 16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        y = self.norm(x)
+        return self.head(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_own_attention_loses_heads_and_width(training: bool):
+    torch.manual_seed(0)
+    model, x = WithAttention().train(training), torch.randn(2, 5, 6)
+    fast = fxopt.optimize(model, HALF, example_inputs=(x,))
+    assert set(statuses(fast)) == {"applied"}
+    assert fast.attention.out_proj.weight.shape == (8, 8)
+    assert fast.eval()(x[:1]).shape == (1, 5, 3)
+    fast.load_state_dict(model.state_dict())
+    back = fxopt.restore(fast)
+    assert type(back.attention) is nn.MultiheadAttention and back(x).shape == (2, 5, 3)
