@@ -30,6 +30,7 @@ __all__ = [
     "int8_static_packed",
     "needs_reduced_range",
     "observer_called",
+    "rounded_with_learned_scale",
     "why_no_int8",
     "why_no_static_int8",
 ]
@@ -206,3 +207,12 @@ def _per_output(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Te
     """Return scales and zero points of a weight, one for each output, and the bias in float32."""
     wide = scales.detach().float().expand(len(values)).contiguous()
     return wide, torch.zeros(len(values), dtype=torch.long), None if bias is None else bias.detach().float()
+
+
+def rounded_with_learned_scale(x: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
+    """Return an activation rounded to numbers from 0 to the largest, with gradients for its scale and zero point.
+
+    They are scaled as in Esser et al., Learned Step Size Quantization (ICLR 2020), section 2.2.
+    """
+    factor = (max(1, x.numel()) * largest) ** -0.5
+    return _TORCH._fake_quantize_learnable_per_tensor_affine(x, scale, zero_point, 0, largest, factor)

@@ -74,6 +74,7 @@ def save(
         "other_mode": [name for name, module in modules.items() if module.training != model.training],
         "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
         "aliases": aliases,
+        "added": sorted(set(state) - set(record.skeleton.state_dict())),
         **shape,
     }
     write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
@@ -110,11 +111,15 @@ def load(
         inputs = inputs_beside(str(description.factory)) if inputs is None else inputs
     else:
         original = copy.deepcopy(model)
-    _load_weights(where, original, state, description.names("frozen"))
+    added = description.added
+    known = {name: tensor for name, tensor in state.items() if name not in added}
+    _load_weights(where, original, known, description.names("frozen"))
     try:
         fast = replay(original, plan, "train" if description.training else "eval", inputs)
     except UsageError as error:  # the passes that it names are unknown here, or in no possible order
         raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error
+    if added:
+        _load_all(where, fast, state)
     _set_modes(fast, description.training, description.names("other_mode"))
     return fast
 
@@ -171,6 +176,11 @@ class _Description:
 
     def names(self, key: str) -> list[str]:
         return [str(name) for name in self._of_type(key, list)]
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Return the names of the tensors that the original has not, and passes gave it."""
+        return frozenset(self.names("added")) if "added" in self.manifest else frozenset()
 
     def with_original_names(self, stored: dict[str, Tensor], trust: Sequence[str] | bool) -> dict[str, Tensor]:
         """Return the state by its original names, tied tensors under each of theirs."""
@@ -240,13 +250,17 @@ def _load_weights(where: Path, model: nn.Module, state: Mapping[str, Tensor], fr
     for name, parameter in model.named_parameters():
         differentiable = parameter.is_floating_point() or parameter.is_complex()
         parameter.requires_grad_(differentiable and name not in frozen)
+    _load_all(where, model, state)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ArchiveError(f"{name!r} is on the meta device; build the model on a real one to load {where}")
+
+
+def _load_all(where: Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
     try:
         model.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
         raise ArchiveError(f"the weights in {where} do not fit the model: {one_line(error)}") from error
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ArchiveError(f"{name!r} is on the meta device; build the model on a real one to load {where}")
 
 
 def _set_modes(model: nn.Module, training: bool, others: Sequence[str]) -> None:

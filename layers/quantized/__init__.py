@@ -9,9 +9,13 @@ from .lstm import Int8DynamicLSTM
 from .packing import Packing
 from .pooling import max_pool_numbers
 from .static import Geometry, StaticConv, StaticLayer, StaticLinear
+from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
+    "TRAINED",
+    "FakeQuantized",
     "Float8Linear",
+    "Freezable",
     "Geometry",
     "Int4WeightLinear",
     "Int8DynamicLSTM",
@@ -24,6 +28,9 @@ __all__ = [
     "StaticConv",
     "StaticLayer",
     "StaticLinear",
+    "fake_quantized",
+    "freezable",
+    "freeze",
     "from_numbers",
     "max_pool_numbers",
     "to_numbers",

@@ -210,8 +210,10 @@ class StaticConv(StaticLayer):
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
         packed = self.packing.of(self._packed, self.held[0], scales, bias)
         rows = numbers if numbers.ndim == self.held[0].ndim else numbers.unsqueeze(0)
+        if rows.ndim == 4:
+            rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
-        return found if rows is numbers else found.squeeze(0)
+        return found if numbers.ndim == found.ndim else found.squeeze(0)
 
     def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ...compat import own_buffers, own_children, own_parameters, transient_buffers
+from ...compat import own_buffers, own_children, own_parameters
 from ...errors import MatchFailure
 from ...tracing.graphs import Region
-from ..state import Holder, StateMap
+from ..state import Holder, StateMap, absent_from_checkpoints
 
 __all__ = ["check_mapped", "lasting_shapes"]
 
@@ -25,7 +25,7 @@ def lasting_shapes(holder: Holder) -> Shapes:
     found: Shapes = {}
     pending = [(holder.inside, holder.module)]
     for prefix, module in pending:
-        transient = transient_buffers(module)
+        transient = absent_from_checkpoints(module)
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             if tensor is not None and name not in transient:
                 found[prefix + name] = tensor.shape

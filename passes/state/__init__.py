@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from .bits import packed, unpacked
-from .checkpoints import RECORD_KEY, SETTLED, STATE_MAP, VIEWS, KeepsOriginalNames, cut_from_sharded
+from .checkpoints import (
+    RECORD_KEY,
+    SETTLED,
+    STATE_MAP,
+    VIEWS,
+    KeepsOriginalNames,
+    absent_from_checkpoints,
+    cut_from_sharded,
+)
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
 from .holders import Holder, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
-from .quantized_steps import QuantizeWeight, dequantized, quantized
+from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
 from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
@@ -25,12 +33,14 @@ __all__ = [
     "InParts",
     "KeepsOriginalNames",
     "Mask",
+    "QuantizeTrained",
     "QuantizeWeight",
     "Rename",
     "Select",
     "Stack",
     "StateMap",
     "StateStep",
+    "absent_from_checkpoints",
     "all_parameters",
     "check_type",
     "copied_module",

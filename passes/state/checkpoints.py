@@ -11,17 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import submodule
+from ...compat import submodule, transient_buffers
 from ...compat_distributed import shard_again
 from ...tracing.values import is_sharded
 from .state_map import StateMap
 
 __all__ = [
+    "ADDED",
     "RECORD_KEY",
     "SETTLED",
     "STATE_MAP",
     "VIEWS",
     "KeepsOriginalNames",
+    "absent_from_checkpoints",
     "cut_from_sharded",
     "translate_on_load",
     "translate_saved",
@@ -36,8 +38,16 @@ STATE_MAP = "_fxopt_state_map"
 VIEWS = "_fxopt_views"
 """Where a module lists, by name, the tensors of its own that it reads from others; it saves and loads them itself."""
 
+ADDED = "_fxopt_added"
+"""Where a module names tensors of its own that a pass gave it: it saves them, and loads checkpoints without them."""
+
 SETTLED = torch.empty(0, device="meta")
 """Stands in a state dict for a tensor that a module further out has loaded, or has reported missing."""
+
+
+def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's own tensors that no checkpoint of the original has."""
+    return frozenset((*transient_buffers(module), *getattr(module, ADDED, ())))
 
 
 class KeepsOriginalNames(nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ...errors import StateError
-from .quantized_steps import QuantizeWeight
+from .quantized_steps import QuantizeTrained, QuantizeWeight
 from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
 
 __all__ = ["GROUP", "step_from_json"]
@@ -19,7 +19,7 @@ GROUP = "fxopt.state_steps"
 """The entry-point group of steps from other distributions, by their kinds; fxopt's own win where kinds are equal."""
 
 _OWN: Mapping[str, type[StateStep]] = {
-    step.kind: step for step in (Rename, Stack, Concatenate, Select, Mask, QuantizeWeight)
+    step.kind: step for step in (Rename, Stack, Concatenate, Select, Mask, QuantizeTrained, QuantizeWeight)
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import StateError
 from .state_steps import StateStep
 
-__all__ = ["FORMATS", "QuantizeWeight", "dequantized", "quantized"]
+__all__ = ["FORMATS", "QuantizeTrained", "QuantizeWeight", "dequantized", "quantized"]
 
 FORMATS = {"int8": 127, "int4": 7, "float8": 448}
 """How a weight is held -> the largest number; all are symmetric around zero."""
@@ -72,6 +72,54 @@ class QuantizeWeight(StateStep):
 
     def __str__(self) -> str:
         return f"quantize to {self.format}: {self.old} -> {self.new[0]}"
+
+
+@dataclass(frozen=True)
+class QuantizeTrained(StateStep):
+    """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; how it was trained is noted.
+
+    Attributes:
+        olds: the weight, and the state of what observed its layer's input.
+        group: see `QuantizeWeight`.
+        dtype: of the weight.
+        kinds, values: the type of each of the observer's tensors, and its one number.
+    """
+
+    olds: tuple[str, ...]
+    new: tuple[str, ...]
+    group: int
+    dtype: str
+    kinds: tuple[str, ...]
+    values: tuple[float, ...]
+
+    kind: ClassVar[str] = "quantize_trained"
+    is_compact: ClassVar[bool] = True
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.olds
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return self.new
+
+    @property
+    def _of_weight(self) -> QuantizeWeight:
+        return QuantizeWeight(self.olds[0], self.new, "int8", self.dtype, 0, self.group)
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._of_weight.forward(tensors[:1])
+
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        device = tensors[0].device
+        noted = [
+            torch.full((1,) if kind != "int64" else (), value, dtype=getattr(torch, kind), device=device)
+            for kind, value in zip(self.kinds, self.values, strict=True)
+        ]
+        return (*self._of_weight.backward(tensors), *noted)
+
+    def __str__(self) -> str:
+        return f"quantize to int8, as trained: {self.olds[0]} -> {self.new[0]}"
 
 
 def quantized(weight: Tensor, form: str, group: int = 0) -> tuple[Tensor, Tensor]:

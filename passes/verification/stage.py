@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...compat import transient_buffers
 from ...tracing.graphs import Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
+from ..state import absent_from_checkpoints
 
 __all__ = ["Stage", "random_state_kept"]
 
@@ -93,9 +93,11 @@ class Stage:
 
     @property
     def lasting(self) -> dict[str, Tensor]:
-        """Return what a state dict holds: the parameters, and the buffers that are not transient."""
+        """Return what a state dict holds and original checkpoints have: no transient buffers, nothing added."""
         passing = {
-            qualified(prefix, name) for prefix, module in self._modules.items() for name in transient_buffers(module)
+            qualified(prefix, name)
+            for prefix, module in self._modules.items()
+            for name in absent_from_checkpoints(module)
         }
         return {name: tensor for name, tensor in self.state.items() if name not in passing}
 

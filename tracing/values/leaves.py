@@ -24,6 +24,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _LEAF_BASES = (
     "fxopt.layers.masked.Masked",
     "fxopt.layers.quantized.layer.QuantizedLayer",
+    "fxopt.layers.quantized.trained.FakeQuantized",
+    "fxopt.layers.quantized.trained.Freezable",
     "fxopt.layers.sync_batch_norm.SyncBatchNorm",
     "torch_geometric.nn.conv.message_passing.MessagePassing",
     "torch_geometric.nn.aggr.base.Aggregation",

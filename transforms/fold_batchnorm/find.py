@@ -83,10 +83,16 @@ def pairs_in(program: Program) -> list[Pair]:
     return [pair for owner in program.captures for pair in _pairs(program, owner)]
 
 
-def obstacles(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
-    """Return why pairs must stay as they are, where they must."""
+def obstacles(pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = ()) -> dict[Pair, str]:
+    """Return why pairs must stay as they are, where they must.
+
+    Args:
+        pairs: in the program.
+        program: of the model.
+        also: classes whose own forward is known to whoever asks.
+    """
     outside = _called_from_outside(pairs, program)
-    reasons = {pair: _obstacle(pair, program) or outside.get(pair) for pair in pairs}
+    reasons = {pair: _obstacle(pair, program, also) or outside.get(pair) for pair in pairs}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
 
 
@@ -111,11 +117,11 @@ def _evaluated(program: Program, owner: str) -> list[tuple[int, Specialization]]
     return [item for item in enumerate(required_capture(module).specializations) if item[1].runs_in_mode(module)]
 
 
-def _obstacle(pair: Pair, program: Program) -> str | None:
+def _obstacle(pair: Pair, program: Program, also: tuple[type[nn.Module], ...]) -> str | None:
     """Return why a pair must stay as it is, or None."""
     return (
         _obstacle_in_mode(pair, program)
-        or _obstacle_in_modules(pair, program)
+        or _obstacle_in_modules(pair, program, also)
         or _obstacle_in_calls(pair, program)
         or _obstacle_in_tensors(pair, program)
         or _obstacle_in_shapes(pair, replaying=program.replaying)
@@ -133,14 +139,14 @@ def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
     return None
 
 
-def _obstacle_in_modules(pair: Pair, program: Program) -> str | None:
+def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Module], ...]) -> str | None:
     if isinstance(program.module(pair.owner), Region):
         return "they are called in a region that does not own them"
     for what, module in pair.both:
         reason = obstacle_to_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
-        if _kind(module) is None:
+        if _kind(module) is None and not isinstance(module, also):
             return f"the {what} is a {type(module).__name__}, which has its original forward"
         if type(module) is not user_class(type(module)):
             return f"the {what} is part of something fused"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...compat import own_parameters
+from ...layers.members import FusedMembers
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer
@@ -15,6 +16,8 @@ from .eligible import Layer
 __all__ = ["Linear", "linear_of", "linears"]
 
 _ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
+
+_STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]
             detail = f"{linear.inputs} to {linear.outputs}"
             name = program.names.name(module)
             found.append(Layer(name, module, {"weight": linear.weight}, detail, objection(linear)))
-        elif isinstance(module, nn.MultiheadAttention):
-            found.append(Layer(program.names.name(module), module, {}, objection=_ONE_FUNCTION))
+        elif isinstance(module, (nn.MultiheadAttention, FusedMembers)):
+            reason = _STACKED if isinstance(module, FusedMembers) else _ONE_FUNCTION
+            found.append(Layer(program.names.name(module), module, {}, objection=reason))
     return found

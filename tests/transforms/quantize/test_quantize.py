@@ -327,6 +327,22 @@ def test_what_torch_computes_as_one_function_is_refused():
     assert [reason for status, reason in decisions(fast) if status == "refused"] == [bypassed, bypassed, one]
 
 
+def test_fused_members_are_refused():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.out = nn.ModuleList(nn.Linear(64, 32) for _ in range(4)), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.stack([head(x) for head in self.heads], 1))
+
+    pipeline = "fuse_ensembles{lowering=bmm},quantize{aim=size}"
+    fast = fxopt.optimize(Heads().eval(), pipeline, example_inputs=(X,), measure=False)
+    assert type(fast.out).__name__ == "Int8DynamicLinear"
+    stacked = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
+    assert ("refused", stacked) in decisions(fast)
+
+
 def test_float64_is_refused():
     fast = quantized(Net(torch.float64).eval(), x=X.double())
     assert all("convert it to float32" in reason for _, reason in decisions(fast))

@@ -15,7 +15,7 @@ from ....tracing.values import Inputs, call_of_batch
 __all__ = ["calls", "run_call"]
 
 
-def calls(given: Any, count: int, program: Program) -> Sequence[Inputs]:
+def calls(given: Any, count: int, program: Program, what: str) -> Sequence[Inputs]:
     """Return the calls to calibrate on.
 
     Args:
@@ -23,13 +23,14 @@ def calls(given: Any, count: int, program: Program) -> Sequence[Inputs]:
             out. None stands for the example inputs.
         count: how many batches are taken at the most.
         program: of the model.
+        what: calibrates, for messages.
 
     Raises:
         CalibrationError: there are none, or reading them raises.
     """
     if given is None:
         if not program.whole_calls:
-            raise CalibrationError("int8_static has no calibration data; give calibration=, or example_inputs")
+            raise CalibrationError(f"{what} has no calibration data; give calibration=, or example_inputs")
         return program.whole_calls
     found = list(_taken(_batches(given), count, program.model))
     if not found:

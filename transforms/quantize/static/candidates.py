@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from ....layers.quantized import Geometry
+from ....layers.quantized import FakeQuantized, Geometry
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
 from ..eligible import Layer, is_kept, obstacle
-from ..settings import Settings
 
-__all__ = ["CONVOLUTIONS", "candidates"]
+__all__ = ["CONVOLUTIONS", "candidates", "is_candidate"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def candidates(settings: Settings, program: Program) -> Iterator[tuple[str, nn.Module] | Refusal]:
-    """Yield the layers that can be quantized, by name, and refusals of those that cannot."""
+def is_candidate(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
+    return isinstance(module, FakeQuantized) or user_class(type(module)) in (nn.Linear, *CONVOLUTIONS)
+
+
+def candidates(
+    keep: Sequence[str], program: Program, *, runs_here: bool = True
+) -> Iterator[tuple[str, nn.Module] | Refusal]:
+    """Yield the layers that can be quantized, by name, and refusals of those that cannot.
+
+    Args:
+        keep: names and classes of modules that stay as they are.
+        program: of the model.
+        runs_here: whether the layers are to run on this machine's CPU now.
+    """
     for module in program.names.distinct:
         name = program.names.name(module)
-        if user_class(type(module)) not in (nn.Linear, *CONVOLUTIONS) or is_kept(settings.keep, name, program):
+        if not is_candidate(module) or is_kept(keep, name, program):
             continue
-        reason = _reason(name, module, program)
+        reason = _reason(name, module, program, runs_here)
         yield Refusal(reason, name or "(root)") if reason else (name, module)
 
 
-def _reason(name: str, module: nn.Module, program: Program) -> str:
+def _reason(name: str, module: nn.Module, program: Program, runs_here: bool) -> str:
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
     reason = obstacle(Layer(name, module, {"weight": weight}), program)
     if reason:
         return reason
-    if weight.device.type != "cpu":
+    if runs_here and weight.device.type != "cpu":
         return f"it is on {weight.device.type}, and the kernels are for CPUs"
     if weight.dtype not in _DTYPES:
         return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"

@@ -9,7 +9,7 @@ import networkx as nx
 from torch import fx, nn
 
 from ....compat import has_hooks
-from ....layers.quantized import Range
+from ....layers.quantized import FakeQuantized, Freezable, Range
 from ....operators import canonical_name, has_random_effects, operator_of_module
 from ....passes.verification import CallSites
 from ....tracing.graphs import Region, required_capture
@@ -81,8 +81,15 @@ def chains(program: Program, ranges: Mapping[str, Range]) -> Iterator[Chain]:
 def _norms(program: Program) -> dict[fx.Node, fx.Node]:
     """Return layer node -> norm node where the norm can be folded."""
     pairs = pairs_in(program)
-    wrong = obstacles(pairs, program)
-    return {call.layer: call.norm for pair in pairs if pair not in wrong for call in pair.calls}
+    wrong = obstacles(pairs, program, also=(FakeQuantized, Freezable))
+    return {
+        call.layer: call.norm for pair in pairs if pair not in wrong and _is_sure(pair.layer) for call in pair.calls
+    }
+
+
+def _is_sure(layer: nn.Module) -> bool:
+    """Say whether a norm behind a layer norms its channels, whatever the number of dimensions."""
+    return not isinstance(layer, FakeQuantized) or isinstance(layer, (nn.Conv2d, nn.Conv3d))
 
 
 def _links(

@@ -42,16 +42,25 @@ def followers(program: Program, owner: str, node: fx.Node) -> Followers:
             seen.add(user)
             if user.op == "call_method" and user.target == "view" and place == owner:
                 views[user] = None
-            elif user.op == "output":
-                callers = list(_callers(program, place))
-                if not callers:
-                    return Followers(tuple(views), is_open=True)
-                pending += callers
-            elif canonical_name(user) == "view" or (user.op == "call_module" and not _is_plain(program, place, user)):
+                continue
+            behind = _behind(program, place, user)
+            if behind is None:
                 return Followers(tuple(views), is_open=True)
-            elif user.op != "call_module" or not isinstance(program.callee(place, user), nn.Linear):
-                pending.append((place, user))
-    return Followers(tuple(views), is_open=False)
+            pending += behind
+    return Followers(tuple(views))
+
+
+def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.Node]] | None:
+    """Return where a result goes on from a node that reads it; None where that cannot be seen, or is `view`."""
+    if user.op == "output":
+        return list(_callers(program, owner)) or None
+    if canonical_name(user) == "view":
+        return None
+    if user.op != "call_module":
+        return [(owner, user)]
+    if not _is_plain(program, owner, user):
+        return _placeholders(program, owner, user) or None
+    return [] if isinstance(program.callee(owner, user), nn.Linear) else [(owner, user)]
 
 
 def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
@@ -61,6 +70,14 @@ def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
             for node in specialization.graph.find_nodes(op="call_module"):
                 if program.callee(name, node) is module:
                     yield name, node
+
+
+def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return where a called module's graphs take what they are given; nothing where it has none."""
+    name = program.name_of(program.callee(owner, node))
+    capture = program.captures.get(name)
+    graphs = () if capture is None else (specialization.graph for specialization in capture.specializations)
+    return [(name, placeholder) for graph in graphs for placeholder in graph.find_nodes(op="placeholder")]
 
 
 def _is_plain(program: Program, owner: str, node: fx.Node) -> bool:

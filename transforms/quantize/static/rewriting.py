@@ -11,15 +11,24 @@ from torch import fx, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
-from ....layers.quantized import Geometry, Range, StaticConv, StaticLayer, StaticLinear, max_pool_numbers, to_numbers
+from ....layers.quantized import (
+    FakeQuantized,
+    Geometry,
+    Range,
+    StaticConv,
+    StaticLayer,
+    StaticLinear,
+    max_pool_numbers,
+    to_numbers,
+)
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.state import QuantizeWeight
-from ....tracing.values import TensorMeta, qualified, user_class
+from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
+from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
 from ...fold_batchnorm.find import dimensions_wanted
-from .candidates import CONVOLUTIONS
+from .candidates import CONVOLUTIONS, is_candidate
 from .pools import pooling_of
 
 __all__ = ["rewrite"]
@@ -57,12 +66,18 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
 
 def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) -> None:
     old = edit.owner.get_submodule(path)
-    if user_class(type(old)) not in (nn.Linear, *CONVOLUTIONS):
+    if not is_candidate(old):
         raise MatchFailure(f"'{qualified(edit.site.owner, path)}' is a {type(old).__name__} by now")
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
     names = tuple(qualified(path, name) for name in ("weight_values", "weight_scales"))
     dtype = str(weight.dtype).removeprefix("torch.")
-    step = QuantizeWeight(qualified(path, "weight"), names, "int8", dtype, 0, group)
+    observed = old.observed() if isinstance(old, FakeQuantized) else {}
+    step: StateStep = QuantizeWeight(qualified(path, "weight"), names, "int8", dtype, 0, group)
+    if observed:
+        olds = tuple(qualified(path, name) for name in ("weight", *observed))
+        kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in observed.values())
+        noted = tuple(float(tensor) for tensor in observed.values())
+        step = QuantizeTrained(olds, names, group, dtype, kinds, noted)
     values, scales = step.forward([weight.detach()])
     edit.replace_module(path, _layer_of(old, values, scales, Range(layer["scale"], layer["zero_point"])))
     edit.record_state(step)

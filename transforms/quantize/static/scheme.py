@@ -9,7 +9,7 @@ from torch import nn
 
 from ....compat_quantized import OBSERVERS, why_no_static_int8
 from ....errors import UsageError
-from ....layers.quantized import Range
+from ....layers.quantized import FakeQuantized, Range
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....suggest import did_you_mean
@@ -20,7 +20,7 @@ from .calibration import ranges_of
 from .candidates import candidates
 from .chains import Chain, Link, chains
 from .rewriting import rewrite
-from .sensitivity import Sensitivity, sensitivity
+from .sensitivity import Sensitivity, sensitivity, unknown
 
 __all__ = ["SCHEME"]
 
@@ -43,7 +43,7 @@ class _Static:
             yield Refusal("it is for evaluation, and the model is in training; call model.eval() first", "(root)")
             return
         layers: dict[str, nn.Module] = {}
-        for found in candidates(settings, program):
+        for found in candidates(settings.keep, program):
             if isinstance(found, Refusal):
                 yield found
             else:
@@ -63,13 +63,18 @@ def _group(settings: Settings) -> int:
 
 
 def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Module]) -> Iterator[Site | Refusal]:
-    data = calls(settings.calibration, settings.batches, program)
-    ranges = ranges_of(program, layers, data, settings.observer)
+    trained = {name: layer.input_range for name, layer in layers.items() if isinstance(layer, FakeQuantized)}
+    others = {name: layer for name, layer in layers.items() if name not in trained}
+    if others or settings.calibration is not None or program.whole_calls:
+        data = calls(settings.calibration, settings.batches, program, settings.scheme)
+    else:
+        data = ()
+    ranges = trained | (ranges_of(program, others, data, settings.observer) if others else {})
     yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
     if not ranges:
         return
     budget: float = cast("Any", settings).error_budget
-    found = sensitivity(program, ranges, _group(settings), data[0], budget)
+    found = sensitivity(program, ranges, _group(settings), data[0], budget) if data else unknown(ranges)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; the budget of all layers is {budget:g}", name)

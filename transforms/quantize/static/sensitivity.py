@@ -11,7 +11,7 @@ from ....tracing.values import Inputs
 from .calibration import advancing
 from .simulation import Simulation
 
-__all__ = ["Sensitivity", "sensitivity"]
+__all__ = ["Sensitivity", "sensitivity", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Sensitivity:
     alone: Mapping[str, float]
     left: Sequence[str]
     error: float
+
+
+def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
+    """Return what is known where there is no call to run: nothing."""
+    return Sensitivity(dict.fromkeys(ranges, 0.0), {}, (), 0.0)
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:

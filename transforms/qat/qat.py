@@ -1,0 +1,104 @@
+"""The pass: layers that round their inputs and weights while they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from ...errors import UsageError
+from ...layers.quantized import FakeQuantized, Range, fake_quantized, freezable
+from ...passes.contract import Pass, check_named
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ...tracing.program import Program
+from ...tracing.values import user_class
+from ..quantize.eligible import is_kept
+from ..quantize.replayable import replayable
+from ..quantize.static.batches import calls
+from ..quantize.static.calibration import ranges_of
+from ..quantize.static.candidates import candidates
+
+__all__ = ["Qat"]
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Qat(Pass):
+    """Train linear layers and convolutions as they will compute in 8 bits.
+
+    Before: y = conv(x, weight)        After: y = conv(rounded(x), rounded(weight))
+    Refuses: tied weights, layers with hooks, weights that other code reads, layers that are never called.
+
+    After training, `quantize{scheme=int8_static}` on the model takes over the ranges that were found or learned.
+
+    Options:
+        observer: `moving_average` follows what is seen in training; `learned` trains scale and zero point (LSQ).
+        keep: what stays as it is: names of modules, which may hold `*`, or their classes.
+        freeze_after: after so many training forwards ranges, and the statistics of batch norms, stay as they are.
+        per_channel: one scale for each output of a weight, or one for all.
+        calibration: a loader, an iterator or a list of batches, for the ranges to begin with; by default the example
+            inputs. The option text leaves it out.
+        batches: how many batches of it are used.
+    """
+
+    observer: Literal["moving_average", "learned"] = "moving_average"
+    keep: tuple[str, ...] = ()
+    freeze_after: int | None = None
+    per_channel: bool = True
+    batches: int = 8
+    calibration: Any = field(default=None, compare=False, repr=False)
+
+    numerics: ClassVar[Numerics] = Numerics.SEMANTIC
+    goal: ClassVar[Goal] = Goal.SIZE
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
+    before: ClassVar[tuple[str, ...]] = ("quantize", "ddp", "fsdp")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calibration", replayable(self.calibration))
+
+    def check(self, model: nn.Module) -> None:
+        if self.observer not in ("moving_average", "learned"):
+            raise UsageError(f"pass 'qat': observer={self.observer!r}; use 'moving_average' or 'learned'")
+        for name, value in (("freeze_after", self.freeze_after), ("batches", self.batches)):
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise UsageError(f"pass 'qat': {name}={value}; give a positive number, such as 100")
+        check_named(self.name, "keep", self.keep, model)
+
+    def find(self, program: Program) -> Iterable[Site | Refusal]:
+        layers: dict[str, nn.Module] = {}
+        for found in candidates(self.keep, program, runs_here=False):
+            if isinstance(found, Refusal):
+                yield found
+            elif not isinstance(found[1], FakeQuantized):
+                layers[found[0]] = found[1]
+        if layers:
+            yield from self._layers(program, layers)
+            yield from self._norms(program)
+
+    def _layers(self, program: Program, layers: dict[str, nn.Module]) -> Iterator[Site | Refusal]:
+        ranges = ranges_of(program, layers, calls(self.calibration, self.batches, program, self.name), "minmax")
+        for name in layers:
+            if name in ranges:
+                data = {"scale": ranges[name].scale, "zero_point": ranges[name].zero_point}
+                yield Site(program, name, {}, data=data, detail=f"range from {data['scale']:.2g} a step")
+            else:
+                yield Refusal("the calibration data never reaches it", name)
+
+    def _norms(self, program: Program) -> Iterator[Site]:
+        for module in program.names.distinct:
+            name = program.names.name(module)
+            if user_class(type(module)) in _NORMS and name and not is_kept(self.keep, name, program):
+                yield Site(program, name, {}, data={"freezes": True}, detail="its statistics can be frozen")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        old = edit.owner
+        if user_class(type(old)) in _NORMS:
+            edit.replace_module("", freezable(old, self.freeze_after))
+            return
+        start, group = Range(site.data["scale"], site.data["zero_point"]), 0 if self.per_channel else -1
+        learns = self.observer == "learned"
+        edit.replace_module("", fake_quantized(old, start, learns=learns, freeze_after=self.freeze_after, group=group))
