@@ -59,7 +59,7 @@ def _fxopt(model: nn.Module, example: Tensor, budget: float) -> Column:
         fast = fxopt.optimize(
             model, f"checkpoint{{budget={budget}}}", example_inputs=(example,), verify=False, measure=False
         )
-    except fxopt.PassError as error:
+    except fxopt.BudgetError as error:
         return Column("fxopt", budget, model, model, str(error))
     return Column("fxopt", budget, fast, fast)
 

@@ -97,8 +97,8 @@ def transformer() -> tuple[nn.Module, Tensor]:
 
 @pytest.fixture
 def deep_transformer() -> Callable[[int], nn.Module]:
-    """Return what makes a transformer of six blocks, with so many classes."""
-    return lambda classes: Transformer(6, classes).train()
+    """Return what makes a transformer of four blocks, with so many classes."""
+    return lambda classes: Transformer(4, classes).train()
 
 
 @pytest.fixture
