@@ -107,10 +107,15 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     if parameter is None:
         return None
     gone = _beside(module, name, parameter)
-    if torch.compiler.is_compiling() or type(parameter) is not nn.Parameter or not is_plainly_eager():
+    is_plain = type(parameter) is nn.Parameter and not parameter.is_meta
+    is_plain = is_plain and not torch.compiler.is_compiling() and is_plainly_eager()
+    if is_plain:
+        _settle(module, name, parameter, gone)
+    if not (_forwards.depth or torch.compiler.is_compiling()):
+        return parameter
+    if not is_plain:
         return parameter.masked_fill(gone, 0)
-    _settle(module, name, parameter, gone)
-    if not (_forwards.depth and parameter.requires_grad and torch.is_grad_enabled()):
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter
     view = parameter.view_as(parameter)
     view.register_hook(partial(_without, gone))
@@ -124,9 +129,7 @@ def _without(gone: Tensor, gradient: Tensor) -> Tensor:
 def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     """Return the mask where the parameter is: on its device, cut as it is."""
     gone: Tensor = vars(module)[_GONE][name]
-    if gone.device == parameter.device and type(gone) is type(parameter.data):
-        return gone
-    return sharded_like(gone.to(parameter.device), parameter)
+    return sharded_like(gone if gone.device == parameter.device else gone.to(parameter.device), parameter)
 
 
 def _settle(module: nn.Module, name: str, parameter: nn.Parameter, gone: Tensor) -> None:

@@ -28,6 +28,8 @@ class Options(Protocol):
     @property
     def pattern(self) -> str: ...
     @property
+    def permute(self) -> bool: ...
+    @property
     def keep(self) -> tuple[str, ...]: ...
     @property
     def schedule(self) -> str: ...
@@ -50,6 +52,7 @@ _GOES_WITH: Mapping[str, tuple[str, ...]] = {
     "scope": ("magnitude", "random", "structured"),
     "norm": ("structured",),
     "pattern": ("nm",),
+    "permute": ("nm",),
     "schedule": ("magnitude", "random"),
     "seed": ("random", "structured"),
     "scores": ("magnitude", "nm", "structured"),
@@ -120,15 +123,17 @@ def check_weights(model: nn.Module) -> None:
     """Make sure that the weights can be ranked.
 
     Raises:
-        UsageError: one has a NaN, by name.
+        UsageError: one has a NaN, or no values at all, by name.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(f"pass 'prune': '{name}' is on the meta device, and has no values; load them first")
         if _has_nan(parameter):
             raise UsageError(f"pass 'prune': '{name}' has NaN in it, and cannot be ranked; repair the model first")
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    if tensor.is_meta or not tensor.is_floating_point():
+    if not tensor.is_floating_point():
         return False
     return math.isnan(float(tensor.detach().sum())) and bool(torch.isnan(tensor.detach()).any())
 

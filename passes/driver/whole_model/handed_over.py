@@ -117,7 +117,7 @@ class HandedOver:
         model = self.model
         modes = modes_to_check(self.tuner.program.model, _phase(rewrites), model.training)
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        covers = any(rewrite.phase.covers_training for rewrite in rewrites)
+        covers = _phase(rewrites) is not Phase.EVAL
         wanted = {
             mode: trains and ((model.training if mode is None else mode) or (covers and len(modes) == 1))
             for mode in modes

@@ -92,3 +92,8 @@ def test_nan_is_refused_by_name():
         model[1].weight[0, 0] = float("nan")
     with pytest.raises(UsageError, match=r"'1\.weight' has NaN in it"):
         fxopt.optimize(model, "prune", example_inputs=torch.ones(1, 4))
+
+
+def test_weights_without_values_are_refused_by_name():
+    with pytest.raises(UsageError, match=r"'0\.weight' is on the meta device, and has no values"):
+        fxopt.optimize(nn.Sequential(nn.Linear(4, 4, device="meta")), "prune")

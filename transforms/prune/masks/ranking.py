@@ -11,7 +11,7 @@ from torch import Tensor
 from ....errors import BudgetError
 from ..checks import Options
 
-__all__ = ["chosen", "weakest"]
+__all__ = ["chosen", "scores_of", "weakest"]
 
 
 def chosen(
@@ -28,11 +28,16 @@ def chosen(
     Raises:
         BudgetError: nothing would be left of a weight; it names it.
     """
+    found = scores_of(weights, gone, options)
+    return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
+
+
+def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+    """Return how much each element of each weight matters; what is gone matters least."""
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
-    given = options.scores or {}
+    given: Mapping[str, Tensor] = options.scores if isinstance(options.scores, Mapping) else {}
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
-    scores = {name: score.masked_fill(gone[name].to(score.device), -torch.inf) for name, score in scores.items()}
-    return {name: flags | gone[name].to(flags.device) for name, flags in weakest(scores, amount, options.scope).items()}
+    return {name: score.masked_fill(gone[name].to(score.device), -torch.inf) for name, score in scores.items()}
 
 
 def _magnitudes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

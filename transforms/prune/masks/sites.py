@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....passes.state import Mask, packed, unpacked
 from ....tracing.program import Program
-from ..checks import Options
-from .ranking import chosen
+from ..checks import Options, kept_of
+from .neighbours import order_of_inputs, weakest_of
+from .ranking import chosen, scores_of
 from .targets import Target, targets
 
 __all__ = ["find", "reference", "rewrite"]
@@ -22,29 +24,56 @@ __all__ = ["find", "reference", "rewrite"]
 
 def find(program: Program, options: Options) -> Iterator[Site | Refusal]:
     """Yield a site for each layer that gets masks, and why others get none."""
-    found = list(targets(program, options.keep))
+    found = [_as_fits(each, options) for each in targets(program, options.keep)]
     yield from (each for each in found if isinstance(each, Refusal))
     wanted = [each for each in found if isinstance(each, Target)]
-    yield from sites(program, wanted, gone(wanted, options))
+    orders: dict[str, list[int]] = {}
+    masks = _of_neighbours(wanted, options, orders) if options.method == "nm" else _of_all(wanted, options)
+    owners: dict[str, list[Target]] = {}
+    for target in wanted:
+        owners.setdefault(target.owner, []).append(target)
+    for owner, mine in owners.items():
+        gone = {target.name: masks[target.path] for target in mine}
+        data: dict[str, Any] = {"gone": {name: packed(flags) for name, flags in gone.items()}}
+        if orders:
+            data["order"] = {target.name: orders[target.path] for target in mine}
+        yield Site(program, owner, {}, detail=_detail(list(gone.values()), options), data=data)
 
 
-def gone(wanted: list[Target], options: Options) -> dict[str, Tensor]:
+def _as_fits(found: Target | Refusal, options: Options) -> Target | Refusal:
+    """Return a target, or why its inputs make no whole groups."""
+    if isinstance(found, Refusal) or options.method != "nm":
+        return found
+    count, of = found.weight.shape[found.inputs], kept_of(options.pattern)[1]
+    reason = f"the {count} inputs of its {found.name} make no whole groups of {of}"
+    return Refusal(reason, found.owner) if count % of else found
+
+
+def _of_all(wanted: Sequence[Target], options: Options) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so."""
-    weights = {target.path: target.weight for target in wanted}
-    before = {target.path: target.gone for target in wanted}
+    gone = {target.path: target.gone for target in wanted}
     if options.schedule != "one_shot":
-        return before
-    return chosen(weights, before, options, options.amount)
+        return gone
+    return chosen({target.path: target.weight for target in wanted}, gone, options, options.amount)
 
 
-def sites(program: Program, wanted: list[Target], masks: Mapping[str, Tensor]) -> Iterator[Site]:
-    """Yield the sites of the layers whose weights have masks; the masks are their data."""
-    owners = dict.fromkeys(target.owner for target in wanted if target.path in masks)
-    for owner in owners:
-        mine = {target.name: masks[target.path] for target in wanted if target.owner == owner}
-        size, zeros = sum(m.numel() for m in mine.values()), sum(int(m.sum()) for m in mine.values())
-        detail = f"{zeros} of {size} weights are zero"
-        yield Site(program, owner, {}, detail=detail, data={"gone": {name: packed(m) for name, m in mine.items()}})
+def _of_neighbours(wanted: Sequence[Target], options: Options, orders: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Return the same where N of M stay; `orders` is told in which order the inputs of each weight are grouped."""
+    weights, gone = {t.path: t.weight for t in wanted}, {t.path: t.gone for t in wanted}
+    scores, (kept, of), masks = scores_of(weights, gone, options), kept_of(options.pattern), dict[str, Tensor]()
+    for target in wanted:
+        order = order_of_inputs(scores[target.path], target.inputs, kept, of) if options.permute else None
+        if order is not None:
+            orders[target.path] = order.tolist()
+        masks[target.path] = weakest_of(scores[target.path], target.inputs, kept, of, order) | gone[target.path]
+    return masks
+
+
+def _detail(gone: Sequence[Tensor], options: Options) -> str:
+    """Say how much is gone; of patterns for which there are kernels, that none runs."""
+    zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
+    dense = f", {options.pattern}, computed dense" if options.method == "nm" else ""
+    return f"{zeros} of {size} weights are zero{dense}"
 
 
 def rewrite(site: Site, edit: Edit) -> None:

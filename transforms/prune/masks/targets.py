@@ -13,7 +13,7 @@ from ....layers.masked import gone_of
 from ....passes.contract import names_module
 from ....passes.sites import Refusal
 from ....tracing.program import Program
-from ....tracing.values import is_leaf, user_class
+from ....tracing.values import is_leaf, qualified, user_class
 
 __all__ = ["Target", "targets"]
 
@@ -66,8 +66,10 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
     """
     left_out = _left_out(program, keep)
     names: dict[Tensor, list[str]] = {}
-    for name, tensor in program.names.registered().items():
-        names.setdefault(tensor, []).append(name)
+    for module in program.names.distinct:
+        for name, tensor in own_parameters(module).items():
+            if tensor is not None:
+                names.setdefault(tensor, []).append(qualified(program.names.name(module), name))
     for module in program.names.distinct:
         inputs = _inputs(user_class(type(module)))
         owner = program.names.name(module)

@@ -1,0 +1,177 @@
+"""Measure what compression costs in accuracy, on scikit-learn's digits: 1797 images of 8 x 8, a quarter for testing.
+
+    python benchmarks/compression_accuracy.py [--only WAY ...] [--networks cnn mlp] [--seeds 3] [--json FILE]
+
+A CNN and an MLP are trained to over 97%, compressed in each way, and trained on for a few epochs where the way says so.
+A way is a function in WAYS: it is given a trained network and the data, and returns the compressed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.transforms.prune import PruningSchedule
+
+BATCH, TRAINING, TUNING = 64, 60, 3
+"""Rows of a step; epochs of training, and of fine-tuning."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images and labels, to train and to test with."""
+
+    images: Tensor
+    labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Return the share of the test images that a model gets right, in percent."""
+        model.eval()
+        with torch.no_grad():
+            right = model(self.test_images).argmax(1) == self.test_labels
+        return 100 * float(right.float().mean())
+
+    def trained(
+        self, model: nn.Module, epochs: int, rate: float = 1e-3, after_step: Callable[[], None] | None = None
+    ) -> nn.Module:
+        """Return the model, trained for so many epochs."""
+        optimizer = torch.optim.Adam(model.train().parameters(), rate)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(self.images)).split(BATCH):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(self.images[rows]), self.labels[rows]).backward()
+                optimizer.step()
+                if after_step is not None:
+                    after_step()
+        return model
+
+    def steps(self, epochs: int) -> int:
+        """Return how many steps so many epochs are."""
+        return epochs * -(-len(self.images) // BATCH)
+
+
+def digits(seed: int) -> Digits:
+    """Return the data, in random halves that a seed draws."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=0.25, random_state=seed, stratify=labels)
+    images, test_images = (torch.tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
+    labels, test_labels = (torch.tensor(part) for part in parts[2:])
+    return Digits(images, labels, test_images, test_labels)
+
+
+def cnn() -> nn.Module:
+    """Return two convolutions with batch norms, and two linears."""
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
+    convolutions += [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def mlp() -> nn.Module:
+    """Return three linears."""
+    layers = [nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers)
+
+
+NETWORKS: Mapping[str, Callable[[], nn.Module]] = {"cnn": cnn, "mlp": mlp}
+
+
+def pruned(passes: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that prunes, and trains on."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        return data.trained(fxopt.optimize(model, passes, example_inputs=data.images[:8]), epochs)
+
+    return way
+
+
+def gradually(passes: str, epochs: int) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that prunes step by step in the first two thirds of the epochs."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        fast = fxopt.optimize(model, passes, example_inputs=data.images[:8])
+        schedule = PruningSchedule(fast, steps=data.steps(epochs) * 2 // 3, every=5)
+        return data.trained(fast, epochs, after_step=schedule.step)
+
+    return way
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of compressing.
+
+    Attributes:
+        apply: what it does.
+        target: how many points it may cost; None where none was promised.
+    """
+
+    apply: Callable[[nn.Module, Digits], nn.Module]
+    target: float | None = None
+
+
+WAYS: Mapping[str, Way] = {
+    "train on, uncompressed": Way(lambda model, data: data.trained(model, TUNING)),
+    "2:4, not trained on": Way(pruned("prune{method=nm}", 0)),
+    "2:4": Way(pruned("prune{method=nm}"), 0.5),
+    "2:4, best order": Way(pruned("prune{method=nm,permute=true}"), 0.5),
+    "2:4, best order, not trained on": Way(pruned("prune{method=nm,permute=true}", 0)),
+    "50% of units": Way(pruned("prune{method=structured,scope=layer}"), 1.0),
+    "50% of units, taylor": Way(pruned("prune{method=structured,scope=layer,criterion=taylor}")),
+    "80% of weights": Way(pruned("prune{amount=0.8}")),
+    "95% of weights": Way(pruned("prune{amount=0.95}")),
+    "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),
+}
+
+
+def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[str, Any]]:
+    """Return what a way costs on each network: percent before and after, and points lost, means over seeds."""
+    rows: list[dict[str, Any]] = []
+    for network in networks:
+        pairs = [_accuracies(way, network, seed) for seed in range(seeds)]
+        before, after = (statistics.mean(values) for values in zip(*pairs, strict=True))
+        lost = [before - after for before, after in pairs]
+        row = {"way": name, "network": network, "before": before, "after": after, "lost": before - after}
+        rows.append({**row, "lost_by_seed": lost, "target": way.target})
+        met = "" if way.target is None else "met" if before - after <= way.target else "MISSED"
+        print(f"{network:5}{name:34}{before:8.2f}{after:8.2f}{before - after:8.2f}  {met}", flush=True)
+    return rows
+
+
+def _accuracies(way: Way, network: str, seed: int) -> tuple[float, float]:
+    torch.manual_seed(seed)
+    data = digits(seed)
+    model = data.trained(NETWORKS[network](), TRAINING)
+    before = data.accuracy(model)
+    return before, data.accuracy(way.apply(model.train(), data))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), help="by default all ways")
+    parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"{'':5}{'':34}{'before':>8}{'after':>8}{'lost':>8}  (percent right, points)")
+    rows = [
+        row for name in arguments.only or WAYS for row in measure(name, WAYS[name], arguments.networks, arguments.seeds)
+    ]
+    if arguments.json:
+        report = {"schema_version": 1, "torch": str(torch.__version__), "seeds": arguments.seeds, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
