@@ -127,6 +127,8 @@ WAYS: Mapping[str, Way] = {
     "2:4": Way(pruned("prune{method=nm}"), 0.5),
     "2:4, best order": Way(pruned("prune{method=nm,permute=true}"), 0.5),
     "2:4, best order, not trained on": Way(pruned("prune{method=nm,permute=true}", 0)),
+    "50% of units": Way(pruned("prune{method=structured,scope=layer}"), 1.0),
+    "50% of units, taylor": Way(pruned("prune{method=structured,scope=layer,criterion=taylor}")),
     "80% of weights": Way(pruned("prune{amount=0.8}")),
     "95% of weights": Way(pruned("prune{amount=0.95}")),
     "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),

@@ -38,7 +38,7 @@ def assigned(requirements: Iterable[Requirement], solution: Solution) -> Assigne
 
 
 def broken(requirements: Sequence[Requirement], known: Assigned, solution: Solution, group: Array) -> Iterator[Broken]:
-    """Yield the requirements that do not hold once units are removed: one, and some.
+    """Yield the requirements that do not hold once units are removed.
 
     Args:
         requirements: all of them.
@@ -59,18 +59,22 @@ def broken(requirements: Sequence[Requirement], known: Assigned, solution: Solut
 
 
 class _Cuts:
-    """Choose units to try: the first of a group, and about a third of them."""
+    """Choose units to try: of a group the first, two, all but one, and some; alone, and with some of other groups."""
 
     def __init__(self, group: Array) -> None:
         self._group = group
         self._known: dict[int, list[Array]] = {}
+        self._some = np.random.default_rng(0).random((2, len(group))) < ((1 / 3,), (2 / 3,))
 
     def of(self, number: int) -> list[Array]:
         """Return, for each trial, which atoms are removed."""
         if number not in self._known:
-            units = np.flatnonzero(self._group == number)
-            third = units[np.random.default_rng(number).random(len(units)) < 1 / 3]
-            self._known[number] = [self._removed(units[:1]), self._removed(third)]
+            mine = self._group == number
+            units = np.flatnonzero(mine)
+            chosen = [units[:1], units[:2], units[:-1], *(units[some[units]] for some in self._some)]
+            alone = [self._removed(each) for each in chosen]
+            others = [np.where(mine | (self._group < 0), 0, some).astype(np.int64) for some in self._some]
+            self._known[number] = [*alone, *(each + other for each in alone for other in others)]
         return self._known[number]
 
     def _removed(self, units: Array) -> Array:

@@ -35,12 +35,14 @@ class Net(nn.Module):
         self.tokens = tokens
         self.steps = steps
         self.layers = nn.ModuleDict()
+        self.meets: list[bool] = []
         widths = [8]
         self.layers["stem"] = nn.Linear(6, 8) if tokens else nn.Conv2d(3, 8, 1)
         for number, (kind, earlier, choice) in enumerate(steps):
             layer, width = self._layer(kind, widths, earlier % len(widths), choice)
             if layer is not None:
                 self.layers[str(number)] = layer
+            self.meets.append(widths[-1] == widths[earlier % len(widths)])
             widths.append(width)
         self.layers["head"] = nn.Linear(widths[-1] * (1 if tokens else 16), 3)
 
@@ -50,15 +52,16 @@ class Net(nn.Module):
             out = (4, 6, 8, 12)[choice % 4]
             return (nn.Linear(width, out) if self.tokens else nn.Conv2d(width, out, 3, padding=1)), out
         if kind == "grouped" and not self.tokens:
-            groups = width if choice % 2 else 2
+            groups = 2 if choice % 2 == 0 and width % 2 == 0 else width
             return nn.Conv2d(width, width * (1 + choice % 3 // 2), 1, groups=groups), width * (1 + choice % 3 // 2)
         if kind == "transposed" and not self.tokens:
             return nn.ConvTranspose2d(width, 6, 1), 6
         if kind == "norm":
             if self.tokens:
                 return nn.LayerNorm(width), width
-            return (nn.BatchNorm2d(width) if choice % 2 else nn.GroupNorm((1, 2)[choice // 2 % 2], width)), width
-        if kind == "attention" and self.tokens:
+            groups = 2 if choice // 2 % 2 and width % 2 == 0 else 1
+            return (nn.BatchNorm2d(width) if choice % 2 else nn.GroupNorm(groups, width)), width
+        if kind == "attention" and self.tokens and width % 2 == 0:
             return nn.ModuleList(nn.Linear(width, width) for _ in range(4)), width
         if kind == "cat":
             return None, width + widths[earlier]
@@ -72,7 +75,7 @@ class Net(nn.Module):
 
     def _step(self, name: str, kind: str, x: Tensor, other: Tensor, choice: int) -> Tensor:
         dim = 2 if self.tokens else 1
-        if kind == "attention" and self.tokens:
+        if kind == "attention" and name in self.layers:
             return self._attention(x, *self.layers[name])
         if name in self.layers:
             return self.layers[name](x)
@@ -87,10 +90,10 @@ class Net(nn.Module):
             return x.narrow(dim, choice % 2, x.shape[dim] // 2)
         if kind == "reduce":
             return (x * x.softmax(dim), x - x.amax(dim, keepdim=True), x + x.mean(0, keepdim=True))[choice % 3]
-        if kind == "shuffle":
+        if kind == "shuffle" and x.shape[dim] % 2 == 0:
             moved = x.movedim(dim, -1)
             return moved.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).movedim(-1, dim)
-        if x.shape == other.shape:
+        if self.meets[int(name)]:
             return x + other if choice % 2 else x * other
         return x
 

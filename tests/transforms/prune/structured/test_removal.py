@@ -224,3 +224,13 @@ def test_torchs_own_attention_loses_heads_and_width(training: bool):
     fast.load_state_dict(model.state_dict())
     back = fxopt.restore(fast)
     assert type(back.attention) is nn.MultiheadAttention and back(x).shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_layers_of_torch_lose_the_width_of_their_stream(training: bool):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model, x = nn.Sequential(nn.Linear(6, 16), layer, nn.Linear(16, 3)).train(training), torch.randn(2, 5, 6)
+    fast = fxopt.optimize(model, HALF, example_inputs=(x,))
+    assert set(statuses(fast)) == {"applied"}
+    assert fast[1].linear1.weight.shape == (12, 8)
