@@ -107,8 +107,8 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     if parameter is None:
         return None
     gone = _beside(module, name, parameter)
-    is_plain = type(parameter) is nn.Parameter and not parameter.is_meta
-    is_plain = is_plain and not torch.compiler.is_compiling() and is_plainly_eager()
+    is_plain = type(parameter) is nn.Parameter and not (parameter.is_meta or torch.compiler.is_compiling())
+    is_plain = is_plain and is_plainly_eager()
     if is_plain:
         _settle(module, name, parameter, gone)
     if not (_forwards.depth or torch.compiler.is_compiling()):
@@ -132,7 +132,7 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     return sharded_like(gone if gone.device == parameter.device else gone.to(parameter.device), parameter)
 
 
-def _settle(module: nn.Module, name: str, parameter: nn.Parameter, gone: Tensor) -> None:
+def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:
     """Put the zeros back where anything was written to a parameter since that was last done."""
     settled: dict[str, tuple[int, int]] = vars(module)[_SETTLED]
     now = version_of(parameter), parameter.data_ptr()

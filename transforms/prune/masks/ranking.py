@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def chosen(
 def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
-    given: Mapping[str, Tensor] = options.scores if isinstance(options.scores, Mapping) else {}
+    given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     return {name: score.masked_fill(gone[name].to(score.device), -torch.inf) for name, score in scores.items()}
 
