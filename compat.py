@@ -172,10 +172,7 @@ def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that the user registered."""
-    own = module.__dict__
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
+    return bool(hooks_of(module))
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
@@ -208,12 +205,15 @@ def in_place_format(function: Any) -> str | None:
     return inplace_methods.get(function.__name__)
 
 
-def is_plainly_eager() -> bool:
-    """Say whether operations run as they are called: nothing traces, transforms or replaces them on the way."""
+def is_plainly_eager(*, watched: bool = False) -> bool:
+    """Say whether operations run as they are called: nothing traces, transforms or replaces them on the way.
+
+    With `watched`, dispatch modes may be there, but for those by which torch traces.
+    """
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
     dispatching: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
     native: Any = cast("Any", torch)._C
-    if dispatching or not all(isinstance(mode, DeviceContext) for mode in modes):
+    if any(not watched or hasattr(mode, "_mode_key") for mode in dispatching) or not all(isinstance(mode, DeviceContext) for mode in modes):
         return False
     return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import is_plainly_eager, read_by_name, version_of
+from ..errors import UsageError
 from ..passes.state import STATE_MAP, sharded_like
 from ..tracing.graphs import capture_of, install, uninstall
 from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
@@ -29,7 +29,7 @@ class Masked(Remade):
 
     Reading one gives the parameter, with zeros put back where anything was written since; within the forward it is a
     view of it, whose gradient is zero in the same places. The masks are no buffers: state dicts, `named_buffers` and
-    what processes send each other know nothing of them.
+    what processes send each other know nothing of them. What takes a masked parameter out of its place is refused.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,6 +41,24 @@ class Masked(Remade):
             return computed(*args, **kwargs)
         finally:
             _forwards.depth -= 1
+
+    def __delattr__(self, name: str) -> None:
+        if name in gone_of(cast("nn.Module", self)):
+            raise _refusal(self, name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        masked = name.rpartition("_")[0]
+        if masked in gone_of(cast("nn.Module", self)):  # weight_orig, weight_g: the weight is to be made of these
+            raise _refusal(self, masked)
+        cast("Any", super()).register_parameter(name, param)
+
+
+def _refusal(module: object, name: str) -> UsageError:
+    return UsageError(
+        f"'{name}' of this {type(module).__name__} is masked, and must stay its parameter; take the masks off first: "
+        "fxopt.transforms.prune.remove_masks(model)"
+    )
 
 
 class _Forwards(threading.local):
@@ -103,23 +121,37 @@ def _reading(name: str) -> property:
 
 def _read(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter with its zeros in place."""
-    parameter = cast("Mapping[str, Tensor | None]", vars(module)["_parameters"])[name]
+    registered = cast("Mapping[str, Tensor | None]", vars(module)["_parameters"])
+    if name not in registered:
+        raise AttributeError(name)  # nn.Module looks elsewhere, and says what is missing
+    parameter = registered[name]
     if parameter is None:
         return None
     gone = _beside(module, name, parameter)
-    is_plain = type(parameter) is nn.Parameter and not (parameter.is_meta or torch.compiler.is_compiling())
-    is_plain = is_plain and is_plainly_eager()
+    is_own = type(parameter) is nn.Parameter and not (parameter.is_meta or torch.compiler.is_compiling())
+    is_plain = is_own and is_plainly_eager()
     if is_plain:
         _settle(module, name, parameter, gone)
     if not (_forwards.depth or torch.compiler.is_compiling()):
         return parameter
-    if not is_plain:
+    if not (is_plain or (is_own and is_plainly_eager(watched=True))):
         return parameter.masked_fill(gone, 0)
     if not (parameter.requires_grad and torch.is_grad_enabled()):
-        return parameter
-    view = parameter.view_as(parameter)
-    view.register_hook(partial(_without, gone))
-    return view
+        return parameter if is_plain else parameter.masked_fill(gone, 0)
+    return cast("Tensor", _Kept.apply(parameter, gone, is_plain))
+
+
+class _Kept(torch.autograd.Function):
+    """A parameter whose gradient is zero where its mask says so: in training, and where verification looks on."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gone: Tensor, is_settled: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gone = gone
+        return parameter.view_as(parameter) if is_settled else parameter.masked_fill(gone, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _without(ctx.gone, gradient), None, None
 
 
 def _without(gone: Tensor, gradient: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
-    return {name: score.masked_fill(gone[name].to(score.device), -torch.inf) for name, score in scores.items()}
+    lowest = torch.finfo(torch.float32).min  # below all that is there are those alone that are gone
+    return {n: s.clamp(min=lowest).masked_fill(gone[n].to(s.device), -torch.inf) for n, s in scores.items()}
 
 
 def _magnitudes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
             if weight is not None and weight.ndim > 1 and "weight" in name:
                 gone = gone_of(module).get(name, torch.zeros_like(weight, dtype=torch.bool))
                 target = Target(owner, name, weight.detach(), gone.to(weight.device), inputs)
-                yield _tied(target, names[weight]) or target
+                yield _tied(target, names[weight]) or _empty(target) or target
 
 
 def _inputs(cls: type[nn.Module]) -> int | None:
@@ -116,3 +116,7 @@ def _obstacle(module: nn.Module, owner: str) -> str:
 def _tied(target: Target, names: Sequence[str]) -> Refusal | None:
     others = [name for name in names if name != target.path]
     return Refusal(f"its {target.name} is tied to '{others[0]}'", target.owner) if others else None
+
+
+def _empty(target: Target) -> Refusal | None:
+    return None if target.weight.numel() else Refusal(f"its {target.name} has no elements", target.owner)
