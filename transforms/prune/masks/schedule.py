@@ -12,7 +12,7 @@ from ....layers.masked import gone_of
 from ....passes.driver import record_of
 from ....passes.pipeline import parse
 from ....tracing.values import is_sharded, qualified
-from ..checks import Options
+from ..settings import Settings
 from .held import masks, set_masks
 from .ranking import chosen
 
@@ -71,7 +71,7 @@ class PruningSchedule:
         self.done = int(state["done"])
 
 
-def _options(model: nn.Module) -> Options:
+def _options(model: nn.Module) -> Settings:
     record = record_of(model)
     pipeline = () if record is None else record.plan.pipeline
     passes = [pass_ for text in pipeline if text.startswith("prune{") for pass_ in parse(text)]
