@@ -33,7 +33,7 @@ class Prune(Settings, Pass):
         amount: the share that goes, from 0 to below 1.
         scope: `global` ranks the weights of all layers together, `layer` takes the share from each.
         norm: by which structured pruning measures a unit; single weights come in the same order by both.
-        pattern: of `nm`: how many of how many neighbours along a row stay.
+        pattern: of `nm`: how many of how many neighbours along a row stay; 2:4 by default.
         permute: of `nm`: group inputs in an order in which less is lost, not as they lie; the plan has the order.
         keep: layers that are left out: names, which may hold `*`, or classes of modules.
         schedule: `one_shot` prunes now; with `linear` and `cubic` a `PruningSchedule` does, step by step.

@@ -21,7 +21,7 @@ class Settings:
     amount: float = 0.5
     scope: Literal["global", "layer"] = "global"
     norm: Literal["l1", "l2"] = "l2"
-    pattern: str = "2:4"
+    pattern: str | None = None
     permute: bool = False
     keep: tuple[str, ...] = ()
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
