@@ -26,7 +26,7 @@ class Options(Protocol):
     @property
     def scope(self) -> str: ...
     @property
-    def pattern(self) -> str: ...
+    def pattern(self) -> str | None: ...
     @property
     def permute(self) -> bool: ...
     @property
@@ -102,12 +102,14 @@ def _check_numbers(options: Options) -> None:
         raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
 
 
-def kept_of(pattern: str) -> tuple[int, int]:
-    """Return N and M of a pattern "N:M".
+def kept_of(pattern: str | None) -> tuple[int, int]:
+    """Return N and M of a pattern "N:M"; of none given, those of 2:4.
 
     Raises:
         UsageError: it is none.
     """
+    if pattern is None:
+        return 2, 4
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", pattern) if isinstance(pattern, str) else None
     kept, of = (int(part) for part in match.groups()) if match is not None else (0, 0)
     if not 0 < kept < of:

@@ -34,7 +34,7 @@ class Prune(Pass):
         amount: the share that goes, from 0 to below 1.
         scope: `global` ranks the weights of all layers together, `layer` takes the share from each.
         norm: by which structured pruning measures a unit; single weights come in the same order by both.
-        pattern: of `nm`: how many of how many neighbours along a row stay.
+        pattern: of `nm`: how many of how many neighbours along a row stay; 2:4 by default.
         permute: of `nm`: group inputs in an order in which less is lost, not as they lie; the plan has the order.
         keep: layers that are left out: names, which may hold `*`, or classes of modules.
         schedule: `one_shot` prunes now; with `linear` and `cubic` a `PruningSchedule` does, step by step.
@@ -55,7 +55,7 @@ class Prune(Pass):
     amount: float = 0.5
     scope: Literal["global", "layer"] = "global"
     norm: Literal["l1", "l2"] = "l2"
-    pattern: str = "2:4"
+    pattern: str | None = None
     permute: bool = False
     keep: tuple[str, ...] = ()
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"

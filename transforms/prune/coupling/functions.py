@@ -181,11 +181,8 @@ def _require_prefix(follower: Follower, tensor: Tensor, dim: int, end: Any) -> N
     if end < 0 or end > labels.shape[dim]:
         follower.keep_whole(labels, [dim])
         return
-    before = labels.taken(labels.shape, dim, slice(0, int(end)))
-    if end == 1 or before.of(dim) is None:
-        follower.require(end, Block((0,), block.atoms.take([0], block.dims.index(dim)).ravel()[:1]), 0)
-    else:
-        follower.require(end, before.of(dim), dim)
+    atoms = block.atoms.take(range(int(end)), block.dims.index(dim))
+    follower.require(end, Block(block.dims, atoms), dim)
 
 
 def _indexed(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:  # noqa: ARG001

@@ -37,7 +37,7 @@ def find(program: Program, options: Options) -> Iterator[Site | Refusal]:
         data: dict[str, Any] = {"gone": {name: packed(flags) for name, flags in gone.items()}}
         if orders:
             data["order"] = {target.name: orders[target.path] for target in mine}
-        yield Site(program, owner, {}, detail=_detail(list(gone.values()), options), data=data)
+        yield Site(program, owner, {}, detail=_detail(mine, list(gone.values()), options), data=data)
 
 
 def _as_fits(found: Target | Refusal, options: Options) -> Target | Refusal:
@@ -69,11 +69,17 @@ def _of_neighbours(wanted: Sequence[Target], options: Options, orders: dict[str,
     return masks
 
 
-def _detail(gone: Sequence[Tensor], options: Options) -> str:
-    """Say how much is gone; of patterns for which there are kernels, that none runs."""
+def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Options) -> str:
+    """Say how much is gone, and what a schedule plans; of patterns for which there are kernels, that none runs."""
     zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
-    dense = f", {options.pattern}, computed dense" if options.method == "nm" else ""
-    return f"{zeros} of {size} weights are zero{dense}"
+    said = f"{zeros} of {size} weights are zero"
+    if options.method == "nm":
+        return f"{said}, {':'.join(map(str, kept_of(options.pattern)))}, computed dense"
+    if options.schedule != "one_shot":
+        share = "of all layers" if options.scope == "global" else "of each layer"
+        return f"{said}; a PruningSchedule brings that to {options.amount:g} {share} ({options.schedule})"
+    was_zero = all(not target.weight[flags].any() for target, flags in zip(targets, gone, strict=True))
+    return f"{said}, as they were: nothing had to be done" if zeros and was_zero else said
 
 
 def rewrite(site: Site, edit: Edit) -> None:

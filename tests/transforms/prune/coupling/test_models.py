@@ -61,6 +61,11 @@ def _gpt2() -> tuple[nn.Module, torch.Tensor]:
     return transformers.GPT2LMHeadModel(config), torch.arange(10).view(2, 5)
 
 
+def _neox() -> tuple[nn.Module, torch.Tensor]:
+    config = transformers.GPTNeoXConfig(**_small(vocab_size=20))
+    return transformers.GPTNeoXForCausalLM(config), torch.arange(10).view(2, 5)
+
+
 def _t5() -> tuple[nn.Module, torch.Tensor]:
     config = transformers.T5Config(d_model=16, d_ff=24, num_layers=1, num_heads=4, d_kv=4, vocab_size=20)
     return transformers.T5EncoderModel(config), torch.arange(10).view(2, 5)
@@ -121,6 +126,14 @@ _FAMILIES: dict[Callable[[], tuple[nn.Module, torch.Tensor]], tuple[dict[str, tu
             "transformer.h.0.mlp.c_fc": ("hidden", 64),
         },
         set(),
+    ),
+    _neox: (
+        {
+            "gpt_neox.embed_in": ("hidden", 16),
+            "gpt_neox.layers.0.attention.query_key_value": ("heads", 4),
+            "gpt_neox.layers.0.mlp.dense_h_to_4h": ("hidden", 24),
+        },
+        {"lm_head"},
     ),
     _t5: (
         {

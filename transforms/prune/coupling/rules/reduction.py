@@ -91,7 +91,7 @@ def _batch_norm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any],
     """Normalise each channel by itself; weights and statistics go with it."""
     x = follower.get(args[0])
     given = [follower.get(value) for value in args[1:5] if isinstance(value, Tensor)]
-    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    shape = (1, x.shape[1], *(1 for _ in x.shape[2:]))
     columns = [Labels(shape, tuple(block.at([1]) for block in each.blocks)) for each in given]
     affine = isinstance(args[1], Tensor)
     found = merged(follower, [x, *columns], out[0].shape, lambda flags: affine or flags[0] is True)
@@ -148,7 +148,7 @@ def _group_norm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any],
         joined = follower.atoms.join_along(line.atoms.reshape(groups, -1), 1, follower.why)
         follower.require(follower.groups, Block((0,), joined), 0)
     given = [follower.get(value) for value in args[1:3] if isinstance(value, Tensor)]
-    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    shape = (1, x.shape[1], *(1 for _ in x.shape[2:]))
     columns = [Labels(shape, tuple(block.at([1]) for block in each.blocks)) for each in given]
     affine = isinstance(args[1], Tensor)
     found = merged(follower, [x, *columns], out[0].shape, lambda flags: affine)
