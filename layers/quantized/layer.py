@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...compat import own_buffers
+from ...compat import modules_by_name, own_buffers
 from ...errors import UsageError
 from .packing import Packing
 
@@ -42,7 +42,8 @@ def check_in_floats(pass_name: str, model: nn.Module) -> None:
     Raises:
         UsageError: the first of them, by name.
     """
-    name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)), None)
+    modules: dict[str, nn.Module] = modules_by_name(model)
+    name = next((name for name, module in modules.items() if isinstance(module, QuantizedLayer)), None)
     if name is not None:
         raise UsageError(
             f"pass '{pass_name}': '{name}' is quantized already; run it on the model as it was, "

@@ -23,12 +23,17 @@ def module_words(pass_name: str, option: str, given: object) -> tuple[str, ...]:
         UsageError: it is something else.
     """
     several = isinstance(given, Iterable) and not isinstance(given, (str, type))
-    items = list(cast("Iterable[object]", given)) if several else [given]
-    for item in items:
-        if not isinstance(item, (str, type)):
-            kind = type(item).__name__
-            raise UsageError(f"pass '{pass_name}': {option} has a {kind} in it; give names of modules, or classes")
-    return tuple(item if isinstance(item, str) else user_class(item).__name__ for item in items)
+    items: list[object] = list(cast("Iterable[object]", given)) if several else [given]
+    return tuple(_word(pass_name, option, item) for item in items)
+
+
+def _word(pass_name: str, option: str, item: object) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, type):
+        return user_class(cast("type[nn.Module]", item)).__name__
+    kind = type(item).__name__
+    raise UsageError(f"pass '{pass_name}': {option} has a value of type {kind}; give names of modules, or classes")
 
 
 def names_module(word: str, name: str, module: nn.Module) -> bool:

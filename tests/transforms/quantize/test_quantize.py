@@ -322,7 +322,7 @@ def test_exporters_see_the_floats():
         ({"group_size": 0}, "group_size=0"),
         ({"scheme": "int4_weight", "group_size": 48}, "group_size=48; the int4 kernel takes 32, 64, 128, 256"),
         ({"aim": "beauty"}, "aim='beauty'"),
-        ({"keep": [3]}, "keep has a int in it; give names of modules, or classes"),
+        ({"keep": [3]}, "keep has a value of type int; give names of modules, or classes"),
         ({"calibration": [X]}, "calibration= is for scheme=int8_static, and scheme=int8_dynamic does not read it"),
         ({"scheme": "int8_weight", "group_size": 32}, "group_size= is for scheme=int4_weight, and scheme=int8_weight"),
     ],
