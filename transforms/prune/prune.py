@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from ...passes.contract import Pass, check_named
+from ...layers.quantized import check_in_floats
+from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
@@ -56,10 +57,12 @@ class Prune(Settings, Pass):
     before: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_ensembles", "qat", "quantize")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         check_options(self)
 
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)
+        check_in_floats(self.name, model)
         check_weights(model)
         if self.scores is not None and not (self._is_structured and callable(self.scores)):
             check_scores(self.scores, model)
