@@ -53,6 +53,7 @@ def test_scores_are_no_text():
         ({"schedule": "slow"}, "schedule='slow'; use one_shot, linear or cubic"),
         ({"method": "nm", "pattern": "4:2"}, "pattern='4:2'; give N:M with N below M"),
         ({"method": "nm", "pattern": "two"}, "pattern='two'; give N:M"),
+        ({"pattern": "2:4"}, "pattern= is for method=nm, and method=magnitude does not read it"),
         ({"pattern": "1:4"}, "pattern= is for method=nm, and method=magnitude does not read it"),
         ({"method": "nm", "amount": 0.3}, "amount= is for method=magnitude and random and structured"),
         ({"seed": 3}, "seed= is for method=random"),

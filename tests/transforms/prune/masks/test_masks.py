@@ -311,6 +311,25 @@ def test_masks_come_off(tmp_path: Path):
     assert bool(fast[4].weight[zeros["4.weight"]].any())
 
 
+def test_the_report_says_that_what_goes_was_zero():
+    model = nn.Sequential(nn.Linear(8, 20), nn.Linear(20, 5))
+    with torch.no_grad():
+        for weight in (model[0].weight, model[1].weight):
+            weight.view(-1)[: weight.numel() // 2].zero_()
+    x = torch.ones(1, 8)
+
+    def details(amount: float) -> list[str]:
+        return [
+            each.detail
+            for each in fxopt.plan(
+                fxopt.optimize(model, Prune(amount=amount, scope="layer"), example_inputs=x)
+            ).decisions
+        ]
+
+    assert details(0.25) == [f"{n} of {4 * n} weights are zero, as they were: nothing had to be done" for n in (40, 25)]
+    assert details(0.75) == ["120 of 160 weights are zero", "75 of 100 weights are zero"]
+
+
 def test_the_original_is_left_alone():
     model = network()
     before = copy.deepcopy(model.state_dict())

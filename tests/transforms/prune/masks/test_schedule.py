@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.errors import UsageError
-from fxopt.transforms.prune import Prune, PruningSchedule, masks
+from fxopt.errors import StateError, UsageError
+from fxopt.transforms.prune import Prune, PruningSchedule, masks, remove_masks
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -95,6 +95,73 @@ def test_a_schedule_goes_on_where_it_was():
     assert share(whole) == share(halves) == pytest.approx(0.8 * 4 / 6, abs=1 / 260)
 
 
+def test_a_fresh_model_goes_on_with_the_masks_of_the_schedule(tmp_path: Path):
+    model = scheduled()
+    first = PruningSchedule(model, steps=4)
+    trained(model, first, 4)
+    torch.save({"model": model.state_dict(), "schedule": first.state_dict()}, tmp_path / "checkpoint.pt")
+    fresh, state = scheduled(), torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    second = PruningSchedule(fresh, steps=4)
+    second.load_state_dict(state["schedule"])
+    fresh.load_state_dict(state["model"])
+    shares = trained(fresh, second, 3)
+    assert shares == pytest.approx([0.8] * 3, abs=1 / 260)
+    zeros = sum(int((fresh.state_dict()[name] == 0).sum()) for name in masks(fresh))
+    assert zeros == round(0.8 * 260)
+    assert all(torch.equal(masks(fresh)[name], flags) for name, flags in masks(model).items())
+
+
+def test_an_earlier_state_brings_weights_back_with_the_checkpoint_after_it():
+    model = scheduled()
+    schedule = PruningSchedule(model, steps=4)
+    trained(model, schedule, 1)
+    early = schedule.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    trained(model, schedule, 3)
+    schedule.load_state_dict(early[0])
+    model.load_state_dict(early[1])
+    assert share(model) == pytest.approx(0.4625, abs=1 / 260)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in early[1].items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 8}, "the state is of a schedule with steps=8, and this one has 4"),
+        ({"amount": 0.5}, r"a schedule with amount=0\.5, and this one has 0\.8"),
+        ({"masks": {}}, "of another model: only one of them has masks of '0.weight'"),
+        ({"masks": {"0.weight": "", "2.weight": ""}}, r"a mask of shape \[20, 8\] has 0 bytes"),
+        (None, "no state of a PruningSchedule, which has done, steps, amount, schedule, masks"),
+    ],
+)
+def test_a_state_of_another_schedule_is_refused(change: dict[str, Any] | None, message: str):
+    model = scheduled()
+    schedule = PruningSchedule(model, steps=4)
+    state = {"done": 2} if change is None else {**schedule.state_dict(), "done": 2, **change}
+    with pytest.raises(StateError, match=message):
+        schedule.load_state_dict(state)
+    assert schedule.done == 0 and share(model) == 0
+
+
+def test_a_schedule_says_where_it_is_and_the_report_what_is_planned():
+    model = scheduled("linear")
+    schedule = PruningSchedule(model, steps=4, every=2)
+    trained(model, schedule, 2)
+    assert repr(schedule) == "PruningSchedule(linear to 0.8, every 2: 2 of 4 steps done, 0.4 gone)"
+    details = [decision.detail for decision in fxopt.plan(scheduled(scope="layer")).decisions]
+    assert details[0] == "0 of 160 weights are zero; a PruningSchedule brings that to 0.8 of each layer (cubic)"
+
+
+def test_without_masks_there_is_nothing_to_schedule():
+    model = scheduled()
+    schedule = PruningSchedule(model, steps=4)
+    remove_masks(model)
+    with pytest.raises(UsageError, match="has no masks"):
+        schedule.step()
+    assert schedule.done == 0
+    with pytest.raises(UsageError, match="has no masks"):
+        PruningSchedule(model, steps=4)
+
+
 def test_copies_are_pruned_apart():
     model = scheduled()
     other = copy.deepcopy(model)
@@ -112,5 +179,7 @@ def test_what_cannot_be_scheduled_is_refused():
         PruningSchedule(network(), steps=3)
     with pytest.raises(UsageError, match="steps=0; give a whole number from 1"):
         PruningSchedule(scheduled(), steps=0)
+    with pytest.raises(UsageError, match="every=5 is more than steps=4"):
+        PruningSchedule(scheduled(), steps=4, every=5)
     with pytest.raises(UsageError, match="schedule ranks by magnitude"):
         Prune(schedule="cubic", scores={"0.weight": torch.ones(20, 8)})
