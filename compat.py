@@ -208,12 +208,13 @@ def in_place_format(function: Any) -> str | None:
 def is_plainly_eager(*, watched: bool = False) -> bool:
     """Say whether operations run as they are called: nothing traces, transforms or replaces them on the way.
 
-    With `watched`, dispatch modes may be there, but for those by which torch traces.
+    With `watched`, dispatch modes may be there, if not those by which torch traces.
     """
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
     dispatching: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
     native: Any = cast("Any", torch)._C
-    if any(not watched or hasattr(mode, "_mode_key") for mode in dispatching) or not all(isinstance(mode, DeviceContext) for mode in modes):
+    dispatching = [mode for mode in dispatching if not watched or hasattr(mode, "_mode_key")]
+    if dispatching or not all(isinstance(mode, DeviceContext) for mode in modes):
         return False
     return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
 

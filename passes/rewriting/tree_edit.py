@@ -379,14 +379,14 @@ def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | 
 
 
 def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every module of a model with each of its names; regions only borrow what they hold."""
+    """Yield every module of a model with each of its names; regions only borrow what they hold, but for regions."""
     pending: list[tuple[nn.Module, str]] = [(model, "")]
     while pending:
         module, path = pending.pop()
         yield module, path
-        if not isinstance(module, Region):
-            children = [(c, qualified(path, name)) for name, c in own_children(module).items() if c is not None]
-            pending += reversed(children)
+        named = reversed(own_children(module).items())
+        children = [(child, qualified(path, name)) for name, child in named if child is not None]
+        pending += [each for each in children if isinstance(each[0], Region) or not isinstance(module, Region)]
 
 
 def _modules_around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ....errors import MatchFailure, PassError
+from ....tracing.graphs import Region
 from ....tracing.values import Inputs
 from ... import verification
 from ...contract import Pass
@@ -109,8 +110,16 @@ class Simulated:
         simulation = verification.Simulation.taken(
             expected, self._calls, modes=modes, gradients=self._phase.covers_training, seed=self.seed, small=True
         )
-        verdicts = simulation.verdicts(self.tuner.program.model, total.forward)
+        verdicts = simulation.verdicts(self.tuner.program.model, self._mapping(total))
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error))
+
+    def _mapping(self, total: StateMap) -> verification.MapState:
+        """Return the map of all that is written; what regions borrow goes by the names of those who lend it."""
+        modules = self.tuner.program.names.modules
+        borrowed = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Region))
+        if not borrowed:
+            return total.forward
+        return lambda state: total.forward({n: t for n, t in state.items() if not n.startswith(borrowed)})
 
     @property
     def _phase(self) -> Phase:
