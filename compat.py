@@ -206,10 +206,7 @@ def in_place_format(function: Any) -> str | None:
 
 
 def is_plainly_eager(*, watched: bool = False) -> bool:
-    """Say whether operations run as they are called: nothing traces, transforms or replaces them on the way.
-
-    With `watched`, dispatch modes may be there, if not those by which torch traces.
-    """
+    """Say whether operations run as they are called; `watched` lets dispatch modes be there, if torch's own do not."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
     dispatching: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
     native: Any = cast("Any", torch)._C

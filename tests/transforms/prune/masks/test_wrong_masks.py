@@ -12,7 +12,6 @@ from torch.nn.utils import parametrize, prune, weight_norm
 
 import fxopt
 from fxopt.errors import UsageError
-from fxopt.layers import masked
 from fxopt.transforms.prune import Prune, masks, remove_masks
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -30,7 +29,7 @@ def pruned(**options: Any) -> Any:
     ids=["all", "none", "scaled"],
 )
 def test_gradients_that_are_masked_wrongly_are_found(wrong: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any):
-    monkeypatch.setattr(masked, "_without", wrong)
+    monkeypatch.setattr("fxopt.layers.masked._without", wrong)
     reasons = [decision.reason for decision in fxopt.plan(pruned()).decisions]
     assert [reason.split(" differs")[0] for reason in reasons] == ["gradient of 0.weight", "gradient of 2.weight"]
 
