@@ -18,7 +18,7 @@ from ...compat_quantized import (
     int8_weight_packed,
 )
 from ...passes.state import dequantized
-from .layer import QuantizedLayer, is_finite
+from .layer import QuantizedLayer, autocast_type, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -65,13 +65,19 @@ class QuantizedLinear(QuantizedLayer):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         if torch.compiler.is_compiling() or not input.is_cpu or not input.numel() or not is_plainly_eager():
             return self.simulated(input)
+        input = input.to(autocast_type(input.dtype))  # noqa: A001
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            return _with_gradient(self, input)
+            return self.with_gradient(input)
         return self.kernel(input)
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
         raise NotImplementedError
+
+    def with_gradient(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the kernel, with gradients for the input and the bias."""
+        function: Any = _WithGradient
+        return function.apply(self, input, self.bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute what the kernel stands for in floating point."""
@@ -155,8 +161,3 @@ class _WithGradient(torch.autograd.Function):
         of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias
-
-
-def _with_gradient(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    function: Any = _WithGradient
-    return function.apply(layer, x, layer.bias)

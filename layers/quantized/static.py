@@ -19,7 +19,7 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
-from .layer import QuantizedLayer
+from .layer import QuantizedLayer, autocast_type
 
 __all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
 
@@ -119,6 +119,8 @@ class StaticLayer(QuantizedLayer):
         if output is not None:
             form = (output.scale, output.zero_point, torch.uint8, behind.activation)
         result = self.product(numbers, scales, bias, form)
+        if output is None:
+            result = result.to(autocast_type(floats))
         contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
         return result.contiguous() if contiguous and output is None else result
 
@@ -244,5 +246,5 @@ class _WithGradient(torch.autograd.Function):
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
             result = ctx.layer.simulated(*given, ctx.behind)
         leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad([result], leaves, list(gradients)))
+        found = iter(torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)]))
         return None, None, *(next(found) if want else None for want in wanted)
