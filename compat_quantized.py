@@ -73,7 +73,7 @@ def runs_simulation() -> bool:
     """Say whether quantized layers compute what their kernels stand for, in plain operators: packed objects do not go
     into the graphs of compilers and exporters.
     """
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _simulating.on
+    return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
 
 
 def why_no_int8() -> str:
