@@ -29,7 +29,7 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_finishing, unfinished
+from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
 from .passes.state import translate_optimizer as move_optimizer
@@ -125,8 +125,7 @@ def optimize(
         check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
-    if inplace:
-        refuse_finishing(pipeline)
+    refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
     inputs = normalize_inputs(example_inputs, model)
     request = Request(

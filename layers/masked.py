@@ -21,7 +21,7 @@ _GONE = "_fxopt_gone"
 """In the `__dict__` of a module with masks: name of a parameter -> which of its elements are zero for good."""
 
 _SETTLED = "_fxopt_settled"
-"""Likewise: name of a parameter -> its version and place in memory when zeros were last put there."""
+"""Likewise: what is settled."""
 
 
 class Masked(Remade):
@@ -41,6 +41,25 @@ class Masked(Remade):
             return computed(*args, **kwargs)
         finally:
             _forwards.depth -= 1
+
+
+class _Settled:
+    """Know the version and the place in memory that parameters had when zeros were last put there.
+
+    It follows from the parameters, and is no change of the module: copies and pickles begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[str, tuple[int, int]] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Settled)
+
+    def __hash__(self) -> int:
+        return hash(_Settled)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Settled, ()
 
 
 class _Forwards(threading.local):
@@ -74,7 +93,7 @@ def gone_of(module: nn.Module) -> Mapping[str, Tensor]:
 def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
     """Give a module with masks other ones; the zeros are there at the next reading."""
     vars(module)[_GONE] = dict(gone)
-    vars(module)[_SETTLED] = {}
+    vars(module)[_SETTLED] = _Settled()
 
 
 def _masked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
@@ -134,7 +153,7 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:
     """Put the zeros back where anything was written to a parameter since that was last done."""
-    settled: dict[str, tuple[int, int]] = vars(module)[_SETTLED]
+    settled = cast("_Settled", vars(module)[_SETTLED]).at
     now = version_of(parameter), parameter.data_ptr()
     if settled.get(name) != now:
         # Not counted as a write: backward passes that are under way saved the same values.

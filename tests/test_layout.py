@@ -99,11 +99,17 @@ class Import:
         return f"{self.file.relative_to(ROOT)}:{self.line}: {'.'.join(self.source)}.{self.name}"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(path: Path) -> list[Import]:
     """Return every import from fxopt in a file of the package: at the top, in functions and for annotations alike."""
     package = path.relative_to(ROOT).parts[:-1]
     found: list[Import] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "fxopt" for alias in node.names), f"{path}:{node.lineno}"
         if not isinstance(node, ast.ImportFrom):
@@ -117,9 +123,9 @@ def imports(path: Path) -> list[Import]:
 
 
 @cache
-def offered(folder: Path) -> frozenset[str]:
+def offered(folder: tuple[str, ...]) -> frozenset[str]:
     """Return the names that a folder's front door offers."""
-    door = folder / "__init__.py"
+    door = ROOT.joinpath(*folder, "__init__.py")
     text = door.read_text(encoding="utf-8") if door.exists() else ""
     listed = re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     return frozenset(re.findall(r'"(\w+)"', listed[1])) if listed else frozenset()
@@ -127,16 +133,14 @@ def offered(folder: Path) -> frozenset[str]:
 
 def _split(source: tuple[str, ...], name: str) -> tuple[tuple[str, ...], str]:
     """Return the module that a name is imported from; a module imported by its name is its own source."""
-    as_module = ROOT.joinpath(*source, name)
-    if name in offered(ROOT.joinpath(*source)):
+    if name in offered(source):
         return source, name
-    if as_module.with_suffix(".py").exists() or (as_module / "__init__.py").exists():
-        return (*source, name), "*"
-    return source, name
+    return ((*source, name), "*") if (*source, name) in MODULES else (source, name)
 
 
 FILES = sources()
 IDS = [str(p.relative_to(ROOT)) for p in FILES]
+MODULES = {tuple(module_name(p).split(".")[1:]) for p in FILES}
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=IDS)
 each_test = pytest.mark.parametrize("path", TESTS, ids=[str(p.relative_to(ROOT)) for p in TESTS])
@@ -224,8 +228,7 @@ def test_module_imports_and_its_public_names_resolve(path: Path):
 
 @each_file
 def test_file_and_functions_are_short_and_described(path: Path):
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    text, tree = path.read_text(encoding="utf-8"), parsed(path)
     assert text.count("\n") <= LONGEST_FILE, f"{path} has {text.count(chr(10))} lines"
     assert ast.get_docstring(tree) not in (None, "", "."), f"{path} has no docstring"
     for node in ast.walk(tree):
@@ -274,10 +277,11 @@ def room(parts: Sequence[str]) -> tuple[str, ...]:
     return tuple(parts[: 2 if parts[:1] and parts[0] in (*ROOMS, "transforms") else 1])
 
 
+@cache
 def imports_of_test(path: Path) -> list[Import]:
     """Return every name that a test imports from fxopt, the modules among them, and those that its texts name."""
     found: list[Import] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fxopt":
             source = tuple((node.module or "").split(".")[1:])
             found += [Import(path, node.lineno, *_split(source, alias.name)) for alias in node.names]
@@ -309,7 +313,7 @@ def test_tests_read_no_private_name_of_a_module_of_another_room(path: Path):
         for each in imports_of_test(path)
         if each.source and each.name == "*" and room(each.source) != own
     }
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             assert not re.match("_[^_]", node.attr), f"{path}:{node.lineno}: {node.value.id}.{node.attr}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activations import Range, from_numbers, to_numbers
-from .layer import QuantizedLayer
+from .layer import QuantizedLayer, check_in_floats
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from .lstm import Int8DynamicLSTM
 from .packing import Packing
@@ -28,6 +28,7 @@ __all__ = [
     "StaticConv",
     "StaticLayer",
     "StaticLinear",
+    "check_in_floats",
     "fake_quantized",
     "freezable",
     "freeze",

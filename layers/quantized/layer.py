@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...compat import own_buffers
+from ...compat import modules_by_name, own_buffers
+from ...errors import UsageError
 from .packing import Packing
 
-__all__ = ["QuantizedLayer", "is_finite"]
+__all__ = ["QuantizedLayer", "check_in_floats", "is_finite"]
 
 
 class QuantizedLayer(nn.Module):
@@ -33,6 +34,21 @@ class QuantizedLayer(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 buffers[name] = old.to(new.device)
         return self
+
+
+def check_in_floats(pass_name: str, model: nn.Module) -> None:
+    """Refuse a model with layers that have no weight in floats any more.
+
+    Raises:
+        UsageError: the first of them, by name.
+    """
+    modules: dict[str, nn.Module] = modules_by_name(model)
+    name = next((name for name, module in modules.items() if isinstance(module, QuantizedLayer)), None)
+    if name is not None:
+        raise UsageError(
+            f"pass '{pass_name}': '{name}' is quantized already; run it on the model as it was, "
+            "or on fxopt.restore(model)"
+        )
 
 
 def is_finite(x: Tensor) -> bool:

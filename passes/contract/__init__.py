@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
-from .named_modules import check_named, names_module
+from .named_modules import check_named, module_words, names_module
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
 from .processes import (
     device_type,
@@ -26,6 +26,7 @@ __all__ = [
     "launch_command",
     "mesh_of_same_weights",
     "missing_process_group",
+    "module_words",
     "names_module",
     "option_types",
     "read_value",

@@ -37,6 +37,7 @@ class Pass:
             None: it is right where the pass keeps the function, unless it would leave out a region; else wrong.
         averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
             averaged over all of them.
+        trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
         trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
             compared with one before.
         before: names of passes that must not run earlier than this one.
@@ -52,6 +53,7 @@ class Pass:
     keeps_form: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = None
     averages: ClassVar[bool] = False
+    trainable: ClassVar[bool] = True
     trains_by_call: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()

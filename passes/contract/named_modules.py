@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 
@@ -12,7 +13,27 @@ from ...errors import UsageError
 from ...suggest import did_you_mean
 from ...tracing.values import user_class
 
-__all__ = ["check_named", "names_module"]
+__all__ = ["check_named", "module_words", "names_module"]
+
+
+def module_words(pass_name: str, option: str, given: object) -> tuple[str, ...]:
+    """Return what an option names modules by, as words: it may be one name or class, or several.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, (str, type))
+    items: list[object] = list(cast("Iterable[object]", given)) if several else [given]
+    return tuple(_word(pass_name, option, item) for item in items)
+
+
+def _word(pass_name: str, option: str, item: object) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, type):
+        return user_class(cast("type[nn.Module]", item)).__name__
+    kind = type(item).__name__
+    raise UsageError(f"pass '{pass_name}': {option} has a value of type {kind}; give names of modules, or classes")
 
 
 def names_module(word: str, name: str, module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .choosing import PassLike, chosen_passes, refuse_finishing, unfinished
+from .choosing import PassLike, chosen_passes, refuse_unfit, unfinished
 from .order import check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
@@ -29,7 +29,7 @@ __all__ = [
     "optimized_on_all",
     "parse",
     "ranks",
-    "refuse_finishing",
+    "refuse_unfit",
     "supervised",
     "unfinished",
 ]

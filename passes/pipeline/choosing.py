@@ -14,7 +14,7 @@ from .order import check_order
 from .pipeline import parse
 from .plan import Plan
 
-__all__ = ["PassLike", "chosen_passes", "refuse_finishing", "unfinished"]
+__all__ = ["PassLike", "chosen_passes", "refuse_unfit", "unfinished"]
 
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
@@ -38,15 +38,24 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def refuse_finishing(passes: Iterable[Pass]) -> None:
-    """Refuse passes that act on the finished model where the user's own would be changed: an error would leave it so.
+def refuse_unfit(passes: Iterable[Pass], *, inplace: bool, trains: bool) -> None:
+    """Refuse passes that cannot be asked for so.
+
+    Args:
+        passes: all of them.
+        inplace: the user's own model is changed; an error in a pass that acts on the finished model would leave it so.
+        trains: an optimizer is to train what comes out.
 
     Raises:
-        UsageError: one of them does.
+        UsageError: there is such a pass.
     """
-    name = next((pass_.name for pass_ in passes if pass_.finishes), None)
-    if name is not None:
-        raise UsageError(f"'{name}' works on a copy: leave inplace=True out, and use what optimize returns")
+    for pass_ in passes:
+        if inplace and pass_.finishes:
+            raise UsageError(f"'{pass_.name}' works on a copy: leave inplace=True out, and use what optimize returns")
+        if trains and not pass_.trainable:
+            raise UsageError(
+                f"pass '{pass_.name}' is for inference: nothing of it can be trained; leave optimizer= out"
+            )
 
 
 def unfinished(plan: Plan) -> Plan:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...compat import has_lazy_parameters, submodule
-from ...errors import InputError, UsageError
+from ...errors import InputError, ModeError, UsageError
 from ..graphs import capture_of, install, uninstall
 from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
 from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
@@ -82,7 +82,7 @@ def _record_other_mode(model: nn.Module, names: ModelNames, inputs: tuple[Inputs
     """Record the modules that are called in the other mode only, where the model runs in that mode at all."""
     uncalled = [m for m in names.distinct if m not in recording.calls and not (is_leaf(m) or is_container(m))]
     if uncalled:
-        with in_phase(model, not model.training), contextlib.suppress(InputError):
+        with in_phase(model, not model.training), contextlib.suppress(InputError, ModeError):
             recording.calls.update(record(model, inputs, uncalled, exact=False).calls)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import ModeError
 from ..graphs import Capture, install, uninstall
 from ..values import Inputs, copied, is_leaf, objects_in, tensors_in, tensors_within
 from .preserve import ModelState, in_phase, restoring
@@ -58,7 +60,12 @@ def expectations(
     ]
     distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
     if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in distinct.values()):
-        with restoring(state), in_phase(model, not model.training), torch.set_grad_enabled(recording.grad):
+        with (
+            contextlib.suppress(ModeError),  # it was rewritten for evaluation, and is in no other mode
+            restoring(state),
+            in_phase(model, not model.training),
+            torch.set_grad_enabled(recording.grad),
+        ):
             for given in inputs:
                 try:
                     output = _run(model, given, recording.grad)

@@ -46,10 +46,10 @@ def _decides_at_random(specialization: Specialization) -> bool:
 
 def _is_drawn(decided: fx.Node) -> bool:
     """Say whether a decision hangs on a number that is drawn; none is less than 0, the share of layers to drop."""
-    if decided.target is operator.lt and decided.args[1] == 0:
-        return False
     seen, pending = {decided}, [decided]
     for node in pending:
+        if node.target is operator.lt and node.args[1] == 0:
+            continue
         if not node.all_input_nodes and operator_info(getattr(node.target, "__name__", None)).random:
             return True
         pending += [source for source in node.all_input_nodes if source not in seen]

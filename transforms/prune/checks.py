@@ -5,46 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, expect
 from ...suggest import did_you_mean
+from .settings import Settings
 
-__all__ = ["Options", "check_options", "check_scores", "check_weights", "kept_of"]
-
-
-class Options(Protocol):
-    """The options of the pass."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def amount(self) -> float: ...
-    @property
-    def scope(self) -> str: ...
-    @property
-    def pattern(self) -> str | None: ...
-    @property
-    def permute(self) -> bool: ...
-    @property
-    def keep(self) -> tuple[str, ...]: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def scores(self) -> Any: ...
-    @property
-    def criterion(self) -> str: ...
-    @property
-    def round_to(self) -> int: ...
-    @property
-    def loss(self) -> object: ...
-    @property
-    def data(self) -> object: ...
+__all__ = ["check_options", "check_scores", "check_weights", "kept_of"]
 
 
 _GOES_WITH: Mapping[str, tuple[str, ...]] = {
@@ -65,7 +35,7 @@ _GOES_WITH: Mapping[str, tuple[str, ...]] = {
 """Option -> the methods that read it."""
 
 
-def check_options(options: Any) -> None:
+def check_options(options: Settings) -> None:
     """Make sure that the options of the pass mean something, each and together.
 
     Raises:
@@ -88,7 +58,7 @@ def check_options(options: Any) -> None:
             )
 
 
-def _check_numbers(options: Options) -> None:
+def _check_numbers(options: Settings) -> None:
     amount: object = options.amount
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")

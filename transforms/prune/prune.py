@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
-from ...passes.contract import Pass, check_named
+from ...layers.quantized import check_in_floats
+from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from . import structured
 from .checks import check_options, check_scores, check_weights
 from .masks import find, reference, rewrite
-from .structured import Criterion, Scores, Target
+from .settings import Settings
 
 __all__ = ["Prune"]
 
 
 @dataclass(frozen=True)
-class Prune(Pass):
+class Prune(Settings, Pass):
     """Set the weights that matter least to zero, and keep them there while the model is trained.
 
     Before: y = x @ weight        After: y = x @ (weight * mask)
@@ -50,38 +51,24 @@ class Prune(Pass):
         data: of `taylor`: batches, any iterable.
     """
 
-    method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
-    amount: float = 0.5
-    scope: Literal["global", "layer"] = "global"
-    norm: Literal["l1", "l2"] = "l2"
-    pattern: str | None = None
-    permute: bool = False
-    keep: tuple[str, ...] = ()
-    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
-    seed: int = 0
-    criterion: Criterion = "magnitude"
-    target: Target = "units"
-    round_to: int = 1
-    scores: Scores | None = field(default=None, compare=False, repr=False)
-    loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
-
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # it reads what was put in the place of the weights
     before: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_ensembles", "qat", "quantize")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         check_options(self)
 
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)
+        check_in_floats(self.name, model)
         check_weights(model)
         if self.scores is not None and not (self._is_structured and callable(self.scores)):
             check_scores(self.scores, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
-        return structured.find(program, self._selection) if self._is_structured else find(program, self)
+        return structured.find(program, self) if self._is_structured else find(program, self)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         return structured.remove(site, edit) if self._is_structured else rewrite(site, edit)
@@ -96,10 +83,3 @@ class Prune(Pass):
     @property
     def _is_structured(self) -> bool:
         return self.method == "structured"
-
-    @property
-    def _selection(self) -> structured.Selection:
-        return structured.Selection(
-            self.amount, self.scope, self.target, self.criterion, self.norm, self.round_to, self.keep, self.seed,
-            self.scores, self.loss, self.data,
-        )  # fmt: skip

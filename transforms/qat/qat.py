@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from ...errors import UsageError
-from ...layers.quantized import FakeQuantized, Range, fake_quantized, freezable
-from ...passes.contract import Pass, check_named
+from ...layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable
+from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
@@ -58,6 +58,7 @@ class Qat(Pass):
     before: ClassVar[tuple[str, ...]] = ("quantize", "ddp", "fsdp")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 
     def check(self, model: nn.Module) -> None:
@@ -67,6 +68,7 @@ class Qat(Pass):
             if value is not None and (isinstance(value, bool) or value < 1):
                 raise UsageError(f"pass 'qat': {name}={value}; give a positive number, such as 100")
         check_named(self.name, "keep", self.keep, model)
+        check_in_floats(self.name, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         layers: dict[str, nn.Module] = {}

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...compat import has_hooks, has_state_hooks
+from ...compat import has_hooks, has_state_hooks, submodule
+from ...layers.quantized import QuantizedLayer
 from ...passes.contract import names_module
+from ...passes.driver import record_of
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from .settings import Settings
 
-__all__ = ["Layer", "is_kept", "obstacle", "sites"]
+__all__ = ["Layer", "already_quantized", "is_kept", "obstacle", "sites"]
 
+_QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,6 +54,7 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
 
     So what one time budget allows is spent where the most is gained.
     """
+    yield from already_quantized(settings.keep, program)
     called = _called(program, [layer.module for layer in layers])
     for layer in sorted(layers, key=lambda layer: -layer.size):
         if is_kept(settings.keep, layer.name, program):
@@ -59,6 +63,16 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
         if not reason and called is not None and layer.module not in called:
             reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
         yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)
+
+
+def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal]:
+    """Yield why layers stay as they are that were quantized before this run."""
+    earlier = record_of(program.model)
+    steps = () if earlier is None else earlier.state_map.steps
+    names = dict.fromkeys(target.rpartition(".")[0] for step in steps for target in step.targets)
+    for name in names:
+        if isinstance(submodule(program.model, name), QuantizedLayer) and not is_kept(keep, name, program):
+            yield Refusal(_QUANTIZED, name)
 
 
 def is_kept(words: Sequence[str], name: str, program: Program) -> bool:

@@ -9,14 +9,14 @@ from typing import ClassVar
 from torch import nn
 
 from ...errors import UsageError
-from ...passes.contract import Pass, check_named
+from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
 from .replayable import replayable
 from .schemes import SCHEMES, scheme_called
-from .settings import Settings
+from .settings import Settings, check_read
 
 __all__ = ["Quantize"]
 
@@ -49,6 +49,7 @@ class Quantize(Settings, Pass):
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[Phase] = Phase.EVAL
+    trainable: ClassVar[bool] = False
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
     destroys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
@@ -63,6 +64,7 @@ class Quantize(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 
     def check(self, model: nn.Module) -> None:
@@ -72,7 +74,10 @@ class Quantize(Settings, Pass):
             raise UsageError(f"pass 'quantize': aim={self.aim!r}; use 'speed' or 'size'")
         if isinstance(self.group_size, bool) or self.group_size < 1:
             raise UsageError(f"pass 'quantize': group_size={self.group_size}; give a positive number, such as 64")
+        check_read(self)
         check_named(self.name, "keep", self.keep, model)
+        if all(module.training for module in model.modules()):
+            raise UsageError("pass 'quantize' is for evaluation, and the model is in training; call model.eval() first")
         _ = self.error_budget
         scheme_called(self.scheme).check(self, model)
 

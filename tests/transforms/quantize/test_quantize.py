@@ -131,9 +131,51 @@ def test_gradients_reach_inputs_and_other_parameters():
 
 def test_twice_is_once():
     fast = quantized(Net().eval())
-    again = quantized(fast)
-    assert decisions(again)[len(decisions(fast)) :] == []
+    for scheme in ("int8_dynamic", "int4_weight"):
+        again = quantized(fast, scheme)
+        found = decisions(again)[len(decisions(fast)) :]
+        assert [(status, reason.partition(";")[0]) for status, reason in found] == [
+            ("refused", "it is quantized already")
+        ] * 2
+        assert torch.equal(again(X), fast(X))
+
+
+class Branching(nn.Module):
+    """Compute something else in training, so that capturing it looks at both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = Net(), nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.net(x))
+        return y.relu() if self.training else y
+
+
+def test_a_quantized_model_can_be_optimized_again():
+    fast = quantized(Branching().eval())
+    again = fxopt.optimize(fast, "inference", example_inputs=(X,), measure=False)
     assert torch.equal(again(X), fast(X))
+    with pytest.raises(UsageError, match=r"'prune': 'net.up' is quantized already; .* fxopt.restore\(model\)"):
+        fxopt.optimize(fast, "prune", example_inputs=(X,))
+    with pytest.raises(UsageError, match=r"'qat': 'net.up' is quantized already"):
+        fxopt.optimize(fast, "qat", example_inputs=(X,))
+    with pytest.raises(ModeError):
+        fxopt.optimize(fast, "inference", phase="train", example_inputs=(X,))
+
+
+def test_an_optimizer_has_nothing_to_move_to():
+    model = Net().eval()
+    with pytest.raises(UsageError, match=r"'quantize' is for inference: .*; leave optimizer= out"):
+        fxopt.optimize(model, "compress", example_inputs=(X,), optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_a_model_in_training_is_refused():
+    with pytest.raises(UsageError, match=r"in training; call model.eval\(\) first"):
+        fxopt.optimize(Net(), "quantize", example_inputs=(X,))
+    head = nn.Linear(32, 32)
+    fast = quantized(nn.Sequential(Net().eval(), head))
+    assert ("applied", "") in decisions(fast) and type(fast[1]) is nn.Linear  # what is frozen is in evaluation
 
 
 def test_no_rows_and_other_shapes():
@@ -143,6 +185,13 @@ def test_no_rows_and_other_shapes():
         assert fast(X[:0]).shape == (0, 32)
         assert fast(X[0]).shape == (32,)
         assert error(fast(X.view(2, 3, 64)), model(X.view(2, 3, 64))) < 0.2
+
+
+@pytest.mark.parametrize("keep", ["up", ["up"], nn.Linear, [nn.Linear, "down"], ("u*",)])
+def test_layers_are_kept_by_name_and_by_class(keep: Any):
+    fast = quantized(Net().eval(), keep=keep)
+    assert type(fast.up) is nn.Linear
+    assert (type(fast.down) is nn.Linear) is ("Linear" in str(keep))
 
 
 def test_kept_layers_stay():
@@ -273,6 +322,9 @@ def test_exporters_see_the_floats():
         ({"group_size": 0}, "group_size=0"),
         ({"scheme": "int4_weight", "group_size": 48}, "group_size=48; the int4 kernel takes 32, 64, 128, 256"),
         ({"aim": "beauty"}, "aim='beauty'"),
+        ({"keep": [3]}, "keep has a value of type int; give names of modules, or classes"),
+        ({"calibration": [X]}, "calibration= is for scheme=int8_static, and scheme=int8_dynamic does not read it"),
+        ({"scheme": "int8_weight", "group_size": 32}, "group_size= is for scheme=int4_weight, and scheme=int8_weight"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str):

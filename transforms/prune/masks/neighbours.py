@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["kept_share", "order_of_inputs", "weakest_of"]
+__all__ = ["order_of_inputs", "weakest_of"]
 
 _ROWS = 128
 """So many rows of a matrix stand for all of them in the search."""
@@ -53,11 +53,6 @@ def order_of_inputs(scores: Tensor, inputs: int, kept: int, of: int, seed: int =
         if gained < _LEAST * float(rows.sum()):
             break
     return groups.flatten()
-
-
-def kept_share(scores: Tensor, gone: Tensor) -> float:
-    """Return what part of the scores stays."""
-    return float(scores.masked_fill(gone, 0).sum() / scores.sum().clamp(min=1e-30))
 
 
 def _exchange(rows: Tensor, groups: Tensor, kept: int, generator: torch.Generator) -> float:

@@ -14,7 +14,8 @@ from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....passes.state import Mask, packed, unpacked
 from ....tracing.program import Program
-from ..checks import Options, kept_of
+from ..checks import kept_of
+from ..settings import Settings
 from .neighbours import order_of_inputs, weakest_of
 from .ranking import chosen, scores_of
 from .targets import Target, targets
@@ -22,7 +23,7 @@ from .targets import Target, targets
 __all__ = ["find", "reference", "rewrite"]
 
 
-def find(program: Program, options: Options) -> Iterator[Site | Refusal]:
+def find(program: Program, options: Settings) -> Iterator[Site | Refusal]:
     """Yield a site for each layer that gets masks, and why others get none."""
     found = [_as_fits(each, options) for each in targets(program, options.keep)]
     yield from (each for each in found if isinstance(each, Refusal))
@@ -40,7 +41,7 @@ def find(program: Program, options: Options) -> Iterator[Site | Refusal]:
         yield Site(program, owner, {}, detail=_detail(mine, list(gone.values()), options), data=data)
 
 
-def _as_fits(found: Target | Refusal, options: Options) -> Target | Refusal:
+def _as_fits(found: Target | Refusal, options: Settings) -> Target | Refusal:
     """Return a target, or why its inputs make no whole groups."""
     if isinstance(found, Refusal) or options.method != "nm":
         return found
@@ -49,7 +50,7 @@ def _as_fits(found: Target | Refusal, options: Options) -> Target | Refusal:
     return Refusal(reason, found.owner) if count % of else found
 
 
-def _of_all(wanted: Sequence[Target], options: Options) -> dict[str, Tensor]:
+def _of_all(wanted: Sequence[Target], options: Settings) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so."""
     gone = {target.path: target.gone for target in wanted}
     if options.schedule != "one_shot":
@@ -57,7 +58,7 @@ def _of_all(wanted: Sequence[Target], options: Options) -> dict[str, Tensor]:
     return chosen({target.path: target.weight for target in wanted}, gone, options, options.amount)
 
 
-def _of_neighbours(wanted: Sequence[Target], options: Options, orders: dict[str, list[int]]) -> dict[str, Tensor]:
+def _of_neighbours(wanted: Sequence[Target], options: Settings, orders: dict[str, list[int]]) -> dict[str, Tensor]:
     """Return the same where N of M stay; `orders` is told in which order the inputs of each weight are grouped."""
     weights, gone = {t.path: t.weight for t in wanted}, {t.path: t.gone for t in wanted}
     scores, (kept, of), masks = scores_of(weights, gone, options), kept_of(options.pattern), dict[str, Tensor]()
@@ -69,7 +70,7 @@ def _of_neighbours(wanted: Sequence[Target], options: Options, orders: dict[str,
     return masks
 
 
-def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Options) -> str:
+def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Settings) -> str:
     """Say how much is gone, and what a schedule plans; of patterns for which there are kernels, that none runs."""
     zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
     said = f"{zeros} of {size} weights are zero"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....errors import BudgetError
 from ..coupling import Group
-from .selection import Selection
+from ..settings import Settings
 from .sites import Chosen
 
 __all__ = ["choose", "chosen_for_target"]
@@ -25,7 +25,7 @@ _CLOSE = 0.005
 """A target that is met within this share of the whole is met."""
 
 
-def choose(groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Selection) -> list[Chosen]:
+def choose(groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Settings) -> list[Chosen]:
     """Return what is kept where `share` of the units goes.
 
     Raises:

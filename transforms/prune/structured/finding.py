@@ -13,16 +13,16 @@ from ....passes.contract import names_module
 from ....passes.sites import Refusal, Site
 from ....tracing.program import Program
 from ..coupling import Group, Refused, coupling
+from ..settings import Settings
 from .choosing import choose, chosen_for_target
 from .costs import cost_of, costs
 from .scores import NoScores, scores_of
-from .selection import Selection
 from .sites import Chosen, sites_of
 
 __all__ = ["find"]
 
 
-def find(program: Program, wanted: Selection) -> Iterator[Site | Refusal]:
+def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
     """Yield a site for the units that go of each group, and what is refused, like reasons together."""
     found = coupling(program)
     groups, left_out = _wanted(program, found.groups, wanted)
@@ -43,14 +43,14 @@ def _with_costs(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
         yield replace(site, data={**site.data, **known})
 
 
-def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor], wanted: Selection) -> list[Chosen]:
+def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor], wanted: Settings) -> list[Chosen]:
     if wanted.target == "units":
         return choose(groups, scores, wanted.amount, wanted)
     cost = cost_of(program, wanted.target)
     return chosen_for_target(wanted.amount, lambda share: choose(groups, scores, share, wanted), cost, wanted.target)
 
 
-def _wanted(program: Program, groups: Sequence[Group], wanted: Selection) -> tuple[list[Group], list[Refused]]:
+def _wanted(program: Program, groups: Sequence[Group], wanted: Settings) -> tuple[list[Group], list[Refused]]:
     """Return the groups that may be cut, and those that may not, with why."""
     taken: list[Group] = []
     refused: list[Refused] = []
@@ -63,7 +63,7 @@ def _wanted(program: Program, groups: Sequence[Group], wanted: Selection) -> tup
     return taken, refused
 
 
-def _obstacle(program: Program, group: Group, wanted: Selection) -> str | None:
+def _obstacle(program: Program, group: Group, wanted: Settings) -> str | None:
     paths = {tuple(cut.tensor.split(".")[:-1]) for cut in group.cuts} if wanted.keep else ()
     around = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
     for word in wanted.keep:

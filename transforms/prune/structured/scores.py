@@ -14,7 +14,7 @@ from ....passes.state import copied_module
 from ....tracing.program import Program
 from ....tracing.values import Inputs, flatten, tensors_by_name
 from ..coupling import Cut, Group
-from .selection import Selection
+from ..settings import Settings
 
 __all__ = ["NoScores", "scores_of"]
 
@@ -23,7 +23,7 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
     """A group has nothing that its units can be judged by."""
 
 
-def scores_of(program: Program, groups: Sequence[Group], wanted: Selection) -> list[Tensor | NoScores]:
+def scores_of(program: Program, groups: Sequence[Group], wanted: Settings) -> list[Tensor | NoScores]:
     """Return a score for each unit of each group, of mean one in each group; float64, on the CPU.
 
     Raises:
@@ -77,7 +77,7 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
     return torch.stack(parts).sum(0)
 
 
-def _magnitude(program: Program, wanted: Selection) -> _Scorer:
+def _magnitude(program: Program, wanted: Settings) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
     def size(_name: str, weight: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _magnitude(program: Program, wanted: Selection) -> _Scorer:
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
 
 
-def _batchnorm(program: Program, _wanted: Selection) -> _Scorer:
+def _batchnorm(program: Program, _wanted: Settings) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
@@ -101,7 +101,7 @@ def _batchnorm(program: Program, _wanted: Selection) -> _Scorer:
     return score
 
 
-def _random(_: Program, wanted: Selection) -> _Scorer:
+def _random(_: Program, wanted: Settings) -> _Scorer:
     def score(number: int, group: Group) -> Tensor:
         generator = torch.Generator().manual_seed(wanted.seed + number)
         return torch.rand(group.size, generator=generator, dtype=torch.float64)
@@ -109,7 +109,7 @@ def _random(_: Program, wanted: Selection) -> _Scorer:
     return score
 
 
-def _taylor(program: Program, wanted: Selection) -> _Scorer:
+def _taylor(program: Program, wanted: Settings) -> _Scorer:
     gradients = _gradients(program, wanted)
     model = program.model
 
@@ -120,7 +120,7 @@ def _taylor(program: Program, wanted: Selection) -> _Scorer:
     return lambda _, group: _sums(model, group, product).abs()
 
 
-def _given(program: Program, wanted: Selection) -> _Scorer:
+def _given(program: Program, wanted: Settings) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _given(program: Program, wanted: Selection) -> _Scorer:
     return score
 
 
-_SCORERS: dict[str, Callable[[Program, Selection], _Scorer]] = {
+_SCORERS: dict[str, Callable[[Program, Settings], _Scorer]] = {
     "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ _SCORERS: dict[str, Callable[[Program, Selection], _Scorer]] = {
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _gradients(program: Program, wanted: Selection) -> dict[str, Tensor]:
+def _gradients(program: Program, wanted: Settings) -> dict[str, Tensor]:
     """Return the gradients of all parameters, summed over the batches; a copy of the model runs."""
     model = copied_module(program.model).requires_grad_(True)
     model.zero_grad()
@@ -161,7 +161,7 @@ def _gradients(program: Program, wanted: Selection) -> dict[str, Tensor]:
     return found
 
 
-def _losses(model: nn.Module, program: Program, wanted: Selection) -> Iterable[Tensor]:
+def _losses(model: nn.Module, program: Program, wanted: Settings) -> Iterable[Tensor]:
     """Yield the losses of the user's batches, or how large the outputs of the example calls are."""
     if wanted.data is not None:
         for batch in wanted.data:

@@ -12,7 +12,7 @@ from ....layers.quantized import FakeQuantized, Geometry
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ..eligible import Layer, is_kept, obstacle
+from ..eligible import Layer, already_quantized, is_kept, obstacle
 
 __all__ = ["CONVOLUTIONS", "candidates", "is_candidate"]
 
@@ -35,6 +35,7 @@ def candidates(
         program: of the model.
         runs_here: whether the layers are to run on this machine's CPU now.
     """
+    yield from already_quantized(keep, program)
     for module in program.names.distinct:
         name = program.names.name(module)
         if not is_candidate(module) or is_kept(keep, name, program):

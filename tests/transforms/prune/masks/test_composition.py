@@ -64,6 +64,15 @@ def test_zeros_are_quantized_as_zeros():
         assert not bool(both.state_dict()[name][~flags].any())
 
 
+def test_convolutions_with_masks_are_calibrated():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    x = torch.randn(4, 3, 8, 8)
+    fast = fxopt.optimize(model, "prune,quantize{scheme=int8_static,aim=size}", example_inputs=x)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
+    assert ((fast.state_dict()["0.weight"] == 0).sum() + (fast.state_dict()["3.weight"] == 0).sum()) >= (216 + 1152) / 2
+
+
 def test_members_with_masks_are_not_fused():
     class Members(nn.Module):
         def __init__(self) -> None:

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.transforms.prune import Prune, masks
-from fxopt.transforms.prune.masks.neighbours import kept_share, order_of_inputs, weakest_of
+from fxopt.transforms.prune.masks.neighbours import order_of_inputs, weakest_of
 
 X = torch.randn(3, 8, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def kept_share(scores: Tensor, gone: Tensor) -> float:
+    return float(scores.masked_fill(gone, 0).sum() / scores.sum().clamp(min=1e-30))
 
 
 def network() -> nn.Sequential:

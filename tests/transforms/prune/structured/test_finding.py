@@ -14,7 +14,6 @@ from fxopt.errors import BudgetError, UsageError
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.prune import Prune
 from fxopt.transforms.prune.coupling import Cut, Group, Refused
-from fxopt.transforms.prune.structured import Selection
 from fxopt.transforms.prune.structured.choosing import choose, chosen_for_target
 from fxopt.transforms.prune.structured.costs import cost_of
 from fxopt.transforms.prune.structured.sites import Chosen
@@ -41,7 +40,7 @@ SCORES = [torch.arange(group.size, dtype=torch.float64) for group in GROUPS]
 
 
 def counts(share: float, **options: Any) -> list[int]:
-    return [len(each.kept) for each in choose(GROUPS, SCORES, share, Selection(share, **options))]
+    return [len(each.kept) for each in choose(GROUPS, SCORES, share, structured(**options))]
 
 
 def test_a_share_of_each_layer_or_of_all():
@@ -53,7 +52,7 @@ def test_a_share_of_each_layer_or_of_all():
 
 def test_the_strongest_stay_in_their_order():
     scores = [torch.tensor([3.0, 1.0, 2.0, 9.0]).double()]
-    (chosen,) = choose([Group("a", "channels", 4, ())], scores, 0.5, Selection(0.5, scope="layer"))
+    (chosen,) = choose([Group("a", "channels", 4, ())], scores, 0.5, structured(scope="layer"))
     assert chosen.kept == (0, 3)
 
 
@@ -79,7 +78,7 @@ def test_a_target_is_met_as_nearly_as_units_allow(scope: Any):
     def cost(chosen: Any) -> float:
         return 50 + len(chosen[0].kept) ** 2
 
-    wanted = Selection(0.5, scope)
+    wanted = structured(scope=scope)
     (found,) = chosen_for_target(0.5, lambda share: choose(group, scores, share, wanted), cost, "parameters")
     assert abs(cost([found]) / 10050 - 0.5) < 0.01
     with pytest.raises(BudgetError, match=r"amount=0\.999 of the parameters cannot go"):
