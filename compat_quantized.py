@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UsageError
@@ -28,6 +29,7 @@ __all__ = [
     "int8_product_of_weights",
     "int8_product_static",
     "int8_static_packed",
+    "int8_weight_packed",
     "needs_reduced_range",
     "observer_called",
     "rounded_with_learned_scale",
@@ -44,6 +46,9 @@ OBSERVERS = {
     "moving_average": "MovingAverageMinMaxObserver",
 }
 """What options call observers -> torchao's class."""
+
+_INPUTS = 16
+"""The kernel for a weight of int8 takes inputs in blocks of so many."""
 
 _ENGINES = ("x86", "fbgemm", "onednn")
 
@@ -91,9 +96,19 @@ def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
     return _OPERATORS.linear_dynamic(x, packed, needs_reduced_range())
 
 
-def int8_product_of_weights(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """Return the product of bfloat16 activations, [rows, inputs], and a weight of int8, scales in bfloat16."""
-    return _TORCH._weight_int8pack_mm(x, values, scales)
+def int8_weight_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight, [outputs, inputs] of int8, and one scale for each output, as the kernel reads them.
+
+    The kernel takes inputs in blocks of 16; without the zeros behind the last one it reads past the end of a weight.
+    """
+    wide = F.pad(values, (0, -values.shape[1] % _INPUTS)).contiguous()
+    return wide, scales.bfloat16().expand(len(values)).contiguous()
+
+
+def int8_product_of_weights(x: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the product of bfloat16 activations, [rows, inputs], and a weight of int8 that is packed."""
+    missing = packed[0].shape[1] - x.shape[1]
+    return _TORCH._weight_int8pack_mm((F.pad(x, (0, missing)) if missing else x).contiguous(), *packed)
 
 
 def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +120,7 @@ def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
-    return _TORCH._weight_int4pack_mm_for_cpu(x, packed[0], group, packed[1])
+    return _TORCH._weight_int4pack_mm_for_cpu(x.contiguous(), packed[0], group, packed[1])
 
 
 def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:

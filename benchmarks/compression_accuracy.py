@@ -9,6 +9,8 @@ A way is a function in WAYS: it is given a trained network and the data, and ret
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import statistics
 from collections.abc import Callable, Mapping
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.transforms.prune import PruningSchedule
+from fxopt.transforms.qat import Qat
+from fxopt.transforms.quantize import Quantize
 
 BATCH, TRAINING, TUNING = 64, 60, 3
 """Rows of a step; epochs of training, and of fine-tuning."""
@@ -44,16 +48,16 @@ class Digits:
             right = model(self.test_images).argmax(1) == self.test_labels
         return 100 * float(right.float().mean())
 
-    def trained(
-        self, model: nn.Module, epochs: int, rate: float = 1e-3, after_step: Callable[[], None] | None = None
-    ) -> nn.Module:
-        """Return the model, trained for so many epochs."""
-        optimizer = torch.optim.Adam(model.train().parameters(), rate)
+    def trained(self, model: nn.Module, epochs: int, after_step: Callable[[], None] | None = None) -> nn.Module:
+        """Return the model, trained for so many epochs, at a rate that falls to zero along a cosine."""
+        optimizer = torch.optim.Adam(model.train().parameters(), 1e-3)
+        falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.steps(epochs)))
         for _ in range(epochs):
             for rows in torch.randperm(len(self.images)).split(BATCH):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(self.images[rows]), self.labels[rows]).backward()
                 optimizer.step()
+                falling.step()
                 if after_step is not None:
                     after_step()
         return model
@@ -108,6 +112,28 @@ def gradually(passes: str, epochs: int) -> Callable[[nn.Module, Digits], nn.Modu
     return way
 
 
+def quantized(scheme: str) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that computes in few bits; all training images are there to calibrate with."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        calibration = list(data.images.split(BATCH)) if scheme == "int8_static" else None
+        quantize = Quantize(scheme=scheme, aim="size", calibration=calibration)
+        return fxopt.optimize(model.eval(), quantize, example_inputs=data.images[:BATCH])
+
+    return way
+
+
+def trained_quantized(observer: str) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that trains on as if in 8 bits, ranges frozen in the last epoch, and then computes in 8 bits."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        qat = Qat(observer=observer, freeze_after=data.steps(TUNING - 1))
+        fast = fxopt.optimize(model.train(), qat, example_inputs=data.images[:BATCH], phase="train")
+        return quantized("int8_static")(data.trained(fast, TUNING), data)
+
+    return way
+
+
 @dataclass(frozen=True)
 class Way:
     """One way of compressing.
@@ -132,6 +158,12 @@ WAYS: Mapping[str, Way] = {
     "80% of weights": Way(pruned("prune{amount=0.8}")),
     "95% of weights": Way(pruned("prune{amount=0.95}")),
     "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),
+    "int8 dynamic": Way(quantized("int8_dynamic")),
+    "int8 weights": Way(quantized("int8_weight")),
+    "int4 weights": Way(quantized("int4_weight")),
+    "int8 static": Way(quantized("int8_static"), 0.5),
+    "QAT, moving average": Way(trained_quantized("moving_average"), 0.3),
+    "QAT, learned ranges": Way(trained_quantized("learned"), 0.3),
 }
 
 
@@ -150,11 +182,16 @@ def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[s
 
 
 def _accuracies(way: Way, network: str, seed: int) -> tuple[float, float]:
+    data, model = _trained(network, seed)
+    torch.manual_seed(seed)
+    return data.accuracy(model), data.accuracy(way.apply(copy.deepcopy(model).train(), data))
+
+
+@functools.cache
+def _trained(network: str, seed: int) -> tuple[Digits, nn.Module]:
     torch.manual_seed(seed)
     data = digits(seed)
-    model = data.trained(NETWORKS[network](), TRAINING)
-    before = data.accuracy(model)
-    return before, data.accuracy(way.apply(model.train(), data))
+    return data, data.trained(NETWORKS[network](), TRAINING)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from ...compat_quantized import (
     int8_packed,
     int8_product_dynamic,
     int8_product_of_weights,
+    int8_weight_packed,
 )
 from ...passes.state import dequantized
 from .layer import QuantizedLayer, is_finite
@@ -112,11 +113,7 @@ class Int8WeightLinear(_WithNarrowActivations):
 
     def product(self, rows: Tensor) -> Tensor:
         """Return the product."""
-        values, scales = self.held
-        return int8_product_of_weights(rows, values, self.packing.of(self._for_each_output, scales))
-
-    def _for_each_output(self, scales: Tensor) -> Tensor:
-        return scales.bfloat16().expand(self.out_features).contiguous()
+        return int8_product_of_weights(rows, self.packing.of(int8_weight_packed, *self.held))
 
 
 class Int4WeightLinear(_WithNarrowActivations):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.transforms.prune import Prune
 
+_IN_A_RUN_OF_ALL = 100
+"""What hypothesis takes by default; here a few are enough, and `make nightly` has thousands."""
 SETTINGS = settings(
-    max_examples=int(os.environ.get("FXOPT_RANDOM_MODELS", "6")),  # 1000 of each now and then
+    max_examples=6 if settings.default.max_examples == _IN_A_RUN_OF_ALL else settings.default.max_examples,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # making an example smaller takes minutes
 )
