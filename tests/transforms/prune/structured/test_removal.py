@@ -171,6 +171,15 @@ def test_it_is_pruned_again_by_a_share_of_what_is_left(residual: Any, residual_w
     assert fxopt.restore(second).stem.out_channels == 8
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(16, 16), nn.BatchNorm1d(16)])
+def test_what_a_norm_runs_over_is_pruned_again(norm: nn.Module):
+    model, x = nn.Sequential(nn.Linear(6, 16), norm, nn.Linear(16, 3)), torch.randn(4, 6)
+    first = fxopt.optimize(model, HALF, example_inputs=x)
+    second = fxopt.optimize(first, HALF, example_inputs=x)
+    assert statuses(second) == ["applied", "applied"]
+    assert first[0].out_features == 8 and second[0].out_features == second[2].in_features == 4
+
+
 def test_a_wrong_group_is_undone_by_itself(residual: Any):
     outer, inner = residual.groups
     wrong = type(inner)(inner.name, inner.kind, inner.size, inner.cuts[:-1])  # the next convolution is forgotten
