@@ -16,6 +16,7 @@ from ...compat_quantized import (
     int8_convolution_packed,
     int8_product_static,
     int8_static_packed,
+    runs_simulation,
 )
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
@@ -105,7 +106,7 @@ class StaticLayer(QuantizedLayer):
         return self.kernel(input, scales, bias, behind)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
-        if torch.compiler.is_compiling() or not is_plainly_eager() or not input.is_cpu or not input.numel():
+        if runs_simulation() or not is_plainly_eager() or not input.is_cpu or not input.numel():
             return False
         return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
 
