@@ -16,6 +16,7 @@ from ...compat_quantized import (
     int8_convolution_packed,
     int8_product_static,
     int8_static_packed,
+    runs_simulation,
 )
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
@@ -105,7 +106,7 @@ class StaticLayer(QuantizedLayer):
         return self.kernel(input, scales, bias, behind)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
-        if torch.compiler.is_compiling() or not is_plainly_eager() or not input.is_cpu or not input.numel():
+        if runs_simulation() or not is_plainly_eager() or not input.is_cpu or not input.numel():
             return False
         return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
 
@@ -133,6 +134,10 @@ class StaticLayer(QuantizedLayer):
         result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if behind.activation == "relu" else result
         return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"weight={list(self.held[0].shape)}, bias={self.bias is not None}, scale={self.range.scale:.3g}"
 
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""

@@ -55,7 +55,7 @@ def _gradient_problem(layer: QuantizedLinear, some: Tensor) -> str:
     for name, found, expected in zip(
         ("input", "bias"),
         _gradients(layer, layer.with_gradient, some),
-        _gradients(layer, layer.simulated, some),
+        _gradients(layer, layer.in_floats, some),
         strict=True,
     ):
         error, allowed = float((found - expected).abs().max()), _ROUNDING * float(expected.abs().max())
