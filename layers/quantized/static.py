@@ -133,6 +133,10 @@ class StaticLayer(QuantizedLayer):
         result = F.relu(result) if behind.activation == "relu" else result
         return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
 
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"weight={list(self.held[0].shape)}, bias={self.bias is not None}, scale={self.range.scale:.3g}"
+
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
         raise NotImplementedError
