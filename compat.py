@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.fx.graph import Graph, inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
@@ -37,6 +38,7 @@ __all__ = [
     "draws_randomly",
     "fake_tensors",
     "function_entries",
+    "has_global_hooks",
     "has_hooks",
     "has_lazy_parameters",
     "has_pre_hooks",
@@ -74,6 +76,10 @@ __all__ = [
 
 REGISTERS = ("_parameters", "_buffers")
 """The entries of a module's `__dict__` that hold its own parameters and buffers, by name."""
+
+has_global_hooks: Callable[[], Any] = _has_any_global_hook
+"""Say whether there are hooks that run with every module's call."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 UNCHANGED = "{0}._version == {1} and {0}.data_ptr() == {2}"
 """In generated code: a tensor has been changed in place so often, and its memory is there."""
@@ -172,7 +178,7 @@ def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Say whether calling the module runs hooks that the user registered."""
-    return bool(hooks_of(module))
+    return any(map(module.__dict__.__getitem__, _HOOKS))
 
 
 def has_lazy_parameters(module: nn.Module) -> bool:
@@ -187,15 +193,12 @@ def has_pre_hooks(module: nn.Module) -> bool:
 
 def has_state_hooks(module: nn.Module) -> bool:
     """Say whether the module has hooks that may change what its state dict holds."""
-    own: dict[str, Any] = module.__dict__
-    return bool(own["_state_dict_hooks"] or own["_state_dict_pre_hooks"])
+    return bool(module.__dict__["_state_dict_hooks"] or module.__dict__["_state_dict_pre_hooks"])
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that calling the module runs, and those of its gradients."""
-    own = cast("Any", module)
-    registries = (own._forward_pre_hooks, own._forward_hooks, own._backward_pre_hooks, own._backward_hooks)
-    return [hook for registry in registries for hook in registry.values()]
+    return [hook for name in _HOOKS for hook in module.__dict__[name].values()]
 
 
 def in_place_format(function: Any) -> str | None:
@@ -208,10 +211,9 @@ def in_place_format(function: Any) -> str | None:
 def is_plainly_eager(*, watched: bool = False) -> bool:
     """Say whether operations run as they are called; `watched` lets dispatch modes be there, if torch's own do not."""
     modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
-    dispatching: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+    seen: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
     native: Any = cast("Any", torch)._C
-    dispatching = [mode for mode in dispatching if not watched or hasattr(mode, "_mode_key")]
-    if dispatching or not all(isinstance(mode, DeviceContext) for mode in modes):
+    if any(not watched or hasattr(s, "_mode_key") for s in seen) or {type(m) for m in modes} - {DeviceContext}:
         return False
     return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
 

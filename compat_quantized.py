@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -33,6 +35,8 @@ __all__ = [
     "needs_reduced_range",
     "observer_called",
     "rounded_with_learned_scale",
+    "runs_simulation",
+    "simulating",
     "why_no_int8",
     "why_no_static_int8",
 ]
@@ -51,6 +55,30 @@ _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
 
 _ENGINES = ("x86", "fbgemm", "onednn")
+
+
+class _Switch(threading.local):
+    on = False
+
+
+_simulating = _Switch()
+
+
+@contextmanager
+def simulating() -> Generator[None]:
+    """Let quantized layers compute on this thread what compilers and exporters get of them."""
+    before, _simulating.on = _simulating.on, True
+    try:
+        yield
+    finally:
+        _simulating.on = before
+
+
+def runs_simulation() -> bool:
+    """Say whether quantized layers compute what their kernels stand for, in plain operators: packed objects do not go
+    into the graphs of compilers and exporters.
+    """
+    return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
 
 
 def why_no_int8() -> str:

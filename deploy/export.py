@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import batches_by_vmap, is_registered_operator
+from ..compat_quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding
@@ -63,6 +64,7 @@ def export_model(
         stack.enter_context(outside_inference_mode())
         stack.enter_context(preserved(model))
         stack.enter_context(in_phase(model, training=False))
+        stack.enter_context(simulating())  # with kernels, results would differ where a number lies between two steps
         stack.callback(model.register_forward_hook(lambda _, __, output: plain(output)).remove)
         file = stack.enter_context(atomic_file(path))
         comparison = _Comparison(Path(path), model)
@@ -179,9 +181,10 @@ class _Comparison:
                     raise self._objection(where, f"differs from the model: {name} {problem}")
 
     def _objection(self, where: str, what: str) -> ArchiveError:
+        calls = "" if len(self.expected) == 1 else "Give example calls of one kind; "
         return ArchiveError(
-            f"{self.path} was not written: {where}, the exported model {what}. Give example calls of one kind; "
-            "dynamic_batch=False (--no-dynamic-batch) exports the example's batch size alone"
+            f"{self.path} was not written: {where}, the exported model {what}. {calls}dynamic_batch=False "
+            "(--no-dynamic-batch) exports the example's batch size alone"
         )
 
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Range", "from_numbers", "to_numbers"]
+from ...compat_quantized import needs_reduced_range
+
+__all__ = ["Range", "from_numbers", "quantized_at_once", "to_numbers"]
 
 _LARGEST = 255
+_STEPS = 127 if needs_reduced_range() else 255
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,20 @@ class Range:
         inside = x.clamp(-self.zero_point * self.scale, (_LARGEST - self.zero_point) * self.scale)
         numbers = to_numbers(x.detach(), self.scale, self.zero_point)
         return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
+
+
+def quantized_at_once(x: Tensor) -> Tensor:
+    """Return an activation rounded to 8 bits with one scale and zero point for all of it; gradients pass.
+
+    This is what `int8_product_dynamic` does to its input.
+    """
+    wide = x.detach().float()
+    low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
+    scale = (high - low) / _STEPS
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = (-low / scale).round()
+    rounded = (((wide * (1 / scale)).round() + zero).clamp(0, _STEPS) - zero) * scale
+    return x + (rounded - wide).to(x.dtype) if torch.is_grad_enabled() and x.requires_grad else rounded.to(x.dtype)
 
 
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:

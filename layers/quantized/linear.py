@@ -16,9 +16,11 @@ from ...compat_quantized import (
     int8_product_dynamic,
     int8_product_of_weights,
     int8_weight_packed,
+    runs_simulation,
 )
 from ...passes.state import dequantized
-from .layer import QuantizedLayer, is_finite
+from .activations import quantized_at_once
+from .layer import QuantizedLayer, autocast_type, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -26,7 +28,8 @@ __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightL
 class QuantizedLinear(QuantizedLayer):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
 
-    Under compilers, exporters and transforms, and outside the CPU, it computes with the weight that these stand for.
+    Compilers and exporters get what the kernel computes in plain operators. Under transforms and outside the CPU it
+    computes with the weight that the numbers stand for.
     Gradients flow to the input and the bias as if it always did; the weight has none.
 
     Args:
@@ -63,18 +66,30 @@ class QuantizedLinear(QuantizedLayer):
         return buffers["weight_values"], buffers["weight_scales"]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
-        if torch.compiler.is_compiling() or not input.is_cpu or not input.numel() or not is_plainly_eager():
+        if runs_simulation():
             return self.simulated(input)
+        if not input.is_cpu or not input.numel() or not is_plainly_eager():
+            return self.in_floats(input)
+        input = input.to(autocast_type(input.dtype))  # noqa: A001
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            return _with_gradient(self, input)
+            return self.with_gradient(input)
         return self.kernel(input)
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
         raise NotImplementedError
 
+    def with_gradient(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the kernel, with gradients for the input and the bias."""
+        function: Any = _WithGradient
+        return function.apply(self, input, self.bias)
+
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Compute what the kernel stands for in floating point."""
+        """Compute what the kernel computes, with plain operators that round as it does."""
+        return self.in_floats(input)
+
+    def in_floats(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the weight that the numbers stand for."""
         return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
@@ -90,8 +105,12 @@ class Int8DynamicLinear(QuantizedLinear):
         packed = self.packing.of(int8_packed, *self.held, self.bias)
         rows = input.float().reshape(-1, self.in_features)
         if not is_finite(rows):
-            return self.simulated(input)
+            return self.in_floats(input)
         return int8_product_dynamic(rows, packed).to(input.dtype).view(*input.shape[:-1], self.out_features)
+
+    def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with rounded activations."""
+        return self.in_floats(quantized_at_once(input))
 
 
 class _WithNarrowActivations(QuantizedLinear):
@@ -102,6 +121,13 @@ class _WithNarrowActivations(QuantizedLinear):
         rows = input.reshape(-1, self.in_features).bfloat16()
         result = self.product(rows).to(input.dtype).view(*input.shape[:-1], self.out_features)
         return result if self.bias is None else result.add_(self.bias)
+
+    def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with activations and results in bfloat16, and sums in float32."""
+        values, scales = self.held
+        weight = dequantized(values, scales.bfloat16(), self.form, torch.float32)
+        result = F.linear(input.bfloat16().float(), weight).bfloat16().to(input.dtype)
+        return result if self.bias is None else result + self.bias.to(input.dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return [rows, outputs] for activations, [rows, inputs], in bfloat16."""
@@ -135,7 +161,7 @@ class Float8Linear(QuantizedLinear):
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the wide weight."""
-        return self.simulated(input)
+        return self.in_floats(input)
 
 
 def _packed_halves(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +181,3 @@ class _WithGradient(torch.autograd.Function):
         of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias
-
-
-def _with_gradient(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    function: Any = _WithGradient
-    return function.apply(layer, x, layer.bias)

@@ -16,10 +16,11 @@ from ...compat_quantized import (
     int8_convolution_packed,
     int8_product_static,
     int8_static_packed,
+    runs_simulation,
 )
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
-from .layer import QuantizedLayer
+from .layer import QuantizedLayer, autocast_type
 
 __all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
 
@@ -105,7 +106,7 @@ class StaticLayer(QuantizedLayer):
         return self.kernel(input, scales, bias, behind)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
-        if torch.compiler.is_compiling() or not is_plainly_eager() or not input.is_cpu or not input.numel():
+        if runs_simulation() or not is_plainly_eager() or not input.is_cpu or not input.numel():
             return False
         return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
 
@@ -119,6 +120,8 @@ class StaticLayer(QuantizedLayer):
         if output is not None:
             form = (output.scale, output.zero_point, torch.uint8, behind.activation)
         result = self.product(numbers, scales, bias, form)
+        if output is None:
+            result = result.to(autocast_type(floats))
         contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
         return result.contiguous() if contiguous and output is None else result
 
@@ -131,6 +134,10 @@ class StaticLayer(QuantizedLayer):
         result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if behind.activation == "relu" else result
         return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"weight={list(self.held[0].shape)}, bias={self.bias is not None}, scale={self.range.scale:.3g}"
 
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
@@ -244,5 +251,5 @@ class _WithGradient(torch.autograd.Function):
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
             result = ctx.layer.simulated(*given, ctx.behind)
         leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad([result], leaves, list(gradients)))
+        found = iter(torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)]))
         return None, None, *(next(found) if want else None for want in wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
-from .named_modules import check_named, module_words, names_module
+from .named_modules import check_named, module_words, names_module, word_for
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
 from .processes import (
     device_type,
@@ -34,4 +34,5 @@ __all__ = [
     "require_same_weights",
     "snake_case",
     "type_text",
+    "word_for",
 ]

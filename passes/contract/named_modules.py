@@ -11,9 +11,10 @@ from torch import nn
 from ...compat import modules_by_name
 from ...errors import UsageError
 from ...suggest import did_you_mean
+from ...tracing.program import Program
 from ...tracing.values import user_class
 
-__all__ = ["check_named", "module_words", "names_module"]
+__all__ = ["check_named", "module_words", "names_module", "word_for"]
 
 
 def module_words(pass_name: str, option: str, given: object) -> tuple[str, ...]:
@@ -39,6 +40,19 @@ def _word(pass_name: str, option: str, item: object) -> str:
 def names_module(word: str, name: str, module: nn.Module) -> bool:
     """Say whether a word names a module: by its qualified name, which may hold `*`, or by its class."""
     return fnmatchcase(name, word) or user_class(type(module)).__name__ == word
+
+
+def word_for(words: Sequence[str], name: str, program: Program) -> str | None:
+    """Return the first of the words that names a module, or one around it; None if none does.
+
+    Args:
+        words: see `names_module`.
+        name: of the module.
+        program: of the model.
+    """
+    parts = name.split(".") if name else []
+    around = {path: program.module(path) for count in range(len(parts) + 1) for path in [".".join(parts[:count])]}
+    return next((word for word in words if any(names_module(word, *each) for each in around.items())), None)
 
 
 def check_named(pass_name: str, option: str, words: Sequence[str], model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from ...tracing.graphs import (
     with_graph,
     with_specializations,
 )
-from ...tracing.guards import in_evaluation
+from ...tracing.guards import Guard, in_evaluation
 from ...tracing.program import Program
 from ...tracing.values import Meta, meta_of
 from ..sites import Site
@@ -245,13 +245,16 @@ class GraphEdit:
 
     def hold_in_evaluation(self, children: Sequence[str]) -> None:
         """Let the site's graph hold only while these children are in evaluation; else the original forward is right."""
+        reason = f"{self.pass_name} rewrote it for evaluation"
+        self.hold_where([in_evaluation(name, reason) for name in children])
+        self.trainable = True
+
+    def hold_where(self, guards: Sequence[Guard]) -> None:
+        """Let the site's graph hold only where these guards do, too."""
         self._own_graph()
         specializations, number = required_capture(self.owner).specializations, self.site.specialization
-        reason = f"{self.pass_name} rewrote it for evaluation"
-        asked = (in_evaluation(name, reason) for name in children)
-        guards = tuple(dict.fromkeys((*specializations[number].guards, *asked)))
-        specializations[number] = dataclasses.replace(specializations[number], guards=guards)
-        self.trainable = True
+        every = tuple(dict.fromkeys((*specializations[number].guards, *guards)))
+        specializations[number] = dataclasses.replace(specializations[number], guards=every)
         self.program.touch()
 
     def graph_node(self, label: str) -> fx.Node:

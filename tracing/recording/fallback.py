@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
+_OF_MODULE = re.compile(r"(not |'\w+' not in )?(\w+\()*self\b|not _has_any_global_hook")
+"""How conditions begin that ask for nothing that is given in a call."""
 _DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
 
 
@@ -82,7 +85,7 @@ class Fallback:
             graphs = required_capture(module).specializations
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
                 return
-            settles = graphs and not reason.startswith("self.")  # what a module holds comes with no call
+            settles = graphs and not _OF_MODULE.match(reason)  # what a module holds comes with no call
             advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if settles else _AGAIN
             warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
 

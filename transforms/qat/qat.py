@@ -10,12 +10,11 @@ from torch import nn
 
 from ...errors import UsageError
 from ...layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable
-from ...passes.contract import Pass, check_named, module_words
+from ...passes.contract import Pass, check_named, module_words, word_for
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.values import user_class
-from ..quantize.eligible import is_kept
 from ..quantize.replayable import replayable
 from ..quantize.static.batches import calls
 from ..quantize.static.calibration import ranges_of
@@ -93,7 +92,7 @@ class Qat(Pass):
     def _norms(self, program: Program) -> Iterator[Site]:
         for module in program.names.distinct:
             name = program.names.name(module)
-            if user_class(type(module)) in _NORMS and name and not is_kept(self.keep, name, program):
+            if user_class(type(module)) in _NORMS and name and word_for(self.keep, name, program) is None:
                 yield Site(program, name, {}, data={"freezes": True}, detail="its statistics can be frozen")
 
     def rewrite(self, site: Site, edit: Edit) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks, has_state_hooks, submodule
 from ...layers.quantized import QuantizedLayer
-from ...passes.contract import names_module
+from ...passes.contract import word_for
 from ...passes.driver import record_of
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners, TensorReads
@@ -18,7 +18,7 @@ from ...tracing.program import Program
 from ...tracing.values import qualified
 from .settings import Settings
 
-__all__ = ["Layer", "already_quantized", "is_kept", "obstacle", "sites"]
+__all__ = ["Layer", "already_quantized", "obstacle", "sites"]
 
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _NEVER_CALLED = "the example inputs never call it"
@@ -57,7 +57,7 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
     yield from already_quantized(settings.keep, program)
     called = _called(program, [layer.module for layer in layers])
     for layer in sorted(layers, key=lambda layer: -layer.size):
-        if is_kept(settings.keep, layer.name, program):
+        if word_for(settings.keep, layer.name, program) is not None:
             continue
         reason = obstacle(layer, program) or layer.objection
         if not reason and called is not None and layer.module not in called:
@@ -71,15 +71,8 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
     steps = () if earlier is None else earlier.state_map.steps
     names = dict.fromkeys(target.rpartition(".")[0] for step in steps for target in step.targets)
     for name in names:
-        if isinstance(submodule(program.model, name), QuantizedLayer) and not is_kept(keep, name, program):
+        if isinstance(submodule(program.model, name), QuantizedLayer) and word_for(keep, name, program) is None:
             yield Refusal(_QUANTIZED, name)
-
-
-def is_kept(words: Sequence[str], name: str, program: Program) -> bool:
-    """Say whether words name a module, or one around it."""
-    parts = name.split(".")
-    around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return any(names_module(word, path, program.module(path)) for path in around for word in words)
 
 
 def _in_encoder(name: str, program: Program) -> bool:

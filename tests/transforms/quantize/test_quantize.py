@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,26 @@ def test_a_kernel_that_is_wrong_is_found_out(scheme: str, monkeypatch: pytest.Mo
     kernel_problem.cache_clear()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rows", [1, 130])
+def test_a_kernel_that_is_wrong_at_other_rows_is_found_out(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch):
+    classes: Any = type(quantized(Net().eval(), scheme).up).__mro__
+    kind = next(each for each in classes if "kernel" in vars(each))
+    right = kind.kernel
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(kind, "kernel", lambda self, x: right(self, x) * (len(x) != rows))
+    assert f"with {rows} rows" in decisions(quantized(Net().eval(), scheme))[0][1]
+    kernel_problem.cache_clear()
+
+
+def test_a_wrong_gradient_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    product = Tensor.__matmul__
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(Tensor, "__matmul__", lambda one, other: product(one, other) * 0)  # in the backward alone
+    assert "in the gradient of its input" in decisions(quantized(Net().eval()))[0][1]
+    kernel_problem.cache_clear()
+
+
 @pytest.mark.parametrize(("form", "group", "low"), [("int8", 0, -127), ("int8", -1, -127), ("int4", 32, -7)])
 def test_scales_are_those_of_torchao(form: str, group: int, low: int):
     primitives: Any = pytest.importorskip("torchao.quantization.quant_primitives")
@@ -304,10 +325,35 @@ def test_under_autocast_and_on_what_is_not_finite(scheme: str):
         assert fast(torch.zeros_like(X)).isfinite().all()
 
 
-def test_exporters_see_the_floats():
-    fast = quantized(Net().eval())
-    exported = torch.export.export(nn.Sequential(fast.up), (X,)).module()
-    assert torch.equal(exported(X), fxopt.restore(fast).up(X))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_exporters_and_compilers_get_what_the_kernels_compute(scheme: str, tmp_path: Path):
+    fast = quantized(Net().eval(), scheme)
+    with torch.no_grad():
+        expected = fast(X)
+        allowed = 1e-5 if scheme in ("int8_dynamic", "float8") else 2**-7  # a step of bfloat16
+        exported = torch.export.export(fast, (X,)).module()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            can_trace = scheme != "float8"  # TorchScript cannot read bytes as float8
+            traced: Any = [torch.jit.trace(fast, X, check_trace=False)] if can_trace else []
+        compiled = torch.compile(fast, backend="eager")
+        for found in (exported, compiled, *traced):
+            assert error(found(X), expected) < allowed
+    path = tmp_path / "model.pt2"
+    fxopt.export(fast, path, (X,))
+    loaded = fxopt.load(path)
+    with torch.no_grad():
+        assert error(loaded(X), expected) < allowed and loaded(X[:1]).shape == (1, 32)
+    held = torch.export.load(path).state_dict.values()
+    assert sum(t.nbytes for t in held) < 0.3 * sum(t.nbytes for t in Net().state_dict().values())
+
+
+def test_gradients_pass_what_exporters_round():
+    fast, x = quantized(Net().eval()), X.clone().requires_grad_()
+    torch.compile(fast, backend="eager")(x).sum().backward()
+    compiled, x.grad = x.grad, None
+    fast(x).sum().backward()
+    assert compiled is not None and x.grad is not None and error(compiled, x.grad) < 1e-4
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

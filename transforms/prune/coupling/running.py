@@ -115,7 +115,7 @@ class _Runner:
     def marked(self) -> list[tuple[str, nn.Module]]:
         """Return the modules whose attributes are read by code that runs."""
         modules = [m for m in all_modules(self._program.model) if not isinstance(m, Region)]
-        return [(self._name(m), m) for m in modules if not self._graphs or capture_of(m) is None]
+        return [(self._name(m), m) for m in modules if not (self._graphs and _has_graphs(m))]
 
     def _name(self, module: nn.Module) -> str:
         names = self._program.names
@@ -127,7 +127,7 @@ class _Runner:
         capture = capture_of(module)
         name = self._name(module)
         try:
-            if capture is None or not capture.specializations:
+            if capture is None or not _has_graphs(module):
                 self._follower.place = dataclasses.replace(before, module=name)
                 return original(module, *args, **kwargs)
             self._follower.place = Place(name, None if self._graphs else name)
@@ -190,6 +190,12 @@ class _Runner:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return _called(node.target)(*args, **kwargs)
+
+
+def _has_graphs(module: nn.Module) -> bool:
+    """Say whether a module runs graphs; one that an edit changed may have lost all that it had."""
+    capture = capture_of(module)
+    return capture is not None and bool(capture.specializations)
 
 
 def _called(target: Any) -> Callable[..., Any]:

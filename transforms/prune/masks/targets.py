@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....compat import has_hooks, own_parameters
 from ....layers.masked import gone_of
-from ....passes.contract import names_module
+from ....passes.contract import word_for
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import is_leaf, qualified, user_class
@@ -64,7 +64,6 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
         program: the model.
         keep: words that name the modules to leave out, with what is in them.
     """
-    left_out = _left_out(program, keep)
     names: dict[Tensor, list[str]] = {}
     for module in program.names.distinct:
         for name, tensor in own_parameters(module).items():
@@ -73,7 +72,7 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
     for module in program.names.distinct:
         inputs = _inputs(user_class(type(module)))
         owner = program.names.name(module)
-        if inputs is None or owner in left_out:
+        if inputs is None or word_for(keep, owner, program) is not None:
             continue
         reason = _obstacle(module, owner)
         if reason:
@@ -90,13 +89,6 @@ def _inputs(cls: type[nn.Module]) -> int | None:
     """Return along which dimension of its weights a layer's inputs lie, or None where it has no matrices to prune."""
     known = (dim for kind, dim in _INPUTS.items() if issubclass(cls, kind))
     return next(known, _OTHERS.get(f"{cls.__module__}.{cls.__qualname__}"))
-
-
-def _left_out(program: Program, keep: Sequence[str]) -> set[str]:
-    """Return the names of the modules that the user keeps, and of all in them."""
-    named = [(program.names.name(module), module) for module in program.names.distinct]
-    roots = [name for name, module in named if any(names_module(word, name, module) for word in keep)]
-    return {name for name, _ in named if any(name == root or not root or name.startswith(f"{root}.") for root in roots)}
 
 
 def _obstacle(module: nn.Module, owner: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....passes.contract import names_module
+from ....passes.contract import word_for
 from ....passes.sites import Refusal, Site
 from ....tracing.program import Program
 from ..coupling import Group, Refused, coupling
@@ -64,11 +64,10 @@ def _wanted(program: Program, groups: Sequence[Group], wanted: Settings) -> tupl
 
 
 def _obstacle(program: Program, group: Group, wanted: Settings) -> str | None:
-    paths = {tuple(cut.tensor.split(".")[:-1]) for cut in group.cuts} if wanted.keep else ()
-    around = {".".join(path[: end + 1]) for path in paths for end in range(len(path))}
-    for word in wanted.keep:
-        if any(names_module(word, name, program.module(name)) for name in around):
-            return f"it has to keep its units: keep={word}"
+    owners = dict.fromkeys(cut.tensor.rpartition(".")[0] for cut in group.cuts)
+    word = next(filter(None, (word_for(wanted.keep, owner, program) for owner in owners)), None)
+    if word is not None:
+        return f"it has to keep its units: keep={word}"
     return "it has one unit only" if group.size < 2 else None
 
 

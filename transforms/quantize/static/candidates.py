@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ....layers.quantized import FakeQuantized, Geometry
+from ....passes.contract import word_for
 from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ..eligible import Layer, already_quantized, is_kept, obstacle
+from ..eligible import Layer, already_quantized, obstacle
 
 __all__ = ["CONVOLUTIONS", "candidates", "is_candidate"]
 
@@ -38,7 +39,7 @@ def candidates(
     yield from already_quantized(keep, program)
     for module in program.names.distinct:
         name = program.names.name(module)
-        if not is_candidate(module) or is_kept(keep, name, program):
+        if not is_candidate(module) or word_for(keep, name, program) is not None:
             continue
         reason = _reason(name, module, program, runs_here)
         yield Refusal(reason, name or "(root)") if reason else (name, module)

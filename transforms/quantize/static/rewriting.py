@@ -29,6 +29,7 @@ from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
 from ...fold_batchnorm.find import dimensions_wanted
 from .candidates import CONVOLUTIONS, is_candidate
+from .members import as_found, members
 from .pools import pooling_of
 
 __all__ = ["rewrite"]
@@ -46,6 +47,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     if not site.nodes:
         _replace_layer("", layers[0], edit, group)
         return
+    called = members(site, edit)
     for number, layer in enumerate(layers):
         node, norm = edit.graph_node(f"layer.{number}"), f"norm.{number}"
         wanted = dimensions_wanted(edit.program.callee(site.owner, node)) if norm in site.nodes else None
@@ -59,6 +61,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
             _pass_numbers(edit.graph_node(label), edit)
         if label.startswith("view."):
             _loosened(edit.graph_node(label), edit)
+    edit.hold_where(as_found(edit.owner, called))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,10 @@ def test_it_equals_the_original_with_zeros_in_float64_in_both_modes(case: Any, t
         assert decision.figures["checked"] == "float64" and decision.figures["meaning_error"] < 1e-12
 
 
-def test_every_set_of_groups_lands(case: Any):
-    for count in range(1, len(case.groups) + 1):
-        for groups in itertools.combinations(case.groups, count):
-            case.couple(*groups)
-            pruned(case, training=True)
+def test_each_group_lands_by_itself_and_all_together(case: Any):
+    for groups in (*((group,) for group in case.groups), case.groups):
+        case.couple(*groups)
+        pruned(case, training=True)
 
 
 def test_shapes_attributes_and_graphs_say_the_new_sizes(residual: Any):
@@ -171,6 +169,15 @@ def test_it_is_pruned_again_by_a_share_of_what_is_left(residual: Any, residual_w
         second.load_state_dict(checkpoint)
         assert torch.equal(second(residual.x), y)
     assert fxopt.restore(second).stem.out_channels == 8
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(16, 16), nn.BatchNorm1d(16)])
+def test_what_a_norm_runs_over_is_pruned_again(norm: nn.Module):
+    model, x = nn.Sequential(nn.Linear(6, 16), norm, nn.Linear(16, 3)), torch.randn(4, 6)
+    first = fxopt.optimize(model, HALF, example_inputs=x)
+    second = fxopt.optimize(first, HALF, example_inputs=x)
+    assert statuses(second) == ["applied", "applied"]
+    assert first[0].out_features == 8 and second[0].out_features == second[2].in_features == 4
 
 
 def test_a_wrong_group_is_undone_by_itself(residual: Any):

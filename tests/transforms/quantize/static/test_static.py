@@ -103,6 +103,63 @@ def simulated(fast: nn.Module, model: nn.Module) -> nn.Module:
     return simulation
 
 
+def cnn() -> nn.Sequential:
+    """Return modules one behind the other: a batch norm, a ReLU and a reshape between layers."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4)
+    return cast("nn.Sequential", trained(nn.Sequential(*layers)))
+
+
+class Halved(nn.Module):
+    """Half of what a layer gives; it takes nothing but the input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / 2
+
+
+CHANGES: dict[str, Any] = {
+    "another activation": lambda model: model.__setitem__(2, nn.Sigmoid()),
+    "no norm": lambda model: model.__setitem__(1, nn.Identity()),
+    "a setting of the norm": lambda model: setattr(model[1], "eps", 0.5),
+    "a wrapped layer": lambda model: model.__setitem__(3, Halved(model[3])),
+    "a new layer": lambda model: model.__setitem__(3, nn.Conv2d(16, 8, 3)),
+    "a forward of its own": lambda model: setattr(model[2], "forward", torch.sigmoid),
+    **{f"a hook on {at}": lambda model, at=at: model[at].register_forward_hook(lambda *args: args[2] / 2)
+       for at in range(6)},
+    **{f"a hook before {at}": lambda model, at=at: model[at].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+       for at in range(6)},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::fxopt.errors.GuardWarning")
+def test_what_becomes_of_members_afterwards_counts():
+    model = cnn()
+    fast = optimized(model)
+    for name, change in CHANGES.items():
+        changed, expected = copy.deepcopy(fast), copy.deepcopy(model)
+        for each in (changed, expected):
+            torch.manual_seed(1)
+            change(each)
+        assert error(run(changed), run(expected)) < 0.06, name
+    assert error(run(pickle.loads(pickle.dumps(fast))), run(fast)) == 0
+
+
+def test_hooks_meet_floats():
+    fast, seen = optimized(cnn()), list[torch.dtype]()
+    handle = fast[4].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with pytest.warns(fxopt.GuardWarning, match=r"a hook would meet numbers.*Set it before"):
+        run(fast)
+    handle.remove()
+    with nn.modules.module.register_module_forward_hook(lambda *args: seen.append(args[2].dtype)):  # noqa: SIM117
+        with pytest.warns(fxopt.GuardWarning, match=r"hooks on all modules.*Set it before"):
+            run(fast)
+    assert set(seen) == {torch.float32} and len(seen) == 8
+
+
 def test_layers_pass_on_numbers(net: nn.Module):
     fast = optimized(net)
     assert statuses(fast) == ["applied"]
@@ -214,6 +271,7 @@ def test_the_most_costly_layers_stay_in_floats(net: nn.Module):
 def test_what_is_refused(net: nn.Module):
     kept = optimized(net, keep=("second",))
     assert type(kept.second) is nn.Conv2d and is_static(kept.first)
+    assert "weight=[16, 3, 3, 3], bias=True" in repr(kept.first)
     with pytest.raises(UsageError, match="in training"):
         optimized(Net().train())
     assert "float64" in reasons(optimized(trained(Net()).double(), X.double()))

@@ -1,0 +1,25 @@
+"""Modules with masks: the gradients that users train with are those that verification sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda gone, g: g, lambda gone, g: g * 0, lambda gone, g: g.masked_fill(gone, 0) * 1.001],
+    ids=["all", "none", "scaled"],
+)
+def test_gradients_that_are_masked_wrongly_are_found(wrong: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any):
+    monkeypatch.setattr("fxopt.layers.masked._without", wrong)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    fast = fxopt.optimize(model, "prune{scope=layer}", example_inputs=torch.randn(8, 16))
+    reasons = [decision.reason for decision in fxopt.plan(fast).decisions]
+    assert [reason.split(" differs")[0] for reason in reasons] == ["gradient of 0.weight", "gradient of 2.weight"]
