@@ -101,8 +101,8 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
     if request.twin is not None:
         _check_twin(model, request.twin)
     for pass_ in request.passes:
-        check_option_types(pass_)
         _ = pass_.error_budget
+        check_option_types(pass_)
         pass_.check(model)
     record = record_of(model)
     if record is not None and record.finished_by:
