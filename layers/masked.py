@@ -10,10 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_plainly_eager, read_by_name, version_of
+from ..compat import is_plainly_eager, read_by_name
 from ..passes.state import STATE_MAP, sharded_like
 from ..tracing.graphs import capture_of, install, uninstall
 from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from .quantized import Packing
 
 __all__ = ["Masked", "gone_of", "masked_module", "set_gone", "unmask"]
 
@@ -44,13 +45,13 @@ class Masked(Remade):
 
 
 class _Settled:
-    """Know the version and the place in memory that parameters had when zeros were last put there.
+    """Know which parameters are as they were when zeros were last put there.
 
     It follows from the parameters, and is no change of the module: copies and pickles begin anew.
     """
 
     def __init__(self) -> None:
-        self.at: dict[str, tuple[int, int]] = {}
+        self.at: dict[str, Packing] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Settled)
@@ -154,11 +155,12 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:
     """Put the zeros back where anything was written to a parameter since that was last done."""
     settled = cast("_Settled", vars(module)[_SETTLED]).at
-    now = version_of(parameter), parameter.data_ptr()
-    if settled.get(name) != now:
+
+    def settle(written: Tensor) -> None:
         # Not counted as a write: backward passes that are under way saved the same values.
-        parameter.data.masked_fill_(gone, 0)
-        settled[name] = now
+        written.data.masked_fill_(gone, 0)
+
+    settled.setdefault(name, Packing()).of(settle, parameter)
 
 
 def unmask(module: nn.Module) -> None:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers
 from ...errors import UsageError
 from .packing import Packing
 
-__all__ = ["QuantizedLayer", "check_in_floats", "is_finite"]
+__all__ = ["QuantizedLayer", "autocast_type", "check_in_floats", "is_finite"]
 
 
 class QuantizedLayer(nn.Module):
@@ -54,3 +55,10 @@ def check_in_floats(pass_name: str, model: nn.Module) -> None:
 def is_finite(x: Tensor) -> bool:
     """Say whether no element of a tensor is infinite or NaN, of which kernels for integers know nothing."""
     return math.isfinite(float(x.detach().sum()))
+
+
+def autocast_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which layers compute with activations of a type on the CPU, where autocast may be on."""
+    if not torch.is_autocast_enabled("cpu") or not dtype.is_floating_point or dtype is torch.float64:
+        return dtype
+    return torch.get_autocast_dtype("cpu")

@@ -20,7 +20,7 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import quantized_at_once
-from .layer import QuantizedLayer, is_finite
+from .layer import QuantizedLayer, autocast_type, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -70,13 +70,19 @@ class QuantizedLinear(QuantizedLayer):
             return self.simulated(input)
         if not input.is_cpu or not input.numel() or not is_plainly_eager():
             return self.in_floats(input)
+        input = input.to(autocast_type(input.dtype))  # noqa: A001
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            return _with_gradient(self, input)
+            return self.with_gradient(input)
         return self.kernel(input)
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
         raise NotImplementedError
+
+    def with_gradient(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the kernel, with gradients for the input and the bias."""
+        function: Any = _WithGradient
+        return function.apply(self, input, self.bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute what the kernel computes, with plain operators that round as it does."""
@@ -175,8 +181,3 @@ class _WithGradient(torch.autograd.Function):
         of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias
-
-
-def _with_gradient(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    function: Any = _WithGradient
-    return function.apply(layer, x, layer.bias)

@@ -20,7 +20,7 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import Range, from_numbers, to_numbers
-from .layer import QuantizedLayer
+from .layer import QuantizedLayer, autocast_type
 
 __all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
 
@@ -120,6 +120,8 @@ class StaticLayer(QuantizedLayer):
         if output is not None:
             form = (output.scale, output.zero_point, torch.uint8, behind.activation)
         result = self.product(numbers, scales, bias, form)
+        if output is None:
+            result = result.to(autocast_type(floats))
         contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
         return result.contiguous() if contiguous and output is None else result
 
@@ -132,6 +134,10 @@ class StaticLayer(QuantizedLayer):
         result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if behind.activation == "relu" else result
         return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"weight={list(self.held[0].shape)}, bias={self.bias is not None}, scale={self.range.scale:.3g}"
 
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
@@ -248,5 +254,7 @@ class _WithGradient(torch.autograd.Function):
         with torch.enable_grad():
             result = ctx.layer.simulated(*given, ctx.behind)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
-        found = iter(torch.autograd.grad([result], leaves, list(gradients), create_graph=is_differentiated))
+        found = iter(
+            torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)
+        )
         return None, None, *(next(found) if want else None for want in wanted)

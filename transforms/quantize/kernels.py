@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat_quantized import needs_reduced_range
 from ...layers.quantized import Int8DynamicLinear, QuantizedLinear
@@ -14,36 +16,69 @@ from ...passes.state import quantized
 
 __all__ = ["kernel_problem", "quantized_activations"]
 
-_ROWS = 5
+_ROWS = (1, 2, 17, 130)
+"""Calls with so many rows are tried: kernels choose by it how to compute."""
+
+_DIFFERENT = 17
 _ROUNDING = 2.0**-6
 """What scales, activations and results in bfloat16 may make of the largest result; sums of integers are exact."""
 
 
 @cache
 def kernel_problem(kind: type[QuantizedLinear], outputs: int, inputs: int, group: int) -> str:
-    """Return in what a kernel differs from its simulation in floating point, or "".
+    """Return in what a kernel, or its gradients, differ from its simulation in floating point, or "".
 
     The two are compared on random numbers: of one shape a kernel does the same with all of them.
     """
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False), torch.no_grad():
-        weight = torch.randn(outputs, inputs, generator=generator)
-        x = torch.randn(_ROWS, inputs, generator=generator)
-        layer = kind(*quantized(weight, kind.form, group), None, torch.float32)
-        expected, allowed = _simulated(layer, x)
-        error = float((layer.kernel(x) - expected).abs().max())
-    return "" if error <= allowed else f"the kernel for {inputs} to {outputs} is off by {error:.3g}, not {allowed:.3g}"
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
+        layer = kind(*quantized(weight, kind.form, group), nn.Parameter(bias), torch.float32)
+        some = torch.randn(_DIFFERENT, inputs, generator=generator)
+        wide = layer.weight
+        problem = next(filter(None, (_product_problem(layer, wide, some, rows) for rows in _ROWS)), "")
+        problem = problem or _gradient_problem(layer, some)
+    return f"the kernel for {inputs} to {outputs} is off by {problem}" if problem else ""
 
 
-def _simulated(layer: QuantizedLinear, x: Tensor) -> tuple[Tensor, float]:
+def _product_problem(layer: QuantizedLinear, weight: Tensor, some: Tensor, rows: int) -> str:
+    """Compare a call with so many rows, of which few are different: only those are simulated."""
+    with torch.no_grad():
+        expected, allowed = _simulated(layer, weight, some[:rows])
+        index = torch.arange(rows) % len(some)
+        error = float((layer.kernel(some[index]) - expected[index]).abs().max())
+    return "" if error <= allowed else f"{error:.3g}, not {allowed:.3g}, with {rows} rows"
+
+
+def _gradient_problem(layer: QuantizedLinear, some: Tensor) -> str:
+    """Compare the gradients of input and bias with those of the simulation."""
+    for name, found, expected in zip(
+        ("input", "bias"),
+        _gradients(layer, layer.with_gradient, some),
+        _gradients(layer, layer.in_floats, some),
+        strict=True,
+    ):
+        error, allowed = float((found - expected).abs().max()), _ROUNDING * float(expected.abs().max())
+        if not error <= allowed:
+            return f"{error:.3g}, not {allowed:.3g}, in the gradient of its {name}"
+    return ""
+
+
+def _gradients(layer: QuantizedLinear, compute: Callable[[Tensor], Tensor], some: Tensor) -> Sequence[Tensor]:
+    with torch.enable_grad():
+        x = some.clone().requires_grad_()
+        result = compute(x)
+        return torch.autograd.grad([result], [x, cast("Tensor", layer.bias)], [some[:, :1].expand_as(result)])
+
+
+def _simulated(layer: QuantizedLinear, weight: Tensor, x: Tensor) -> tuple[Tensor, float]:
     """Return what a layer stands for, and what rounding may do to it."""
-    weight = layer.weight
     if not isinstance(layer, Int8DynamicLinear):
-        expected = F.linear(x.bfloat16().float(), weight)
+        expected = F.linear(x.bfloat16().float(), weight, layer.bias)
         return expected, _ROUNDING * float(expected.abs().max())
     rounded, step = quantized_activations(x)
     # An activation in the middle between two steps may be rounded to either.
-    return F.linear(rounded, weight), 2 * step * float(weight.abs().max())
+    return F.linear(rounded, weight, layer.bias), 2 * step * float(weight.abs().max())
 
 
 def quantized_activations(x: Tensor) -> tuple[Tensor, float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.layers.quantized import Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from fxopt.layers.quantized import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from fxopt.passes.state import quantized
 
 WIDTHS = [(Int8DynamicLinear, inputs) for inputs in (1, 15, 17)]
@@ -27,7 +27,21 @@ def test_kernels_take_every_width_and_layout(kind: type[QuantizedLinear], inputs
         wide = torch.randn(5, 2 * inputs)
         for x in (wide[:1, ::2], wide[:, ::2], wide[:0, ::2], wide.bfloat16()[:, ::2], wide[0, ::2]):
             with torch.no_grad():
-                found, expected = layer(x), layer.simulated(x)
+                found, expected = layer(x), layer.in_floats(x)
             scale = float(torch.nn.functional.linear(x.abs().float(), layer.weight.abs()).sum())
             assert found.shape == expected.shape
             assert torch.allclose(found.float(), expected.float(), atol=0.02 * (1 + scale), rtol=0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", [Int8DynamicLinear, Int8WeightLinear, Int4WeightLinear, Float8Linear])
+def test_results_have_the_type_of_autocast(kind: type[QuantizedLinear], grad: bool):
+    layer, plain = layer_of(kind, 64, 32), nn.Linear(64, 32)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(3, 64, dtype=dtype, requires_grad=grad)
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+            found = layer(x)
+            assert found.dtype == plain(x).dtype == torch.bfloat16
+        if grad:
+            found.float().sum().backward()
+            assert x.grad is not None and torch.allclose(x.grad.float()[0], layer.weight.sum(0), atol=0.2)

@@ -161,3 +161,16 @@ def test_numbers_are_pooled_like_floats(kernel: list[int], stride: list[int], pa
 def test_geometry_that_kernels_lack_is_told():
     assert Geometry.of(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect")) is None
     assert Geometry.of(nn.Conv2d(3, 3, (2, 3), padding="same")) is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_have_the_type_of_autocast(grad: bool):
+    values, scales = numbers_of(torch.randn(8, 16), 8)
+    layer = StaticLinear(values, scales, nn.Parameter(torch.zeros(8)), torch.float32, Range(0.05, 128))
+    x = torch.randn(3, 16, requires_grad=grad)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    if grad:
+        found.float().sum().backward()
+        assert x.grad is not None and torch.allclose(x.grad[0], layer.weight.sum(0), atol=0.1)

@@ -231,6 +231,26 @@ def test_a_kernel_that_is_wrong_is_found_out(scheme: str, monkeypatch: pytest.Mo
     kernel_problem.cache_clear()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rows", [1, 130])
+def test_a_kernel_that_is_wrong_at_other_rows_is_found_out(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch):
+    classes: Any = type(quantized(Net().eval(), scheme).up).__mro__
+    kind = next(each for each in classes if "kernel" in vars(each))
+    right = kind.kernel
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(kind, "kernel", lambda self, x: right(self, x) * (len(x) != rows))
+    assert f"with {rows} rows" in decisions(quantized(Net().eval(), scheme))[0][1]
+    kernel_problem.cache_clear()
+
+
+def test_a_wrong_gradient_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    product = Tensor.__matmul__
+    kernel_problem.cache_clear()
+    monkeypatch.setattr(Tensor, "__matmul__", lambda one, other: product(one, other) * 0)  # in the backward alone
+    assert "in the gradient of its input" in decisions(quantized(Net().eval()))[0][1]
+    kernel_problem.cache_clear()
+
+
 @pytest.mark.parametrize(("form", "group", "low"), [("int8", 0, -127), ("int8", -1, -127), ("int4", 32, -7)])
 def test_scales_are_those_of_torchao(form: str, group: int, low: int):
     primitives: Any = pytest.importorskip("torchao.quantization.quant_primitives")

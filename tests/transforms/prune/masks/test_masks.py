@@ -365,3 +365,14 @@ def test_any_mask_on_any_small_model(layers: list[tuple[int, bool]], amount: flo
     replayed.load_state_dict(fast.state_dict())
     torch.testing.assert_close(replayed(x), fast(x))
     assert all(not bool(fast.state_dict()[name][~flags].any()) for name, flags in kept.items())
+
+
+def test_another_weight_at_the_same_place_in_memory_gets_its_zeros():
+    fast = fxopt.optimize(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "prune{amount=0.5}", example_inputs=torch.ones(2, 4)
+    )
+    memory = torch.ones(4, 4).numpy()
+    for _ in range(2):
+        memory[:] = 1
+        fast[0]._parameters["weight"] = nn.Parameter(torch.from_numpy(memory))
+        assert int(fast[0].weight.sum()) == 8

@@ -271,6 +271,7 @@ def test_the_most_costly_layers_stay_in_floats(net: nn.Module):
 def test_what_is_refused(net: nn.Module):
     kept = optimized(net, keep=("second",))
     assert type(kept.second) is nn.Conv2d and is_static(kept.first)
+    assert "weight=[16, 3, 3, 3], bias=True" in repr(kept.first)
     with pytest.raises(UsageError, match="in training"):
         optimized(Net().train())
     assert "float64" in reasons(optimized(trained(Net()).double(), X.double()))
