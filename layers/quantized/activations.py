@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ...compat_quantized import needs_reduced_range
+from ...errors import StateError
 
 __all__ = ["Range", "from_numbers", "quantized_at_once", "to_numbers"]
 
 _LARGEST = 255
+_SLACK = 1e-3
+"""Of half a step, for what rounds in the type of an activation."""
 _STEPS = 127 if needs_reduced_range() else 255
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers, 0 to 255, stand for an activation: x / scale + zero_point, rounded."""
+    """Which numbers, 0 to 255, stand for an activation: x / scale + zero_point, rounded.
+
+    Raises:
+        StateError: if the scale is no positive number, or the zero point no whole number from 0 to 255.
+    """
 
     scale: float
     zero_point: int
 
+    def __post_init__(self) -> None:
+        scale, zero_point = cast("tuple[object, object]", (self.scale, self.zero_point))
+        if not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+            raise StateError(f"the scale of an activation is {scale!r}; it must be a positive number")
+        if type(zero_point) is not int or not 0 <= zero_point <= _LARGEST:
+            raise StateError(
+                f"the zero point of an activation is {zero_point!r}; it must be a whole number from 0 to 255"
+            )
+
     def rounded(self, x: Tensor) -> Tensor:
-        """Return an activation rounded to what its numbers stand for; gradients pass where it is not cut off."""
-        inside = x.clamp(-self.zero_point * self.scale, (_LARGEST - self.zero_point) * self.scale)
+        """Return an activation rounded to what its numbers stand for.
+
+        The slope is 1 within the range and up to half a step outside of it, as far as rounding goes; else 0.
+        """
+        half = 0.5 * self.scale * (1 + _SLACK)
+        low, high = -self.zero_point * self.scale - half, (_LARGEST - self.zero_point) * self.scale + half
+        inside = x.clamp(low, high)
         numbers = to_numbers(x.detach(), self.scale, self.zero_point)
         return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
 

@@ -244,12 +244,17 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Send gradients through `simulated`; where gradients of these are wanted, they flow on to what came in."""
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-        with torch.enable_grad():
-            pairs = zip(saved, wanted, strict=True)
+        given: list[Tensor | None] = list(ctx.saved_tensors)
+        is_differentiated = torch.is_grad_enabled()
+        if not is_differentiated:
+            pairs = zip(given, wanted, strict=True)
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
+        with torch.enable_grad():
             result = ctx.layer.simulated(*given, ctx.behind)
-        leaves = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
-        found = iter(torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)]))
+        leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
+        found = iter(
+            torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)
+        )
         return None, None, *(next(found) if want else None for want in wanted)

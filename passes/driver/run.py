@@ -17,7 +17,7 @@ from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_i
 from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
-from ..contract import Pass
+from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
@@ -102,6 +102,7 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
         _check_twin(model, request.twin)
     for pass_ in request.passes:
         _ = pass_.error_budget
+        check_option_types(pass_)
         pass_.check(model)
     record = record_of(model)
     if record is not None and record.finished_by:

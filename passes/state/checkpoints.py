@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...compat import submodule, transient_buffers
 from ...compat_distributed import shard_again
+from ...errors import StateError
 from ...tracing.values import is_sharded
 from .state_map import StateMap
 
@@ -204,6 +205,7 @@ class _Loading:
             self.used.update(names)
             found = {name: self.given[name] for name in names if self._fits(name, known[name])}
             if found:
+                self._check_finite(found, current[target])
                 values.update(
                     _alike({name: found.get(name, known[name]) for name in names}, next(iter(found.values())))
                 )
@@ -211,6 +213,13 @@ class _Loading:
                 # The tensor itself, so that loading it (assigning, too) changes nothing.
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
+
+    def _check_finite(self, found: Mapping[str, Tensor], held_as: Tensor | None) -> None:
+        if held_as is None or held_as.is_floating_point():
+            return
+        for name, tensor in found.items():
+            if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
+                raise StateError(f"'{self.prefix}{name}' has elements that are not finite; it cannot be quantized")
 
     def _is_left_to_members(self, names: tuple[str, ...], stacked: Tensor) -> bool:
         """Say whether members load a tensor, each its slice: hooks of theirs may rename or convert what is given."""

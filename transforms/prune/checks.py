@@ -66,6 +66,10 @@ def _check_numbers(options: Settings) -> None:
     round_to: object = options.round_to
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
         raise _wrong("round_to", round_to, "give a number of units, 1 or more")
+    if isinstance(options.seed, int) and not 0 <= options.seed < 2**63:
+        raise _wrong("seed", options.seed, "give a number from 0 to below 2**63")
+    if options.loss is not None and not callable(options.loss):
+        raise _wrong("loss", options.loss, "give a function")
     if (options.loss is not None or options.data is not None) and options.criterion != "taylor":
         raise UsageError("pass 'prune': loss= and data= are for criterion=taylor; leave them out")
     if options.data is not None and options.loss is None:

@@ -59,7 +59,7 @@ class Quantize(Settings, Pass):
     @property
     def error_budget(self) -> float:
         if self.budget is None:
-            return _BUDGETS.get(self.scheme, 0.05)
+            return _BUDGETS.get(str(self.scheme), 0.05)
         return super().error_budget
 
     def __post_init__(self) -> None:

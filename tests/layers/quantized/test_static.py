@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxopt.errors import StateError
 from fxopt.layers.quantized import (
     Geometry,
     Range,
@@ -118,6 +119,33 @@ def test_an_activation_is_cut_off_at_the_ends_of_its_range():
     assert rounded.tolist() == pytest.approx([-120 * 0.03, 0.0, 0.03, 135 * 0.03])
     rounded.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 0]
+
+
+def test_the_ends_of_a_range_have_slopes():
+    x = torch.tensor([-120 * 0.03, 135 * 0.03, -120.4 * 0.03, 135.4 * 0.03, -121 * 0.03, 136 * 0.03]).requires_grad_()
+    OF_INPUT.rounded(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_gradients_of_gradients():
+    layer = nn.Linear(16, 8)
+    static, before = static_of(layer), inputs_of(layer).requires_grad_()
+    (first,) = torch.autograd.grad(static(before.sin()).square().sum(), [before], create_graph=True)
+    (found,) = torch.autograd.grad(first.square().sum(), [before])
+    expected = before.detach().requires_grad_()
+    own = F.linear(OF_INPUT.rounded(expected.sin()), static.weight, layer.bias).square().sum()
+    (first,) = torch.autograd.grad(own, [expected], create_graph=True)
+    (wanted,) = torch.autograd.grad(first.square().sum(), [expected])
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point"),
+    [(0.0, 3), (-1.0, 3), (float("nan"), 3), (float("inf"), 3), ("x", 3), (0.1, -1), (0.1, 256), (0.1, 1.5)],
+)
+def test_a_range_that_is_none_is_told(scale: Any, zero_point: Any):
+    with pytest.raises(StateError, match="of an activation is"):
+        Range(scale, zero_point)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ....tracing.program import Program
 from ....tracing.values import user_class
 from ..eligible import Layer, already_quantized, obstacle
 
-__all__ = ["CONVOLUTIONS", "candidates", "is_candidate"]
+__all__ = ["CONVOLUTIONS", "candidates", "is_candidate", "objection"]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -41,11 +41,12 @@ def candidates(
         name = program.names.name(module)
         if not is_candidate(module) or word_for(keep, name, program) is not None:
             continue
-        reason = _reason(name, module, program, runs_here)
+        reason = objection(name, module, program, runs_here=runs_here)
         yield Refusal(reason, name or "(root)") if reason else (name, module)
 
 
-def _reason(name: str, module: nn.Module, program: Program, runs_here: bool) -> str:
+def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
+    """Return why a candidate must stay as it is, or ""; see `candidates`."""
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
     reason = obstacle(Layer(name, module, {"weight": weight}), program)
     if reason:

@@ -28,7 +28,7 @@ from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
 from ...fold_batchnorm.find import dimensions_wanted
-from .candidates import CONVOLUTIONS, is_candidate
+from .candidates import CONVOLUTIONS, is_candidate, objection
 from .members import as_found, members
 from .pools import pooling_of
 
@@ -68,9 +68,12 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
 
 
 def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) -> None:
-    old = edit.owner.get_submodule(path)
+    old, name = edit.owner.get_submodule(path), qualified(edit.site.owner, path)
     if not is_candidate(old):
-        raise MatchFailure(f"'{qualified(edit.site.owner, path)}' is a {type(old).__name__} by now")
+        raise MatchFailure(f"'{name}' is a {type(old).__name__} by now")
+    reason = objection(name, old, edit.program) if edit.program.replaying else ""  # else `find` has asked
+    if reason:
+        raise MatchFailure(f"'{name}': {reason}")
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
     names = tuple(qualified(path, name) for name in ("weight_values", "weight_scales"))
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -107,7 +110,8 @@ def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit)
     if f"relu.{number}" in site.nodes:
         options["activation"] = "relu"
     if layer["output"] is not None:
-        options["output"] = tuple(layer["output"])
+        output = Range(*layer["output"])
+        options["output"] = output.scale, output.zero_point
     else:
         options["contiguous"] = layer["contiguous"]
     x = _numbers_of(node, layer, edit)

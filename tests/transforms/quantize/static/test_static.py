@@ -325,6 +325,34 @@ def test_plans_and_archives_repeat_the_ranges(net: nn.Module, tmp_path: Path):
     assert torch.equal(run(loaded), run(fast))
 
 
+def test_a_plan_on_a_tied_or_other_model_is_refused():
+    x, layers = torch.randn(8, 16), (nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    plan = fxopt.plan(optimized(nn.Sequential(*layers).eval(), x))
+    tied = copy.deepcopy(nn.Sequential(*layers).eval())
+    cast("nn.Linear", tied[2]).weight = cast("nn.Linear", tied[0]).weight
+    with pytest.raises(fxopt.PlanError, match="tied to"):
+        fxopt.optimize(tied, plan=plan, example_inputs=x)
+    with pytest.raises(fxopt.PlanError, match="float64"):
+        fxopt.optimize(nn.Sequential(*layers).eval().double(), plan=plan, example_inputs=x.double())
+
+
+def test_a_range_that_is_none_is_told_by_a_plan(net: nn.Module):
+    written = fxopt.plan(optimized(net)).to_json()
+    for settings in ({"scale": 0.0}, {"zero_point": 300}, {"output": [-1.0, 0]}):
+        edited = copy.deepcopy(written)
+        edited["decisions"][0]["site"]["data"]["layers"][0].update(settings)
+        with pytest.raises(fxopt.FxoptError, match="of an activation is"):
+            fxopt.optimize(net, plan=fxopt.Plan.from_json(edited), example_inputs=X)
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused(net: nn.Module):
+    fast, state = optimized(net), net.state_dict()
+    state["second.weight"] = state["second.weight"].clone()
+    state["second.weight"][0, 0, 0, 0] = float("nan")
+    with pytest.raises(fxopt.StateError, match=r"'second.weight' has elements that are not finite"):
+        fast.load_state_dict(state)
+
+
 def test_size_on_disk_shrinks(tmp_path: Path):
     model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).eval(), torch.randn(4, 256)
     for name, each in (("before", fxopt.optimize(model, [], example_inputs=x)), ("after", optimized(model, x))):

@@ -1,0 +1,45 @@
+"""Options of wrong types are refused by name, whatever the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.errors import UsageError
+from fxopt.transforms.prune import Prune
+from fxopt.transforms.qat import Qat
+from fxopt.transforms.quantize import Quantize
+
+WRONG: list[tuple[type[Any], str, Any]] = [
+    (Quantize, "scheme", None),
+    (Quantize, "scheme", ["int8_dynamic"]),
+    (Quantize, "group_size", "64"),
+    (Quantize, "batches", "3"),
+    (Quantize, "batches", 2.5),
+    (Quantize, "observer", []),
+    (Quantize, "per_channel", "no"),
+    (Quantize, "budget", "0.1"),
+    (Qat, "batches", "3"),
+    (Qat, "per_channel", "no"),
+    (Qat, "freeze_after", 1.5),
+]
+WRONG_OF_RANDOM = ["a", 1.5, 2**80, -1]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), WRONG)
+def test_a_wrong_type_is_named(kind: type[Any], name: str, value: Any):
+    with pytest.raises(UsageError) as caught:
+        fxopt.optimize(nn.Sequential(nn.Linear(4, 4)), kind(**{name: value}), example_inputs=(torch.ones(1, 4),))
+    assert f"{name}={value!r}; give" in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", WRONG_OF_RANDOM)
+def test_a_seed_that_is_none_is_named(seed: Any):
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with pytest.raises(UsageError) as caught:
+        fxopt.optimize(model, Prune(method="random", seed=seed), example_inputs=(x,))
+    assert f"seed={seed!r}; give" in str(caught.value)
