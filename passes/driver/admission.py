@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...compat import submodule
-from ...errors import CaptureError, PassError
+from ...errors import CaptureError, PassError, UsageError
 from ...tracing.graphs import specializations_of
 from ...tracing.program import Program
 from ..contract import Pass
@@ -33,7 +33,8 @@ def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snaps
     """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
 
     Raises:
-        PassError: `find` raises, hangs, changes something, or yields something else.
+        UsageError: as raised by `find`, with the name of the pass.
+        PassError: `find` raises something else, hangs, changes something, or yields something else.
     """
 
     def find() -> list[Any]:
@@ -45,10 +46,19 @@ def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snaps
     except UnnotedChange as change:
         why = f"find must change nothing, but it {change.what}; in rewrite, use {change.instead}"
         raise PassError(f"pass '{pass_.name}': {why}") from change
+    except PassError as failure:
+        if isinstance(failure.__cause__, UsageError):  # what the user asked of the pass cannot be done with this model
+            raise _naming(pass_, failure.__cause__) from failure
+        raise
     wrong = next((item for item in items if not isinstance(item, (Site, Refusal))), None)
     if wrong is not None:
         raise PassError(f"pass '{pass_.name}': find yielded {type(wrong).__name__}, expected a Site or a Refusal")
     return items
+
+
+def _naming(pass_: Pass, error: UsageError) -> UsageError:
+    said = str(error)
+    return error if said.startswith("pass '") else type(error)(f"pass '{pass_.name}' (find): {said}")
 
 
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:

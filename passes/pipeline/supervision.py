@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from ...errors import BudgetError, CalibrationError, FxoptError, MatchFailure, PassError, UsageError
+from ...errors import BudgetError, CalibrationError, FxoptError, MatchFailure, PassError
 from ..timing import collection_paused
 
 __all__ = ["supervised"]
@@ -30,14 +30,14 @@ def supervised(action: Callable[[], T], *, what: str | Callable[[], str], second
     Raises:
         PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
         MatchFailure: as raised by the action: a late refusal, not a failure.
-        BudgetError, CalibrationError, UsageError: as raised by the action: the request is at fault, not the pass.
+        BudgetError, CalibrationError: as raised by the action: the request is at fault, not the pass.
     """
     try:
         with _time_limit(seconds), collection_paused():
             return action()
     except _Overdue:
         raise PassError(f"{_said(what)} took longer than {seconds:g} s and was stopped") from None
-    except (MatchFailure, PassError, BudgetError, CalibrationError, UsageError):
+    except (MatchFailure, PassError, BudgetError, CalibrationError):
         raise
     except FxoptError as error:
         raise PassError(f"{_said(what)}: {error}") from error

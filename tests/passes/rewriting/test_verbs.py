@@ -673,7 +673,7 @@ def test_data_of_a_site_is_plain() -> None:
         def find(self, program: Program) -> Iterator[Site | Refusal]:
             yield Site(program, "", {}, data={"kept": torch.arange(2)})
 
-    with pytest.raises(PassError, match=r"find\): site data\['kept'\] is a Tensor"):
+    with pytest.raises(fxopt.UsageError, match=r"'keeps_tensors' \(find\): site data\['kept'\] is a Tensor"):
         optimized(Net(), KeepsTensors())
 
 
