@@ -1,6 +1,6 @@
 """Every private or version-dependent torch API that fxopt uses, one small function each, in alphabetical order.
 
-Those of `torch.distributed` are in `compat_distributed.py`. What torch leaves untyped and fxopt calls in several places
+Those of one subject are beside it, in `compat_*.py`. What torch leaves untyped and fxopt calls in several places
 is here, too, with its types.
 """
 
@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 import torch._functorch.utils as functorch_utils  # pyright: ignore[reportPrivateUsage]
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.fx.graph import Graph, inplace_methods, magic_methods
@@ -24,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as _checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 __all__ = [
     "REGISTERS",
@@ -33,8 +31,6 @@ __all__ = [
     "all_modules",
     "autocast_settings",
     "batches_by_vmap",
-    "checkpoint",
-    "checkpoint_generator",
     "draws_randomly",
     "fake_tensors",
     "function_entries",
@@ -46,7 +42,6 @@ __all__ = [
     "hooks_of",
     "in_place_format",
     "is_plainly_eager",
-    "is_reentrant_checkpoint",
     "is_registered_operator",
     "is_torch_wrapper",
     "is_view_operator",
@@ -63,7 +58,6 @@ __all__ = [
     "padding_around",
     "property_access",
     "read_by_name",
-    "reentrant_checkpoints_off",
     "storage_id",
     "submodule",
     "torch_functions_off",
@@ -110,34 +104,6 @@ def batches_by_vmap(graph: Graph) -> bool:
     return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
 
 
-def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
-    """Call a function whose intermediate values are computed again for the backward pass; torch's is not typed."""
-    return cast("Any", _checkpoint(function, *args, use_reentrant=False, **settings))
-
-
-def checkpoint_generator() -> tuple[Any, str]:
-    """Return owner and name of the function that checkpoints without reentering.
-
-    It returns a generator, which yields once, while the checkpointed function runs.
-    """
-    return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-
-
-@contextmanager
-def reentrant_checkpoints_off() -> Generator[None]:
-    """Let functions that are checkpointed by reentering just run: `torch.autograd.grad` does not get through them."""
-
-    def apply(function: Callable[..., Any], _: Any, *args: Any) -> Any:
-        return function(*args)
-
-    reentrant = torch.utils.checkpoint.CheckpointFunction
-    reentrant.apply = staticmethod(apply)
-    try:
-        yield
-    finally:
-        del reentrant.apply
-
-
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a call of a dispatched operator draws from a random generator; attention without dropout does not."""
     if not _is_tagged_random(operator):
@@ -160,12 +126,21 @@ def _dropout_position(operator: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def fake_tensors() -> Any:
-    """Return a mode in which tensors hold no data; real ones that meet them are taken as fake."""
+@contextmanager
+def fake_tensors() -> Generator[Any]:
+    """Enter a mode in which tensors hold no data; real ones that meet them are taken as fake.
+
+    Whoever runs code on fake tensors knows that it may fail: torch does not log it meanwhile.
+    """
     from torch._subclasses import fake_tensor  # a quarter of a second
 
-    fake_tensor.log.setLevel("CRITICAL")  # of operators that fail: whoever runs code on fake tensors knows that it may
-    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    level = fake_tensor.log.level
+    fake_tensor.log.setLevel("CRITICAL")
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        fake_tensor.log.setLevel(level)
 
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
@@ -216,11 +191,6 @@ def is_plainly_eager(*, watched: bool = False) -> bool:
     if any(not watched or hasattr(s, "_mode_key") for s in seen) or {type(m) for m in modes} - {DeviceContext}:
         return False
     return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
-
-
-def is_reentrant_checkpoint(function: type) -> bool:
-    """Say whether an autograd function is the one behind `checkpoint(..., use_reentrant=True)`."""
-    return issubclass(function, torch.utils.checkpoint.CheckpointFunction)
 
 
 def is_registered_operator(function: Any) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import reentrant_checkpoints_off, version_of
+from ...compat import version_of
+from ...compat_checkpoint import reentrant_checkpoints_off
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, double_defaults, widened

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from ...compat import checkpoint
+from ...compat_checkpoint import checkpoint
 from ...errors import UsageError
 
 __all__ = ["Context", "Opening", "Surrounding"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
-from ...compat import DispatchMode, all_modules, checkpoint, own_buffers
+from ...compat import DispatchMode, all_modules, own_buffers
+from ...compat_checkpoint import checkpoint
 from ...layers.sync_batch_norm import BATCH_NORMS
 from ...tracing.values import map_tensors
 
