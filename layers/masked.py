@@ -22,7 +22,7 @@ _GONE = "_fxopt_gone"
 """In the `__dict__` of a module with masks: name of a parameter -> which of its elements are zero for good."""
 
 _SETTLED = "_fxopt_settled"
-"""Likewise: what is settled."""
+"""Likewise -> what knows whether zeros were put there since it was last written to; it is no change of the module."""
 
 
 class Masked(Remade):
@@ -62,25 +62,6 @@ def _refusal(module: object, name: str) -> UsageError:
     )
 
 
-class _Settled:
-    """Know which parameters are as they were when zeros were last put there.
-
-    It follows from the parameters, and is no change of the module: copies and pickles begin anew.
-    """
-
-    def __init__(self) -> None:
-        self.at: dict[str, Packing] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settled)
-
-    def __hash__(self) -> int:
-        return hash(_Settled)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Settled, ()
-
-
 class _Forwards(threading.local):
     """How many forwards of modules with masks this thread is in."""
 
@@ -112,7 +93,7 @@ def gone_of(module: nn.Module) -> Mapping[str, Tensor]:
 def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
     """Give a module with masks other ones; the zeros are there at the next reading."""
     vars(module)[_GONE] = dict(gone)
-    vars(module)[_SETTLED] = _Settled()
+    vars(module)[_SETTLED] = {name: Packing() for name in gone}
 
 
 def _masked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
@@ -186,13 +167,12 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:
     """Put the zeros back where anything was written to a parameter since that was last done."""
-    settled = cast("_Settled", vars(module)[_SETTLED]).at
 
     def settle(written: Tensor) -> None:
         # Not counted as a write: backward passes that are under way saved the same values.
         written.data.masked_fill_(gone, 0)
 
-    settled.setdefault(name, Packing()).of(settle, parameter)
+    cast("dict[str, Packing]", vars(module)[_SETTLED])[name].of(settle, parameter)
 
 
 def unmask(module: nn.Module) -> None:

@@ -48,8 +48,8 @@ class Simulated:
             return list(found)
         self._pass = pass_
         with self.tuner.budget.spending():
-            decided = self._decided(groups)
-        return [item for item in found if item not in decided]
+            decided = set(map(id, self._decided(groups)))
+        return [item for item in found if id(item) not in decided]
 
     def _is_suitable(self, pass_: Pass, groups: Sequence[Group]) -> bool:
         says = pass_.numerics is Numerics.SEMANTIC and type(pass_).reference is not Pass.reference
