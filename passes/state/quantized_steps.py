@@ -47,6 +47,12 @@ class QuantizeWeight(StateStep):
     is_compact: ClassVar[bool] = True
     keeps_gradients: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, name: str, weight: Tensor, form: str, dim: int = 0, group: int = 0) -> QuantizeWeight:
+        """Return the step of a weight of this name; the new names are made from it."""
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return cls(name, (f"{name}_values", f"{name}_scales"), form, dtype, dim, group)
+
     @property
     def sources(self) -> tuple[str, ...]:
         return (self.old,)
@@ -94,6 +100,7 @@ class QuantizeTrained(StateStep):
 
     kind: ClassVar[str] = "quantize_trained"
     is_compact: ClassVar[bool] = True
+    keeps_gradients: ClassVar[bool] = False
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -69,8 +69,7 @@ def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
 def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
     held: dict[str, tuple[Tensor, Tensor]] = {}
     for name, weight in _weights(lstm).items():
-        dtype = str(weight.dtype).removeprefix("torch.")
-        step = QuantizeWeight(name, (f"{name}_values", f"{name}_scales"), "int8", dtype, 0, group)
+        step = QuantizeWeight.of(name, weight, "int8", group=group)
         values, scales = step.forward([weight.detach()])
         held[name] = values, scales
         edit.record_state(step)

@@ -21,8 +21,7 @@ def replace_linear(edit: Edit, make: type[QuantizedLinear], form: str, group: in
         form, group: see `QuantizeWeight`.
     """
     linear = _there(edit)
-    dtype = str(linear.weight.dtype).removeprefix("torch.")
-    step = QuantizeWeight("weight", ("weight_values", "weight_scales"), form, dtype, linear.dim, group)
+    step = QuantizeWeight.of("weight", linear.weight, form, linear.dim, group)
     values, scales = step.forward([linear.weight.detach()])
     module = make(values, scales, linear.bias, linear.weight.dtype)
     problem = kernel_problem(type(module), module.out_features, module.in_features, group)

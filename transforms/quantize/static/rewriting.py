@@ -75,15 +75,14 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     if reason:
         raise MatchFailure(f"'{name}': {reason}")
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
-    names = tuple(qualified(path, name) for name in ("weight_values", "weight_scales"))
-    dtype = str(weight.dtype).removeprefix("torch.")
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
-    step: StateStep = QuantizeWeight(qualified(path, "weight"), names, "int8", dtype, 0, group)
+    plain = QuantizeWeight.of(qualified(path, "weight"), weight, "int8", group=group)
+    step: StateStep = plain
     if observed:
         olds = tuple(qualified(path, name) for name in ("weight", *observed))
         kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in observed.values())
         noted = tuple(float(tensor) for tensor in observed.values())
-        step = QuantizeTrained(olds, names, group, dtype, kinds, noted)
+        step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted)
     values, scales = step.forward([weight.detach()])
     edit.replace_module(path, _layer_of(old, values, scales, Range(layer["scale"], layer["zero_point"])))
     edit.record_state(step)
