@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ....compat import all_modules, fake_tensors
 from ....errors import BudgetError
+from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import copied_module, twin
@@ -70,7 +70,7 @@ def flops(program: Program) -> float:
 
 
 def _counted(model: nn.Module, program: Program) -> float:
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), counted_flops() as counter:
         for call in program.whole_calls:
             model(*call.args, **call.kwargs)
     return float(counter.get_total_flops())
