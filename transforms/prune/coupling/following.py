@@ -162,6 +162,15 @@ class Follower:
         """Say that dimensions stay whole because of the operator that runs: all of them by default."""
         return labels.whole(range(len(labels.shape)) if dims is None else dims, self.atoms, self.why)
 
+    def join(self, left: Block | None, right: Block | None) -> None:
+        """Join two lines that the operator pairs; where one of them stays whole, the other does."""
+        if left is not None and right is not None:
+            self.atoms.join(left.atoms, right.atoms, self.why)
+            return
+        for block in (left, right):
+            if block is not None:
+                self.atoms.fix(block.atoms, self.why)
+
     def require(self, size: Any, block: Block | None, dim: int) -> None:
         """Say that a size is the number of indices along a dimension; one that says "whatever fits" follows."""
         if not isinstance(size, int) or isinstance(size, bool) or size == -1:

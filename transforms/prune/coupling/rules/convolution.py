@@ -30,7 +30,7 @@ def _convolution(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any]
         if block is not None:
             note(block.atoms)
     if groups == 1:
-        _joined(follower, line, columns)
+        follower.join(line, columns)
         result = rows
     else:
         result = _grouped(follower, line, rows, columns, groups, transposed=transposed)
@@ -45,15 +45,6 @@ def _biased(follower: Follower, labels: Labels, bias: Labels, channel: int) -> L
     shape[channel] = labels.shape[channel]
     moved = Labels(tuple(shape), tuple(block.at([channel]) for block in bias.blocks))
     return merged(follower, [labels, moved], labels.shape, lambda flags: all(map(bool, flags)))
-
-
-def _joined(follower: Follower, line: Block | None, columns: Block | None) -> None:
-    if line is not None and columns is not None:
-        follower.atoms.join(line.atoms, columns.atoms, follower.why)
-        return
-    for block in (line, columns):
-        if block is not None:
-            follower.atoms.fix(block.atoms, follower.why)
 
 
 def _grouped(
@@ -87,7 +78,7 @@ def _depthwise(
 ) -> Block | None:
     follower.require(follower.groups, line, line.dims[0])
     if transposed:
-        _joined(follower, line, inputs)
+        follower.join(line, inputs)
         if outputs is not None:
             follower.atoms.fix(outputs.atoms, follower.why)
         return replace(line, atoms=line.atoms.repeat(1 if outputs is None else outputs.atoms.size))

@@ -18,16 +18,6 @@ __all__ = ["WHOLE"]
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
-def _joined(follower: Follower, left: Block | None, right: Block | None) -> None:
-    """Join two lines; where one of them stays whole the other does."""
-    if left is not None and right is not None:
-        follower.atoms.join(left.atoms, right.atoms, follower.why)
-        return
-    for block in (left, right):
-        if block is not None:
-            follower.atoms.fix(block.atoms, follower.why)
-
-
 def _recurrent(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:  # noqa: ARG001
     """Join the gates of each unit, and the units of all layers and directions: a module has one `hidden_size`."""
     packed = isinstance(args[3], (list, tuple))
@@ -49,7 +39,7 @@ def _recurrent(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any
     given = results_of(state)
     results = list(states)
     for before, after, atoms in zip(given, results, units, strict=False):
-        _joined(follower, _line(follower, before), None if atoms is None else Block((0,), atoms))
+        follower.join(_line(follower, before), None if atoms is None else Block((0,), atoms))
         if atoms is not None:
             follower.set(after, Labels(tuple(after.shape), (Block((len(after.shape) - 1,), atoms),)))
 
@@ -72,10 +62,10 @@ def _one_direction(
     columns = inputs.of(1)
     if columns is not None:
         follower.reads(columns.atoms)
-    _joined(follower, above, columns)
+    follower.join(above, columns)
     made = cells if projected is None else _projected(follower, follower.get(projected), cells)
     back = hidden.of(1)
-    _joined(follower, back, Block((0,), made))
+    follower.join(back, Block((0,), made))
     for position, atoms in enumerate((made, cells)):
         before = units[position]
         if before is None:
@@ -87,7 +77,7 @@ def _one_direction(
 
 def _projected(follower: Follower, weight: Labels, cells: Array) -> Array:
     rows, columns = weight.of(0), weight.of(1)
-    _joined(follower, columns, Block((0,), cells))
+    follower.join(columns, Block((0,), cells))
     if rows is None:
         return np.zeros(weight.shape[0], dtype=np.int64)
     follower.makes(rows.atoms)
@@ -122,7 +112,7 @@ def _attention(follower: Follower, args: Sequence[Any], kwargs: Mapping[str, Any
     for weight, first, value in _projections(follower, given):
         rows, columns = weight
         follower.reads(columns.atoms)
-        _joined(follower, _line(follower, value), columns)
+        follower.join(_line(follower, value), columns)
         follower.makes(rows)
         mine = follower.atoms.join_along(rows.reshape(count, -1), 1, follower.why)
         heads = mine if heads is None else heads
@@ -169,7 +159,7 @@ def _returned(follower: Follower, given: Mapping[str, Any], heads: Array, count:
     follower.reads(columns.atoms)
     follower.makes(rows.atoms)
     if given.get("out_proj_bias") is not None:
-        _joined(follower, follower.get(given["out_proj_bias"]).of(0), rows)
+        follower.join(follower.get(given["out_proj_bias"]).of(0), rows)
     result, weights = out
     dim = len(result.shape) - 1
     follower.set(result, Labels(tuple(result.shape), (Block((dim,), rows.atoms),)))
