@@ -6,13 +6,14 @@ import collections.abc
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, Union, cast
 
 from ...errors import UsageError
 from .base import Pass
 from .options import option_types, type_text
 
-__all__ = ["check_option_types"]
+__all__ = ["check_option_types", "check_options_read"]
 
 _COLLECTIONS: tuple[Any, ...] = (tuple, list, collections.abc.Sequence)
 
@@ -29,6 +30,28 @@ def check_option_types(pass_: Pass) -> None:
         value: Any = getattr(pass_, name)
         if not _fits(value, wanted):
             raise UsageError(f"pass '{pass_.name}': {name}={value!r}; give {type_text(wanted)}")
+
+
+def check_options_read(pass_name: str, options: Any, chooser: str, read_by: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse options that say something which what the user chose does not read.
+
+    Args:
+        pass_name: for the message.
+        options: an instance of a dataclass.
+        chooser: the option that chooses ("method").
+        read_by: name of an option -> the choices that read it.
+
+    Raises:
+        UsageError: the first of them, by name.
+    """
+    chosen = getattr(options, chooser)
+    for name, choices in read_by.items():
+        given, default = getattr(options, name), getattr(cast("Any", type(options)), name)
+        if chosen not in choices and given is not default and given != default:
+            raise UsageError(
+                f"pass '{pass_name}': {name}= is for {chooser}={' and '.join(choices)}, and {chooser}={chosen} does "
+                f"not read it; leave {name} out"
+            )
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, expect
+from ...passes.contract import check_options_read
 from ...suggest import did_you_mean
 from .settings import Settings
 
@@ -49,13 +50,7 @@ def check_options(options: Settings) -> None:
     _check_numbers(options)
     if options.schedule != "one_shot" and options.scores is not None:
         raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
-    for name, methods in _GOES_WITH.items():
-        given, default = getattr(options, name), getattr(pass_type, name)
-        if options.method not in methods and given is not default and given != default:
-            raise UsageError(
-                f"pass 'prune': {name}= is for method={' and '.join(methods)}, and method={options.method} does not "
-                f"read it; leave {name} out"
-            )
+    check_options_read("prune", options, "method", _GOES_WITH)
 
 
 def _check_numbers(options: Settings) -> None:

@@ -9,14 +9,14 @@ from typing import ClassVar
 from torch import nn
 
 from ...errors import UsageError
-from ...passes.contract import Pass, check_named, module_words
+from ...passes.contract import Pass, check_named, check_options_read, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
 from .replayable import replayable
 from .schemes import SCHEMES, scheme_called
-from .settings import Settings, check_read
+from .settings import READ_BY, Settings
 
 __all__ = ["Quantize"]
 
@@ -74,7 +74,7 @@ class Quantize(Settings, Pass):
             raise UsageError(f"pass 'quantize': aim={self.aim!r}; use 'speed' or 'size'")
         if isinstance(self.group_size, bool) or self.group_size < 1:
             raise UsageError(f"pass 'quantize': group_size={self.group_size}; give a positive number, such as 64")
-        check_read(self)
+        check_options_read("quantize", self, "scheme", READ_BY)
         check_named(self.name, "keep", self.keep, model)
         if all(module.training for module in model.modules()):
             raise UsageError("pass 'quantize' is for evaluation, and the model is in training; call model.eval() first")

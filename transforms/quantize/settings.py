@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...errors import UsageError
-
-__all__ = ["SchemeName", "Settings", "check_read"]
+__all__ = ["READ_BY", "SchemeName", "Settings"]
 
 SchemeName = Literal["int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8"]
 
@@ -28,7 +26,7 @@ class Settings:
     calibration: Any = field(default=None, compare=False, repr=False)
 
 
-_READ_BY: Mapping[str, tuple[SchemeName, ...]] = {
+READ_BY: Mapping[str, tuple[SchemeName, ...]] = {
     "group_size": ("int4_weight",),
     "per_channel": ("int8_dynamic", "int8_static", "int8_weight", "float8"),
     "observer": ("int8_static",),
@@ -36,18 +34,3 @@ _READ_BY: Mapping[str, tuple[SchemeName, ...]] = {
     "calibration": ("int8_static",),
 }
 """Option -> the schemes that read it."""
-
-
-def check_read(settings: Settings) -> None:
-    """Make sure that the scheme reads every option that says something.
-
-    Raises:
-        UsageError: it does not.
-    """
-    for name, schemes in _READ_BY.items():
-        given, default = getattr(settings, name), getattr(Settings, name)
-        if settings.scheme not in schemes and given is not default and given != default:
-            raise UsageError(
-                f"pass 'quantize': {name}= is for scheme={' and '.join(schemes)}, and scheme={settings.scheme} does "
-                f"not read it; leave {name} out"
-            )

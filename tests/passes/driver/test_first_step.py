@@ -5,12 +5,13 @@ Both processes run the functions `on_rank_...` of this file once; the tests read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from across_ranks import said
 from torch import Tensor, distributed, nn
 
 import fxopt
@@ -80,14 +81,6 @@ def made() -> tuple[nn.Module, Tensor]:
 
 def mine(rows: Tensor) -> Tensor:
     return rows[:4] if distributed.get_rank() == 0 else rows[3:]
-
-
-def said(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 # -- what the processes do -----------------------------------------------------------------------------------------

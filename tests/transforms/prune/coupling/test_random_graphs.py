@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_networks import number_of_examples
 from torch import Tensor, nn
 
 from fxopt.transforms.prune.coupling import Coupling
 
 CheckCuts = Callable[..., Coupling]
 
-_IN_A_RUN_OF_ALL = 100
-_EXAMPLES = 15 if settings.default.max_examples == _IN_A_RUN_OF_ALL else settings.default.max_examples
-"""A few in a run of all tests; as many as the profile says in one that asks for another (`--hypothesis-profile`)."""
+_EXAMPLES = number_of_examples(15)
 
 _Step = tuple[str, int, int]
 

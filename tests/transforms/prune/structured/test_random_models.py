@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from random_networks import number_of_examples
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.transforms.prune import Prune
 
-_IN_A_RUN_OF_ALL = 100
-"""What hypothesis takes by default; here a few are enough, and `make nightly` has thousands."""
 SETTINGS = settings(
-    max_examples=6 if settings.default.max_examples == _IN_A_RUN_OF_ALL else settings.default.max_examples,
+    max_examples=number_of_examples(6),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # making an example smaller takes minutes
 )
