@@ -11,14 +11,18 @@ from .inactive_modules import (
 )
 from .program import Program, capture_program
 from .shapes import changed_metas
+from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
     "Opaque",
     "Program",
+    "Unrolled",
+    "Unroller",
     "capture_program",
     "changed_metas",
     "deactivate",
     "deactivate_type_checkers",
     "type_checkers_around_changes",
     "type_checkers_without_answer",
+    "unrolling",
 ]

@@ -5,5 +5,6 @@ from __future__ import annotations
 from .arguments import VARYING
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
+from .unrolled import UnrollingTracer
 
-__all__ = ["VARYING", "ModuleTracer", "TracingSession", "with_regions"]
+__all__ = ["VARYING", "ModuleTracer", "TracingSession", "UnrollingTracer", "with_regions"]
