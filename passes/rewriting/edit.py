@@ -60,21 +60,21 @@ class Edit(TreeEdit):
         return outline(self, nodes, name=name, context=context, wrapper=wrapper)
 
     def give_graph(self, specialization: Specialization) -> None:
-        """Give the owner, which has none, a graph; where it has some, put this one in the place of all of them.
+        """Let the owner run from a graph, where it has none, that other graphs will be put in the place of.
 
-        What it computes is looked at where the rewrite is verified. Calls that it does not fit run the original forward.
+        It holds for some calls only (a loop that was written out, say), so it is not run itself. Calls that fit no graph
+        run the original forward.
         """
         owner, name = self.owner, self.site.owner
-        if capture_of(owner) is None:
-            opaque = self.program.opaque.pop(name, None)
-            if opaque is not None:
-                self._journal.note(lambda: self.program.opaque.update({name: opaque}))
-            self._journal.note(lambda: uninstall(owner))
-            install(owner, Capture(type(owner), [specialization]))
-            self._journal.accept(owner)
-            self.program.touch()
+        if capture_of(owner) is not None:
             return
-        self.set_specializations([specialization], [0])
+        opaque = self.program.opaque.pop(name, None)
+        if opaque is not None:
+            self._journal.note(lambda: self.program.opaque.update({name: opaque}))
+        self._journal.note(lambda: uninstall(owner))
+        install(owner, Capture(type(owner), [specialization]))
+        self._journal.accept(owner)
+        self.program.touch()
 
     def inline(self, call: fx.Node) -> list[fx.Node]:
         """Put the graph of a captured child in the place of a call of it; return the new nodes. See `inline`."""

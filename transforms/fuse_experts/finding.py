@@ -87,34 +87,82 @@ def mixture_at(program: Program, owner: str) -> Mixture:
 
 
 def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | str | None]]:
+    """Look for a mixture in each of some modules; what has one inside of it is not looked at itself."""
     if not names or not program.inputs:
         return []
-    modules = [program.module(name) for name in names]
-    calls = program.recording(modules).calls
+    modules = {name: program.module(name) for name in names}
+    calls = program.recording(list(modules.values())).calls
+    found: dict[str, Mixture | str | None] = {}
     with unrolling(program) as unroller:
-        return [
-            (name, _mixture(program, name, module, calls[module][0], unroller))
-            for name, module in zip(names, modules, strict=True)
-            if calls.get(module)
-        ]
+        for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
+            inside = [other for other, what in found.items() if what is not None and f"{other}.".startswith(f"{name}.")]
+            if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
+                found[name] = _Reader(program, name, calls[modules[name]][0], unroller).read()
+    return [(name, found.get(name)) for name in names]
 
 
-def _mixture(program: Program, name: str, module: nn.Module, call: Call, unroller: Unroller) -> Mixture | str | None:
-    try:
-        unrolled = unroller.unroll(name, call, _opened(module))
-    except Untraceable as error:
-        return error.reason if _is_opaque(program, name) else None
-    except Exception as error:  # the module's own code may raise anything on proxies
-        return f"reading its forward raised {type(error).__name__}: {error}" if _is_opaque(program, name) else None
-    sources = find_sources(module, unrolled.graph, unrolled.values)
-    try:
-        loop = find_loop(module, unrolled.graph, unrolled.values, sources) if sources else None
-        return None if loop is None else _read(name, module, unrolled, loop, sources)
-    except MatchFailure as failure:
-        return str(failure)
+class _Reader:
+    """Look for a mixture in one module."""
+
+    def __init__(self, program: Program, name: str, call: Call, unroller: Unroller) -> None:
+        self.program, self.name, self.call, self.unroller = program, name, call, unroller
+        self.module = program.module(name)
+
+    def read(self) -> Mixture | str | None:
+        reason = None
+        for opened in self._openings():
+            try:
+                return self._read(opened)
+            except MatchFailure as failure:
+                reason = str(failure)
+            except Untraceable as error:
+                reason = error.reason if self._is_opaque else None
+            except _NoLoopError:
+                continue
+        return reason
+
+    @property
+    def _is_opaque(self) -> bool:
+        return capture_of(self.module) is None
+
+    def _openings(self) -> Iterator[list[nn.Module]]:
+        """Yield what to look into: experts, then whatever holds parameters."""
+        inner = [(path, each) for path, each in self.module.named_modules() if path and not is_leaf(each)]
+        experts = [each for path, each in inner if family_of(self.module, path) is not None]
+        yield experts
+        holders = [each for _, each in inner if own_parameters(each) and each not in experts]
+        if holders:
+            yield [*experts, *holders]
+
+    def _read(self, opened: list[nn.Module]) -> Mixture:
+        if opened:  # what looks like experts may be layers; that is seen without looking into them
+            self._check_experts(self._unrolled([]))
+        unrolled = self._unrolled(opened)
+        sources = find_sources(self.module, unrolled.graph, unrolled.values)
+        loop = find_loop(self.module, unrolled.graph, unrolled.values, sources) if sources else None
+        if loop is None:
+            raise _NoLoopError
+        return _mixture(self.name, self.module, unrolled, loop, sources)
+
+    def _check_experts(self, unrolled: Unrolled) -> None:
+        called = any(family_of(self.module, str(node.target)) for node in unrolled.graph.nodes if node.op == "call_module")
+        if called and not find_sources(self.module, unrolled.graph, unrolled.values):
+            raise _NoLoopError
+
+    def _unrolled(self, opened: list[nn.Module]) -> Unrolled:
+        try:
+            return self.unroller.unroll(self.name, self.call, opened)
+        except Untraceable:
+            raise
+        except Exception as error:  # the module's own code may raise anything on proxies
+            raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
 
 
-def _read(name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[object, object]) -> Mixture:
+class _NoLoopError(Exception):
+    """A module has no loop over experts."""
+
+
+def _mixture(name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[object, object]) -> Mixture:
     first, *others = loop.rounds
     if any(description(each, module, sources) != description(first, module, sources) for each in others):
         raise MatchFailure("its experts do not all compute the same")
@@ -124,10 +172,6 @@ def _read(name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources:
         raise MatchFailure("its experts have different numbers of tensors")
     (count,) = counts
     return Mixture(name, unrolled, loop, template, routing_of(loop, count, unrolled.values), count)
-
-
-def _is_opaque(program: Program, name: str) -> bool:
-    return capture_of(program.module(name)) is None
 
 
 def _may_mix(program: Program, name: str) -> bool:
@@ -147,15 +191,6 @@ def _has_stack(module: nn.Module) -> bool:
 
 def _has_family(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_container(module) and len(own_children(module)) > 1
-
-
-def _opened(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside whose calls are read: experts, and what takes their parameters."""
-    found: list[nn.Module] = []
-    for path, inner in module.named_modules():
-        if path and not is_leaf(inner) and (family_of(module, path) is not None or not own_children(inner)):
-            found.append(inner)
-    return found
 
 
 def members_of(mixture: Mixture) -> list[Items]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,11 @@ def family_of(owner: nn.Module, path: str) -> tuple[Items, int] | None:
     """Return of which family of alike modules the one at `path` is, or is inside of, and the number of the expert."""
     parts = path.split(".")
     for length in range(len(parts)):
-        container = submodule(owner, ".".join(parts[:length]))
-        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)) and length < len(parts):
-            names = tuple(own_children(container))
-            alike = len({type(child) for child in own_children(container).values()}) == 1
-            if len(names) >= _FEWEST and alike and parts[length] in names:
+        container = submodule(owner, ".".join(parts[:length])) if length else owner
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+            children = own_children(container)
+            names = tuple(name for name, child in children.items() if type(child) is type(children.get(parts[length])))
+            if len(names) >= _FEWEST:
                 items = Items(".".join(parts[:length]), names, ".".join(parts[length + 1 :]))
                 return items, names.index(parts[length])
     return None
@@ -86,7 +86,28 @@ def find_sources(
             picked = _slice(node, values)
             if picked is not None:
                 found[node] = picked
-    return found
+    return _independent(graph, found)
+
+
+def _independent(
+    graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]
+) -> dict[fx.Node, tuple[Source, int]]:
+    """Leave out families of which one member reads what another made: layers, say, are no experts."""
+    reached: dict[fx.Node, frozenset[tuple[Any, int]]] = {}
+    chained: set[Any] = set()
+    for node in graph.nodes:
+        before = frozenset[tuple[Any, int]]().union(*(reached[used] for used in node.all_input_nodes))
+        if node in sources:
+            source, expert = sources[node]
+            family = source.container if isinstance(source, Items) else source.stack
+            chained |= {other for other, number in before if other == family and number != expert}
+            before |= {(family, expert)}
+        reached[node] = before
+    return {
+        node: (source, expert)
+        for node, (source, expert) in sources.items()
+        if (source.container if isinstance(source, Items) else source.stack) not in chained
+    }
 
 
 def _slice(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Slices, int] | None:
@@ -119,8 +140,3 @@ def _is_stack(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
         node = node.args[0]
     return node.op == "get_attr" and isinstance(values.get(node), nn.Parameter)
 
-
-def members(owner: nn.Module, source: Items) -> Iterator[nn.Module]:
-    """Yield the modules of a family."""
-    for expert in range(source.count):
-        yield owner.get_submodule(source.path(expert))

@@ -93,7 +93,7 @@ class _Search:
 
     def loop(self) -> Loop | None:
         writes = [write for node in self.graph.nodes if (write := self._write(node)) is not None]
-        if not writes:
+        if not writes or not any(len(self.experts[write.value]) == 1 for write in writes):
             return None
         target = self._root(writes[0])
         if any(self._root(write) is not target for write in writes):

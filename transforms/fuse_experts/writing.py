@@ -15,8 +15,8 @@ from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
 from ...layers.moe import Way
 from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit
-from ...passes.state import Stack
-from ...tracing.graphs import Specialization, copy_graph
+from ...passes.state import StackOfSome
+from ...tracing.graphs import copy_graph
 from ...tracing.guards import in_evaluation, require
 from .finding import Mixture
 from .members import Items, Source
@@ -38,7 +38,7 @@ def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
         MatchFailure: if something else than its result hangs on the loop.
     """
     graph, new = _copied(mixture.unrolled.graph)
-    edit.give_graph(dataclasses.replace(mixture.unrolled.specialization, graph=graph))
+    edit.give_graph(mixture.unrolled.specialization)
     stacks = _stacked(mixture, edit)
     layers = mixture.template.layers
     child = edit.add_module(
@@ -50,13 +50,7 @@ def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
         name="mixture",
     )  # fmt: skip
     _Rewrite(mixture, graph, new).run(child, stacks)
-    edit.set_specializations([_specialization(mixture, graph)], [0])
-
-
-def _specialization(mixture: Mixture, graph: fx.Graph) -> Specialization:
-    before = mixture.unrolled.specialization
-    guards = before.guards
-    return dataclasses.replace(before, graph=graph, guards=guards)
+    edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -176,7 +170,7 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
     store = FusedMembers(tensors, trained)
     child = edit.add_owned(store, name="stacked_experts")
     for source in families:
-        edit.record_state(Stack(tuple(tensor_names(source)), f"{child}.{names[source]}"))
+        edit.record_state(StackOfSome(tuple(tensor_names(source)), f"{child}.{names[source]}"))
     _leave_views(families, names, store, edit)
     return found | {source: f"{child}.{names[source]}" for source in families}
 
