@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .moe import Linear, Projection, Task, Way, mixture, possible_ways
 
 __all__ = ["FusedExperts", "added_to", "apply_linear"]
 
-Routing = Literal["chosen", "scores", "mask"]
+Routing = Literal["chosen", "scores", "mask", "shared", "slots"]
 
 
 def apply_linear(linears: Sequence[Linear], number: int, rows: Tensor) -> Tensor:
@@ -25,6 +25,11 @@ def added_to(target: Tensor, found: Tensor) -> Tensor:
     return target + found.reshape(target.shape).to(target.dtype)
 
 
+def _rows(routing: Tensor) -> Tensor:
+    """Return what is known of tokens with one row for each."""
+    return routing.reshape(-1, routing.shape[-1]) if routing.ndim > 1 else routing.unsqueeze(1)
+
+
 class FusedExperts(nn.Module):
     """Apply experts to the tokens that chose them; it holds no tensors.
 
@@ -32,7 +37,8 @@ class FusedExperts(nn.Module):
         compute: what an expert computes, of its rows and its linear layers.
         linears: for each of them whether its weights are [experts, in, out], and whether there is a bias.
         routing: `chosen`: choices and weights are [tokens, k]; `scores`: the weights [tokens, experts] hold those of all
-            experts; `mask`: the choices are a mask [tokens, experts], the weights likewise or [tokens, 1].
+            experts; `mask`: the choices are a mask [tokens, experts], and so are the weights; `shared`: a mask, too, and
+            weights [tokens, 1]; `slots`: a mask [tokens, slots, experts] and weights [tokens, slots].
         scale: what results are multiplied by besides.
         way: how experts are applied; None decides at each call.
         spare: how many numbers past that of the last expert stand for none.
@@ -57,10 +63,8 @@ class FusedExperts(nn.Module):
         """
         projections = list(self._projections(tensors))
         x = hidden.reshape(-1, hidden.shape[-1])
-        if self.routing == "mask":
-            found = self._by_mask(x, chosen.reshape(len(x), -1), weights, projections)
-        else:
-            found = self._by_choice(x, chosen.reshape(len(x), -1), weights, projections)
+        apply = self._by_choice if self.routing in ("chosen", "scores") else self._by_mask
+        found = apply(x, chosen, None if weights is None else _rows(weights), projections)
         found = found if self.scale == 1.0 else found * self.scale
         return found.reshape(*hidden.shape[:-1], found.shape[-1])
 
@@ -71,23 +75,28 @@ class FusedExperts(nn.Module):
             yield Projection(weight, next(left) if has_bias else None, transposed)
 
     def _by_choice(self, x: Tensor, chosen: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
-        experts, chosen = len(projections[0].weight), chosen.long()
-        valid = None if not self.spare else chosen < experts
-        if valid is not None:
-            chosen = chosen.clamp(max=experts - 1)
+        chosen, valid = _rows(chosen).long(), None
+        if self.spare:
+            experts = len(projections[0].weight)
+            valid, chosen = chosen < experts, chosen.clamp(max=experts - 1)
         weights = self._weights(x, chosen, weights)
-        return self._mixture(x, chosen, weights if valid is None else weights * valid, projections)
+        found = self._mixture(x[: len(chosen)], chosen, weights if valid is None else weights * valid, projections)
+        return found if len(chosen) >= len(x) else F.pad(found, (0, 0, 0, len(x) - len(chosen)))
 
     def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:
             return x.new_ones(chosen.shape)
-        weights = weights.reshape(len(x), -1)
         return weights.gather(1, chosen) if self.routing == "scores" else weights
 
     def _by_mask(self, x: Tensor, mask: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
-        tokens, chosen = mask.nonzero(as_tuple=True)
-        weights = x.new_ones(mask.shape) if weights is None else weights.reshape(len(x), -1).expand(mask.shape)
-        found = self._mixture(x[tokens], chosen.unsqueeze(1), weights[tokens, chosen].unsqueeze(1), projections)
+        mask = mask if self.routing == "slots" else _rows(mask).unsqueeze(1)
+        # Loops leave out experts that nobody chose, by the sum of the mask: of counts that are none it may be zero.
+        tokens, slots, chosen = (mask * (mask.sum((0, 1)) > 0)).nonzero(as_tuple=True)
+        if weights is None:
+            own = x.new_ones(len(tokens))
+        else:
+            own = weights[tokens, chosen if self.routing == "mask" else slots]
+        found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections)
         return found.new_zeros(len(x), found.shape[-1]).index_add(0, tokens, found)
 
     def _mixture(self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:

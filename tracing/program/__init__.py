@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..trace import BY_DATA
 from .capturing import Opaque
 from .inactive_modules import (
     deactivate,
@@ -14,6 +15,7 @@ from .shapes import changed_metas
 from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
+    "BY_DATA",
     "Opaque",
     "Program",
     "Unrolled",

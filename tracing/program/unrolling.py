@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Unroller:
             Untraceable: if the forward does something that no graph can say.
             Exception: whatever the forward raises when it is run on proxies.
         """
+        call = dataclasses.replace(call, children=[])  # they may be called otherwise than they were
         tracer = UnrollingTracer(self._session, self._program.names, owner, call, lambda _: False, {})
         tracer.opened = frozenset(opened)
         forward = user_class(type(tracer.module)).forward

@@ -10,8 +10,8 @@ from torch import nn
 
 from ...compat import own_children, own_parameters
 from ...errors import MatchFailure
-from ...tracing.graphs import capture_of
-from ...tracing.program import Program, Unrolled, Unroller, unrolling
+from ...tracing.graphs import capture_of, required_capture
+from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
 from ...tracing.values import Untraceable, is_container, is_leaf
 from .members import Items, Slices, Source, family_of, find_sources
@@ -46,6 +46,12 @@ class Mixture:
     def sources(self) -> list[Source]:
         """Return the families of tensors that the experts have, weight and bias of each linear layer in turn."""
         return [s for layer in self.template.layers for s in (layer.weight, layer.bias) if s is not None]
+
+    @property
+    def reached(self) -> set[int]:
+        """Return the numbers of the experts that are called."""
+        rounds = zip(self.loop.rounds, self.loop.called, strict=True)
+        return {number for each, called in rounds for number in ([called] if called >= 0 else each.experts.tolist())}
 
     @property
     def is_stacked(self) -> bool:
@@ -110,16 +116,25 @@ class _Reader:
 
     def read(self) -> Mixture | str | None:
         reason = None
+        if self._has_layers_only():
+            return None
         for opened in self._openings():
             try:
                 return self._read(opened)
             except MatchFailure as failure:
                 reason = str(failure)
             except Untraceable as error:
-                reason = error.reason if self._is_opaque else None
+                reason = error.reason if self._is_opaque and _holds_experts(self.module) else None
             except _NoLoopError:
                 continue
         return reason
+
+    def _has_layers_only(self) -> bool:
+        """Say whether what looks like experts is called one after another, as its graph shows."""
+        if self._is_opaque or _has_stacks(self.module):
+            return False
+        graphs = [each.graph for each in required_capture(self.module).specializations]
+        return not any(find_sources(self.module, graph, {}) for graph in graphs)
 
     @property
     def _is_opaque(self) -> bool:
@@ -130,24 +145,20 @@ class _Reader:
         inner = [(path, each) for path, each in self.module.named_modules() if path and not is_leaf(each)]
         experts = [each for path, each in inner if family_of(self.module, path) is not None]
         yield experts
-        holders = [each for _, each in inner if own_parameters(each) and each not in experts]
+        others = [each for _, each in inner if each not in experts and not is_container(each)]
+        holders = [each for each in others if own_parameters(each) or capture_of(each) is None]
         if holders:
             yield [*experts, *holders]
+        if len(holders) < len(others) and _holds_experts(self.module):
+            yield [*experts, *others]
 
     def _read(self, opened: list[nn.Module]) -> Mixture:
-        if opened:  # what looks like experts may be layers; that is seen without looking into them
-            self._check_experts(self._unrolled([]))
         unrolled = self._unrolled(opened)
         sources = find_sources(self.module, unrolled.graph, unrolled.values)
         loop = find_loop(self.module, unrolled.graph, unrolled.values, sources) if sources else None
         if loop is None:
             raise _NoLoopError
         return _mixture(self.name, self.module, unrolled, loop, sources)
-
-    def _check_experts(self, unrolled: Unrolled) -> None:
-        called = any(family_of(self.module, str(node.target)) for node in unrolled.graph.nodes if node.op == "call_module")
-        if called and not find_sources(self.module, unrolled.graph, unrolled.values):
-            raise _NoLoopError
 
     def _unrolled(self, opened: list[nn.Module]) -> Unrolled:
         try:
@@ -166,7 +177,7 @@ def _mixture(name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sourc
     first, *others = loop.rounds
     if any(description(each, module, sources) != description(first, module, sources) for each in others):
         raise MatchFailure("its experts do not all compute the same")
-    template = template_of(first, module, sources, unrolled.values)
+    template = template_of(first, loop, module, sources, unrolled.values)
     counts = {s.count for layer in template.layers for s in (layer.weight, layer.bias) if s is not None}
     if len(counts) > 1:
         raise MatchFailure("its experts have different numbers of tensors")
@@ -179,10 +190,26 @@ def _may_mix(program: Program, name: str) -> bool:
     module = program.names.modules[name]
     if program.names.name(module) != name or is_leaf(module) or is_container(module):
         return False
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _has_stack(module):
+    return _holds_experts(module) or _is_steered(program, name)
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return True
-    children = [child for child in own_children(module).values() if child is not None]
-    return any(_has_family(child) or (not is_leaf(child) and _has_stack(child)) for child in children)
+    return any(map(_has_family, _children(module))) or _has_stacks(module)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in own_children(module).values() if child is not None]
+
+
+def _has_stacks(module: nn.Module) -> bool:
+    return _has_stack(module) or any(not is_leaf(child) and _has_stack(child) for child in _children(module))
+
+
+def _is_steered(program: Program, name: str) -> bool:
+    """Say whether a module has no graph because its data decide, and holds no others of the kind."""
+    return name in program.opaque and program.opaque[name].reason.startswith(BY_DATA)
 
 
 def _has_stack(module: nn.Module) -> bool:

@@ -83,7 +83,7 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
     module, owners = program.module(mixture.owner), program.analyses[TensorOwners]
     if mixture.template.idle and program.training:
         return "its experts draw random numbers in training (dropout)"
-    idle = sorted(set(range(mixture.count)) - {each.expert for each in mixture.loop.rounds})
+    idle = sorted(set(range(mixture.count)) - mixture.reached)
     if idle and program.training and not mixture.is_stacked:
         return (
             f"the examples leave expert {idle[0]} without tokens: it has no gradient then, and would have zeros, which "

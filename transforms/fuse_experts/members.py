@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_children, submodule
 from ...operators import canonical_name
+from ...tracing.values import user_class
 
 __all__ = ["Items", "Slices", "Source", "family_of", "find_sources"]
 
@@ -38,6 +39,10 @@ class Items:
         return ".".join(part for part in (self.container, self.names[expert], self.inside) if part)
 
     @property
+    def family(self) -> str:
+        return f"{self.container}."
+
+    @property
     def count(self) -> int:
         return len(self.names)
 
@@ -54,6 +59,15 @@ class Slices:
     stack: fx.Node
     count: int
 
+    @property
+    def family(self) -> str:
+        """Return what is equal for nodes that give the same tensor."""
+        node, views = self.stack, list[str]()
+        while node.op != "get_attr" and isinstance(before := node.args[0], fx.Node):
+            views.append(f"{node.target}{node.args[1:]}{node.kwargs}")
+            node = before
+        return f"{node.target} {views}"
+
 
 Source = Items | Slices
 
@@ -65,7 +79,8 @@ def family_of(owner: nn.Module, path: str) -> tuple[Items, int] | None:
         container = submodule(owner, ".".join(parts[:length])) if length else owner
         if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
             children = own_children(container)
-            names = tuple(name for name, child in children.items() if type(child) is type(children.get(parts[length])))
+            kind = user_class(type(children.get(parts[length])))
+            names = tuple(name for name, child in children.items() if user_class(type(child)) is kind)
             if len(names) >= _FEWEST:
                 items = Items(".".join(parts[:length]), names, ".".join(parts[length + 1 :]))
                 return items, names.index(parts[length])
@@ -93,20 +108,19 @@ def _independent(
     graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]
 ) -> dict[fx.Node, tuple[Source, int]]:
     """Leave out families of which one member reads what another made: layers, say, are no experts."""
-    reached: dict[fx.Node, frozenset[tuple[Any, int]]] = {}
-    chained: set[Any] = set()
+    reached: dict[fx.Node, frozenset[tuple[str, int]]] = {}
+    chained: set[str] = set()
     for node in graph.nodes:
-        before = frozenset[tuple[Any, int]]().union(*(reached[used] for used in node.all_input_nodes))
+        before = frozenset[tuple[str, int]]().union(*(reached[used] for used in node.all_input_nodes))
         if node in sources:
             source, expert = sources[node]
-            family = source.container if isinstance(source, Items) else source.stack
-            chained |= {other for other, number in before if other == family and number != expert}
-            before |= {(family, expert)}
+            chained |= {other for other, number in before if other == source.family and number != expert}
+            before |= {(source.family, expert)}
         reached[node] = before
     return {
         node: (source, expert)
         for node, (source, expert) in sources.items()
-        if (source.container if isinstance(source, Items) else source.stack) not in chained
+        if source.family not in chained
     }
 
 

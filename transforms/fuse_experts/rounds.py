@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ...errors import MatchFailure
 from ...operators import canonical_name
 from .members import Source
 
-__all__ = ["Loop", "Round", "find_loop", "is_dropout"]
+__all__ = ["Joined", "Loop", "Round", "find_loop", "is_dropout"]
 
 _RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contiguous", "flatten", "float")
 
@@ -24,18 +24,17 @@ class Round:
     """One expert applied to its tokens.
 
     Attributes:
-        expert: its number.
+        experts: the number of the expert, for each of its tokens [n]; several where rows of all were laid side by side.
         tokens: the numbers of its tokens [n].
         weights: what its outputs are multiplied by [n], or None.
         scale: what they are multiplied by besides.
         rows: the node that gives its tokens' inputs.
         output: the node that gives its outputs.
         nodes: what it computes from tensors of its own, `output` included, in order.
-        around: nodes before which its results are written, and that write them.
-        idle: dropouts in it.
+        idle: dropouts behind it.
     """
 
-    expert: int
+    experts: Tensor
     tokens: Tensor
     weights: Tensor | None
     weighting: fx.Node | None
@@ -43,7 +42,6 @@ class Round:
     rows: fx.Node
     output: fx.Node
     nodes: Sequence[fx.Node]
-    write: fx.Node
     idle: Sequence[fx.Node] = ()
 
 
@@ -57,6 +55,9 @@ class Loop:
         result: the node that stands for that tensor after the loop; in place it is `target`.
         tokens: how many tokens there are.
         tainted: every node that depends on a tensor of an expert.
+        writes: the nodes that add results to it.
+        joined: see `Joined`.
+        called: the expert of each round; -1 of all.
     """
 
     rounds: Sequence[Round]
@@ -64,7 +65,24 @@ class Loop:
     result: fx.Node
     tokens: int
     tainted: frozenset[fx.Node]
-    writes: Sequence[fx.Node] = field(default=())
+    writes: Sequence[fx.Node]
+    joined: Mapping[fx.Node, Joined]
+    called: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Linear layers of all experts, each of rows of its own, and their results side by side.
+
+    Attributes:
+        rows: the node whose rows are split among them.
+        sizes: how many rows each expert has.
+        first: the layer of one of them.
+    """
+
+    rows: fx.Node
+    sizes: Sequence[int]
+    first: fx.Node
 
 
 @dataclass(frozen=True)
@@ -83,17 +101,38 @@ class _Search:
     ) -> None:  # fmt: skip
         self.owner, self.graph, self.values, self.sources = owner, graph, values, sources
         self.experts: dict[fx.Node, frozenset[int]] = {}
+        self.joined: dict[fx.Node, Joined] = {}
         for node in graph.nodes:
-            inputs = [self.experts.get(used, _NOBODY) for used in node.all_input_nodes]
+            joined = self._joined(node)
+            if joined is not None:
+                self.joined[node] = joined
+                self.experts[node] = frozenset((_ALL,))
+                continue
+            inputs = [self.experts[used] for used in node.all_input_nodes]
             own = frozenset((sources[node][1],)) if node in sources else _NOBODY
-            self.experts[node] = own.union(*inputs)
+            self.experts[node] = own.union(*inputs) if _holds_tensors(values.get(node)) else _NOBODY
+
+    def _joined(self, node: fx.Node) -> Joined | None:
+        """Return what a node joins, if that is the results of linear layers for what was split before."""
+        items: Any = node.args[0] if canonical_name(node) == "cat" and node.args else None
+        if not isinstance(items, (list, tuple)) or len(items) < 2 or node.kwargs.get("dim", 0) != 0 or node.args[1:] not in ((), (0,)):
+            return None
+        if [self.experts.get(item, _NOBODY) - {_ALL} for item in items] != [{number} for number in range(len(items))]:
+            return None
+        parts = [item.args[0] for item in items if canonical_name(item) in ("linear", "matmul", "mm")]
+        splits = {part.args[0] for part in parts if canonical_name(part) == "getitem"}
+        if len(parts) < len(items) or len(splits) != 1 or canonical_name(split := splits.pop()) != "split":
+            return None
+        if [part.args[1] for part in parts] != list(range(len(parts))) or self.values[split.args[0]].ndim != 2:
+            return None
+        return Joined(split.args[0], [len(self.values[part]) for part in parts], items[0])
 
     def is_tainted(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and bool(self.experts[node])
 
     def loop(self) -> Loop | None:
         writes = [write for node in self.graph.nodes if (write := self._write(node)) is not None]
-        if not writes or not any(len(self.experts[write.value]) == 1 for write in writes):
+        if not any(len(self.experts[write.value]) == 1 for write in writes):
             return None
         target = self._root(writes[0])
         if any(self._root(write) is not target for write in writes):
@@ -102,7 +141,8 @@ class _Search:
         tainted = frozenset(node for node, experts in self.experts.items() if experts)
         count = self.values[target].shape[:-1].numel()
         return Loop(
-            [self._round(w) for w in writes], target, result, count, tainted, [write.node for write in writes]
+            [self._round(w) for w in writes], target, result, count, tainted, [w.node for w in writes], self.joined,
+            [next(iter(self.experts[write.value])) for write in writes],
         )
 
     def _root(self, write: _Write) -> fx.Node:
@@ -162,11 +202,14 @@ class _Search:
             raise MatchFailure("a result is of several experts")
         (expert,) = experts
         count = len(write.tokens)
+        numbers = torch.full_like(write.tokens, expert)
         output, weighting, scale, idle = self._peeled(write.value, count)
         nodes = self._slice(output)
         weights = None if weighting is None else self.values[weighting].reshape(-1)
+        if expert == _ALL:
+            numbers = self._numbers(nodes, count)
         return Round(
-            expert, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, write.node, idle
+            numbers, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle
         )
 
     def _peeled(self, node: fx.Node, count: int) -> tuple[fx.Node, fx.Node | None, float, list[fx.Node]]:
@@ -204,10 +247,20 @@ class _Search:
             return False
         return [n for n in self.values[node].shape if n != 1] == [n for n in self.values[before].shape if n != 1]
 
+    def _numbers(self, nodes: Sequence[fx.Node], count: int) -> Tensor:
+        """Return the expert of each row, where rows of all are side by side."""
+        sizes = {tuple(self.joined[node].sizes) for node in nodes if node in self.joined}
+        if len(sizes) != 1 or sum(found := sizes.pop()) != count:
+            raise MatchFailure("the experts' linear layers have different rows")
+        return torch.arange(len(found)).repeat_interleave(torch.tensor(found))
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [self.joined[node].rows] if node in self.joined else node.all_input_nodes
+
     def _slice(self, output: fx.Node) -> list[fx.Node]:
         wanted, pending = {output}, [output]
         while pending:
-            for used in pending.pop().all_input_nodes:
+            for used in self._inputs(pending.pop()):
                 if used not in wanted and self.is_tainted(used):
                     wanted.add(used)
                     pending.append(used)
@@ -215,7 +268,8 @@ class _Search:
 
     def _rows(self, nodes: Sequence[fx.Node], count: int) -> fx.Node:
         inside = set(nodes)
-        outside = (used for node in nodes if node not in self.sources or node.op == "call_module" for used in node.all_input_nodes)
+        reading = [node for node in nodes if node not in self.sources or node.op == "call_module"]
+        outside = (used for node in reading for used in self._inputs(node))
         found = {u for u in outside if u not in inside and isinstance(self.values[u], Tensor)}
         rows = [u for u in found if self.values[u].ndim == 2 and self.values[u].shape[0] == count]
         if len(found) != 1 or len(rows) != 1:
@@ -224,6 +278,12 @@ class _Search:
 
 
 _NOBODY = frozenset[int]()
+_ALL = -1
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Say whether a value is a tensor, or several: a shape or type of one does not depend on what is in it."""
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_holds_tensors, value)))
 
 
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import MatchFailure
+from ...layers.fused_experts import Routing
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
@@ -30,7 +31,7 @@ class RoutedBy:
     hidden: fx.Node
     chosen: fx.Node
     weights: fx.Node | None
-    kind: Literal["chosen", "scores", "mask"]
+    kind: Routing
     spare: int = 0
 
 
@@ -50,13 +51,19 @@ def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedB
     return search.find()
 
 
+_KINDS: Mapping[tuple[str, bool], Routing] = {
+    ("chosen", False): "chosen", ("chosen", True): "scores", ("mask", False): "shared", ("mask", True): "mask",
+}  # fmt: skip
+"""Whether there are choices or a mask, and whether the weights are those of all experts -> see `FusedExperts`."""
+
+
 class _Pairs:
     """Every token and expert that met, and with which weight, in the order of their numbers."""
 
     def __init__(self, rounds: Sequence[Round], count: int) -> None:
         self.count = count
         tokens = torch.cat([each.tokens for each in rounds])
-        experts = torch.cat([torch.full_like(each.tokens, each.expert) for each in rounds])
+        experts = torch.cat([each.experts for each in rounds])
         self.is_weighted = rounds[0].weights is not None
         if any((each.weights is not None) is not self.is_weighted for each in rounds):
             raise MatchFailure("the results of some experts are weighted, and those of others are not")
@@ -99,7 +106,9 @@ class _Search:
                 return RoutedBy(hidden, node, None, kind, self._spare(node, kind))
             for weights, of_all, given in self._weights(kind, tokens, experts):
                 if self.pairs.are(tokens.flatten(), experts.flatten(), given.flatten()):
-                    found = "scores" if of_all and kind == "chosen" else kind
+                    found = _KINDS[kind, of_all]
+                    if found == "shared" and self.values[node].shape == (self.tokens, 1, self.count):
+                        found = "slots"
                     return RoutedBy(hidden, node, weights, found, self._spare(node, kind))
         if len(self.pairs.keys) == self.tokens * self.count:
             raise MatchFailure("every token goes to every expert; fuse_ensembles computes that")
@@ -125,7 +134,7 @@ class _Search:
         for node in self.before:
             value = self.values.get(node)
             if isinstance(value, Tensor) and value.numel() and value.numel() % self.tokens == 0 and value.ndim:
-                if self.tokens in (value.shape[0], value.shape[:-1].numel()):
+                if value.ndim == 1 or value.shape[:-1].numel() == self.tokens:
                     yield node, value.reshape(self.tokens, -1)
 
     def _choices(self) -> Iterator[tuple[fx.Node, Literal["chosen", "mask"], Tensor, Tensor]]:
@@ -140,14 +149,11 @@ class _Search:
 
     def _weights(self, kind: str, tokens: Tensor, experts: Tensor) -> Iterator[tuple[fx.Node, bool, Tensor]]:
         """Yield nodes that may have the weights, whether they have those of all experts, and those of the pairs."""
-        for node, value in self._candidates():
-            if not value.is_floating_point():
-                continue
+        floats = [(node, value) for node, value in self._candidates() if value.is_floating_point()]
+        for node, value in floats:
             if kind == "chosen" and value.shape == tokens.shape:
                 yield node, False, value
-        for node, value in self._candidates():
-            if not value.is_floating_point():
-                continue
+        for node, value in floats:
             if value.shape[1] == self.count:
                 yield node, True, value[tokens, experts]
             elif kind == "mask" and value.shape[1] == 1:

@@ -15,7 +15,7 @@ from ...layers.fused_experts import apply_linear
 from ...operators import canonical_name, info_of, operator_of_module
 from ...tracing.values import all_tensors
 from .members import Items, Source
-from .rounds import Round, is_dropout
+from .rounds import Loop, Round, is_dropout
 
 __all__ = ["Layer", "Template", "description", "template_of"]
 
@@ -75,7 +75,7 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
 
 
 def _family(source: Source) -> Any:
-    return (source.container, source.inside) if isinstance(source, Items) else (source.stack.name,)
+    return (source.family, source.inside) if isinstance(source, Items) else (source.family,)
 
 
 def _settings(node: fx.Node, owner: nn.Module) -> str:
@@ -86,12 +86,14 @@ def _settings(node: fx.Node, owner: nn.Module) -> str:
 
 
 def template_of(
-    each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]], values: Mapping[fx.Node, Any]
+    each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
+    values: Mapping[fx.Node, Any],
 ) -> Template:
     """Return what an expert computes.
 
     Args:
         each: a round.
+        loop: that it is of.
         owner: the module that has the loop.
         sources: the nodes that read tensors of single experts.
         values: of nodes.
@@ -99,14 +101,15 @@ def template_of(
     Raises:
         MatchFailure: if that is not rows through linear layers, with operations row by row between them.
     """
-    return _Writer(each, owner, sources, values).template()
+    return _Writer(each, loop, owner, sources, values).template()
 
 
 class _Writer:
     def __init__(
-        self, each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
+        self, each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
         values: Mapping[fx.Node, Any],
     ) -> None:  # fmt: skip
+        self.joined = loop.joined
         self.round, self.owner, self.sources, self.values = each, owner, sources, values
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("rows")
@@ -128,7 +131,9 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> None:
         name = canonical_name(node)
-        if node in self.sources and node.op != "call_module":
+        if node in self.joined:
+            self._join(node)
+        elif node in self.sources and node.op != "call_module":
             self.tensors[node] = self.sources[node][0], False
         elif name in ("t", "transpose", "numpy_T", "mT") and node.args[0] in self.tensors:
             self._turn(node)
@@ -148,6 +153,17 @@ class _Writer:
             self._skip(node)
         else:
             self._operation(node, name)
+
+    def _join(self, node: fx.Node) -> None:
+        """Write the linear layers of all experts, whose rows are side by side, as the layer of each row's expert."""
+        joined = self.joined[node]
+        first = joined.first
+        for used in first.all_input_nodes:
+            if used in self.sources:
+                self._write(used)
+        self.new[first.args[0]] = self._value(joined.rows)
+        self._write(first)
+        self.new[node] = self.new[first]
 
     def _turn(self, node: fx.Node) -> None:
         source, turned = self.tensors[node.args[0]]

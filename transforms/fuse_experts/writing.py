@@ -39,7 +39,6 @@ def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
     """
     graph, new = _copied(mixture.unrolled.graph)
     edit.give_graph(mixture.unrolled.specialization)
-    stacks = _stacked(mixture, edit)
     layers = mixture.template.layers
     child = edit.add_module(
         FusedExperts(
@@ -49,7 +48,7 @@ def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
         ),
         name="mixture",
     )  # fmt: skip
-    _Rewrite(mixture, graph, new).run(child, stacks)
+    _Rewrite(mixture, graph, new).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
 
 
@@ -80,15 +79,12 @@ class _Rewrite:
         found = call
         if not self._is_alike():
             with self.graph.inserting_after(call):
-                found = self.graph.call_function(added_to, (self._start(), call))
+                found = self.graph.call_function(added_to, (self.target, call))
         found.meta["val"] = self.target.meta.get("val")
         for user in list(self.result.users):
             if user not in before and user is not found:
                 user.replace_input_with(self.result, found)
         self._sweep(before, loop)
-
-    def _start(self) -> fx.Node:
-        return self.target
 
     def _tensor(self, stacks: dict[Source, str | fx.Node], source: Source) -> fx.Node:
         known = stacks[source]
@@ -98,13 +94,21 @@ class _Rewrite:
 
     def _is_alike(self) -> bool:
         """Say whether the tensor that the loop added to is zeros like the inputs, so that the results are all."""
-        target = self.mixture.loop.target
-        values = self.mixture.unrolled.values
-        hidden = self.mixture.routed.hidden
-        if canonical_name(target) != "zeros_like" or len(target.args) != 1 or target.kwargs.get("dtype") is not None:
+        target, values = self.mixture.loop.target, self.mixture.unrolled.values
+        hidden, output = self.mixture.routed.hidden, self.mixture.loop.rounds[0].output
+        if values[target].shape != (*values[hidden].shape[:-1], values[output].shape[-1]) or values[target].any():
             return False
-        width = values[self.mixture.loop.rounds[0].output].shape[-1]
-        return target.args[0] is hidden and width == values[hidden].shape[-1]
+        plain = len(target.args) == 1 and target.kwargs.get("dtype") is None and target.args[0] is hidden
+        return (canonical_name(target) == "zeros_like" and plain) or self._is_made_of_results()
+
+    def _is_made_of_results(self) -> bool:
+        """Say whether the tensor that the loop added to has its type from the loop itself."""
+        seen, pending = set[fx.Node](), [self.mixture.loop.target]
+        while pending:
+            node = pending.pop()
+            pending += [used for used in node.all_input_nodes if used not in seen]
+            seen.add(node)
+        return not seen.isdisjoint(self.mixture.loop.tainted)
 
     def _sweep(self, before: set[fx.Node], loop: object) -> None:
         """Take away what only the loop needed.
