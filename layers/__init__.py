@@ -1,6 +1,6 @@
 """Modules and functions that passes put into models, or that users use directly.
 
-What users use is named here, and imported when it is first used: `fxopt.layers.triangles`.
+What users use is named here, and imported when it is first used: `fxopt.layers.RBM`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
     from .pooling import triangles
 
 _PLACES = {
+    "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
     "pooling": "triangles",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
+    "RBM",
+    "DeepBeliefNetwork",
+    "DeepBeliefRelaxationNetwork",
     "triangles",
 ]
 
