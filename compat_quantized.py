@@ -21,6 +21,7 @@ __all__ = [
     "OBSERVERS",
     "Int8Result",
     "Observer",
+    "empty_tensor",
     "int4_packed",
     "int4_product",
     "int8_cells",
@@ -39,6 +40,7 @@ __all__ = [
     "simulating",
     "why_no_int8",
     "why_no_static_int8",
+    "without_torch_function",
 ]
 
 _TORCH: Any = torch
@@ -82,6 +84,16 @@ def runs_simulation() -> bool:
     into the graphs of compilers and exporters.
     """
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
+
+
+def empty_tensor(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a class of tensors that has no memory."""
+    return cast("Any", Tensor)._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def without_torch_function() -> Any:
+    """Let `__torch_function__` of classes of tensors rest for a while."""
+    return cast("Any", torch)._C.DisableTorchFunctionSubclass()
 
 
 def why_no_int8() -> str:
