@@ -39,8 +39,8 @@ class HeldWeight(Tensor):
         weight.make = make
         return weight
 
-    def __init__(self, *_: Any) -> None:
-        """Be ready: `__new__` has done it."""
+    def __init__(self, make: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        """Be what `__new__` made."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,7 +63,7 @@ class Pass:
     destroys: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
-        known = inspect.signature(cls.__init__).parameters if options else {}
+        known = dict(inspect.signature(cls.__init__).parameters) if options else {}
         unknown = next((option for option in options if option not in known), None)
         if unknown is not None and all(each.kind is not each.VAR_KEYWORD for each in known.values()):
             hint = did_you_mean(unknown, [*known][1:]) or "; it has none"

@@ -101,7 +101,9 @@ def _refuse_infinite(module: nn.Module, state: Mapping[str, Any]) -> None:
     for path, keeper in modules.items():
         state_map: StateMap | None = keeper.__dict__.get(STATE_MAP)
         prefix = f"{path}." if path else ""
-        for target, names in {} if state_map is None else state_map.origins.items():
+        if state_map is None:
+            continue
+        for target, names in state_map.origins.items():
             holder, _, last = target.rpartition(".")
             owner = submodule(keeper, holder)
             given = {name: state[prefix + name] for name in names if isinstance(state.get(prefix + name), Tensor)}
