@@ -62,8 +62,7 @@ class Edit(TreeEdit):
     def give_graph(self, specialization: Specialization) -> None:
         """Let the owner run from a graph, where it has none, that other graphs will be put in the place of.
 
-        It holds for some calls only (a loop that was written out, say), so it is not run itself. Calls that fit no graph
-        run the original forward.
+        It holds for some calls only (a loop that was written out, say), so it is not run itself.
         """
         owner, name = self.owner, self.site.owner
         if capture_of(owner) is not None:

@@ -34,7 +34,7 @@ class StateStep(ABC):
             not be told apart, and state dicts with zeros are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
         keeps_gradients: whether the new tensors are trained where the old ones were.
-        fills_gradients: whether old tensors that a call leaves alone, and that have no gradient then, get zeros for one.
+        fills_gradients: whether old tensors that a call leaves alone, without a gradient, get zeros for one.
     """
 
     kind: ClassVar[str]

@@ -199,7 +199,9 @@ class Translation:
 
 
 def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor, *, filled: bool) -> Tensor | None:
-    if (filled and bool(marks.any())) or torch.equal(marks, everywhere):  # a mask leaves zeros where nothing can have a gradient
+    if (filled and bool(marks.any())) or torch.equal(
+        marks, everywhere
+    ):  # a mask leaves zeros where nothing can have a gradient
         return gradient
     if not bool(marks.any()):
         return None

@@ -10,13 +10,15 @@ from typing import ClassVar
 from torch import nn
 
 from ...compat import has_hooks
+from ...layers.members import settings_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.verification import TensorOwners
 from ...tracing.program import Program
-from ...tracing.values import qualified
+from ...tracing.values import qualified, user_class
 from .finding import Mixture, find_mixtures, members_of, mixture_at
+from .members import Items
 from .writing import tensor_names, write
 
 __all__ = ["FuseExperts", "Lowering"]
@@ -41,10 +43,10 @@ class Lowering(enum.Enum):
 class FuseExperts(Pass):
     """Compute the experts of a mixture together, on stacked parameters.
 
-    Before: for i, expert in enumerate(self.experts): rows, nth = torch.where(chosen == i); y[rows] += w[rows, nth, None] * expert(x[rows])
-    After:  y = fused_experts(x, chosen, w, weight_w1, weight_w2)
-    Refuses: experts that compute different things or hold more than linear layers, with hooks, tied, shared, quantized;
-        in training, experts with dropout.
+    Before: for i, expert in enumerate(experts): rows, j = where(chosen == i); y[rows] += w[rows, j] * expert(x[rows])
+    After:  y = mixture(x, chosen, w, stacked_experts.w1_weight, stacked_experts.w2_weight)
+    Refuses: experts that compute different things or hold more than linear layers; with hooks, tied, shared or
+        quantized weights; in training with dropout, or where the examples leave one of separate experts without tokens.
 
     Options:
         lowering: `auto` takes the fastest measured; any other name is taken as asked.
@@ -79,10 +81,35 @@ class FuseExperts(Pass):
         write(mixture_at(site.program, site.owner), site.choice or site.choices[0], edit)
 
 
+def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
+    """Return what keeps modules of experts from being computed as one of them is, hooks above all."""
+    hooked = next((path for path, inner in module.named_modules() if path and has_hooks(inner)), None)
+    if hooked is not None:
+        return f"'{hooked}' has hooks"
+    for family in dict.fromkeys((each.container, each.names) for each in members_of(mixture)):
+        items = Items(*family)
+        first, *others = (module.get_submodule(items.path(expert)) for expert in range(items.count))
+        for number, other in enumerate(others, 1):
+            if _settings(other) != _settings(first):
+                return f"experts are set up differently: '{items.path(0)}' and '{items.path(number)}'"
+    return None
+
+
+def _settings(expert: nn.Module) -> list[object]:
+    """Return what a module and those inside it are, but for their tensors."""
+    return [
+        (path, user_class(type(inner)), [(name, getattr(inner, name)) for name in settings_of(inner)])
+        for path, inner in expert.named_modules()
+    ]
+
+
 def _obstacle(mixture: Mixture, program: Program) -> str | None:
     module, owners = program.module(mixture.owner), program.analyses[TensorOwners]
     if mixture.template.idle and program.training:
         return "its experts draw random numbers in training (dropout)"
+    odd = _unlike(mixture, module)
+    if odd is not None:
+        return odd
     idle = sorted(set(range(mixture.count)) - mixture.reached)
     if idle and program.training and not mixture.is_stacked:
         return (
@@ -95,8 +122,6 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
             if len(others) > 1:
                 return f"the parameter '{others[0]}' is tied to '{others[1]}'"
             holder = module.get_submodule(name.rpartition(".")[0])
-            if has_hooks(holder):
-                return f"the expert's '{name.rpartition('.')[0]}' has hooks"
             tensor = getattr(holder, name.rpartition(".")[2], None)
             if type(tensor) is not nn.Parameter:
                 return f"'{name}' is of type {type(tensor).__name__}, which is not stacked"

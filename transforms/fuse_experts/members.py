@@ -34,6 +34,10 @@ class Items:
     names: tuple[str, ...]
     inside: str = ""
 
+    def within(self, name: str) -> Items:
+        """Return what is called so in each of them."""
+        return Items(self.container, self.names, f"{self.inside}.{name}".lstrip("."))
+
     def path(self, expert: int) -> str:
         """Return the path for one expert."""
         return ".".join(part for part in (self.container, self.names[expert], self.inside) if part)
@@ -87,9 +91,7 @@ def family_of(owner: nn.Module, path: str) -> tuple[Items, int] | None:
     return None
 
 
-def find_sources(
-    owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any]
-) -> dict[fx.Node, tuple[Source, int]]:
+def find_sources(owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dict[fx.Node, tuple[Source, int]]:
     """Return the nodes that read a tensor of one expert, or call a module of one: of which family, and which expert."""
     found: dict[fx.Node, tuple[Source, int]] = {}
     for node in graph.nodes:
@@ -104,9 +106,7 @@ def find_sources(
     return _independent(graph, found)
 
 
-def _independent(
-    graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]
-) -> dict[fx.Node, tuple[Source, int]]:
+def _independent(graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]) -> dict[fx.Node, tuple[Source, int]]:
     """Leave out families of which one member reads what another made: layers, say, are no experts."""
     reached: dict[fx.Node, frozenset[tuple[str, int]]] = {}
     chained: set[str] = set()
@@ -117,11 +117,7 @@ def _independent(
             chained |= {other for other, number in before if other == source.family and number != expert}
             before |= {(source.family, expert)}
         reached[node] = before
-    return {
-        node: (source, expert)
-        for node, (source, expert) in sources.items()
-        if source.family not in chained
-    }
+    return {node: (source, expert) for node, (source, expert) in sources.items() if source.family not in chained}
 
 
 def _slice(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Slices, int] | None:
@@ -153,4 +149,3 @@ def _is_stack(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     while node.op == "call_method" and node.target in _VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "get_attr" and isinstance(values.get(node), nn.Parameter)
-

@@ -14,7 +14,7 @@ from ...errors import MatchFailure
 from ...operators import canonical_name
 from .members import Source
 
-__all__ = ["Joined", "Loop", "Round", "find_loop", "is_dropout"]
+__all__ = ["Joined", "Loop", "Round", "draws", "find_loop", "is_dropout"]
 
 _RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contiguous", "flatten", "float")
 
@@ -115,7 +115,12 @@ class _Search:
     def _joined(self, node: fx.Node) -> Joined | None:
         """Return what a node joins, if that is the results of linear layers for what was split before."""
         items: Any = node.args[0] if canonical_name(node) == "cat" and node.args else None
-        if not isinstance(items, (list, tuple)) or len(items) < 2 or node.kwargs.get("dim", 0) != 0 or node.args[1:] not in ((), (0,)):
+        if (
+            not isinstance(items, (list, tuple))
+            or len(items) < 2
+            or node.kwargs.get("dim", 0) != 0
+            or node.args[1:] not in ((), (0,))
+        ):
             return None
         if [self.experts.get(item, _NOBODY) - {_ALL} for item in items] != [{number} for number in range(len(items))]:
             return None
@@ -141,7 +146,13 @@ class _Search:
         tainted = frozenset(node for node, experts in self.experts.items() if experts)
         count = self.values[target].shape[:-1].numel()
         return Loop(
-            [self._round(w) for w in writes], target, result, count, tainted, [w.node for w in writes], self.joined,
+            [self._round(w) for w in writes],
+            target,
+            result,
+            count,
+            tainted,
+            [w.node for w in writes],
+            self.joined,
             [next(iter(self.experts[write.value])) for write in writes],
         )
 
@@ -208,9 +219,7 @@ class _Search:
         weights = None if weighting is None else self.values[weighting].reshape(-1)
         if expert == _ALL:
             numbers = self._numbers(nodes, count)
-        return Round(
-            numbers, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle
-        )
+        return Round(numbers, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle)
 
     def _peeled(self, node: fx.Node, count: int) -> tuple[fx.Node, fx.Node | None, float, list[fx.Node]]:
         """Return the output of the expert, what it is multiplied by, and dropouts behind that."""
@@ -231,7 +240,7 @@ class _Search:
             elif name in _RESHAPES and self._keeps(node):
                 node = node.args[0]
             elif is_dropout(node, self.owner):
-                idle.append(node)
+                idle += [node] if draws(node, self.owner) else []
                 node = node.args[0]
             else:
                 break
@@ -287,10 +296,13 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:
-    """Say whether a node is a dropout of elements."""
-    if node.op == "call_module":
-        return type(owner.get_submodule(str(node.target))) is nn.Dropout
-    return canonical_name(node) == "dropout"
+    """Say whether a node calls a dropout of elements."""
+    return node.op == "call_module" and type(owner.get_submodule(str(node.target))) is nn.Dropout
+
+
+def draws(node: fx.Node, owner: nn.Module) -> bool:
+    """Say whether a dropout may draw random numbers in training."""
+    return bool(owner.get_submodule(str(node.target)).p)
 
 
 def find_loop(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import MatchFailure
-from ...layers.fused_experts import Routing
+from ...layers.experts import Routing
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
@@ -80,7 +80,9 @@ class _Pairs:
             return False
         given = torch.ones_like(tokens) if weights is None else weights
         keys, given = _sorted(tokens, experts, given, self.count)
-        return torch.equal(keys, self.keys) and (weights is None or torch.equal(given.to(self.weights.dtype), self.weights))
+        return torch.equal(keys, self.keys) and (
+            weights is None or torch.equal(given.to(self.weights.dtype), self.weights)
+        )
 
 
 def _sorted(tokens: Tensor, experts: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -133,14 +135,15 @@ class _Search:
     def _candidates(self) -> Iterator[tuple[fx.Node, Tensor]]:
         for node in self.before:
             value = self.values.get(node)
-            if isinstance(value, Tensor) and value.numel() and value.numel() % self.tokens == 0 and value.ndim:
-                if value.ndim == 1 or value.shape[:-1].numel() == self.tokens:
-                    yield node, value.reshape(self.tokens, -1)
+            if not isinstance(value, Tensor) or not value.ndim or not value.numel():
+                continue
+            if (value.shape if value.ndim == 1 else value.shape[:-1]).numel() == self.tokens:
+                yield node, value.reshape(self.tokens, -1)
 
     def _choices(self) -> Iterator[tuple[fx.Node, Literal["chosen", "mask"], Tensor, Tensor]]:
         numbers = torch.arange(self.tokens)
         for node, value in self._candidates():
-            if value.dtype in (torch.int64, torch.int32) and 0 <= int(value.min()) and int(value.max()) < self.count:
+            if value.dtype in (torch.int64, torch.int32) and int(value.min()) >= 0 and int(value.max()) < self.count:
                 yield node, "chosen", numbers.to(value.device).unsqueeze(1).expand(value.shape), value
         for node, value in self._candidates():
             if value.shape[1] == self.count and not value.is_floating_point():

@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
-from ...layers.fused_experts import apply_linear
+from ...layers.experts import apply_linear
 from ...operators import canonical_name, info_of, operator_of_module
 from ...tracing.values import all_tensors
 from .members import Items, Source
-from .rounds import Loop, Round, is_dropout
+from .rounds import Loop, Round, draws, is_dropout
 
 __all__ = ["Layer", "Template", "description", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""
+_PICKS = ("getitem", "reshape", "view", "index_select", "flatten")
 _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "identity")
 
 
@@ -69,7 +70,9 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
         target: Any = node.target
         if source is not None:
             target = source
-        args = () if source is not None and node.op != "call_module" else fx.map_arg((node.args, dict(node.kwargs)), told)
+        args = (
+            () if source is not None and node.op != "call_module" else fx.map_arg((node.args, dict(node.kwargs)), told)
+        )
         steps.append((node.op, str(target), repr(args), _settings(node, owner)))
     return tuple(steps)
 
@@ -86,7 +89,10 @@ def _settings(node: fx.Node, owner: nn.Module) -> str:
 
 
 def template_of(
-    each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
+    each: Round,
+    loop: Loop,
+    owner: nn.Module,
+    sources: Mapping[fx.Node, tuple[Source, int]],
     values: Mapping[fx.Node, Any],
 ) -> Template:
     """Return what an expert computes.
@@ -135,10 +141,9 @@ class _Writer:
             self._join(node)
         elif node in self.sources and node.op != "call_module":
             self.tensors[node] = self.sources[node][0], False
-        elif name in ("t", "transpose", "numpy_T", "mT") and node.args[0] in self.tensors:
-            self._turn(node)
-        elif node.target is getattr and node.args[0] in self.tensors and node.args[1] in ("T", "mT"):
-            self._turn(node)
+        elif self._turns(node, name):
+            source, turned = self.tensors[node.args[0]]
+            self.tensors[node] = source, not turned
         elif node.op == "call_module":
             self._module(node)
         elif name == "linear":
@@ -165,12 +170,14 @@ class _Writer:
         self._write(first)
         self.new[node] = self.new[first]
 
-    def _turn(self, node: fx.Node) -> None:
-        source, turned = self.tensors[node.args[0]]
-        self.tensors[node] = source, not turned
+    def _turns(self, node: fx.Node, name: str | None) -> bool:
+        """Say whether a node transposes the matrix of an expert."""
+        if not node.args or node.args[0] not in self.tensors:
+            return False
+        return name in ("t", "transpose") or (node.target is getattr and node.args[1] in ("T", "mT"))
 
     def _skip(self, node: fx.Node) -> None:
-        self.idle.append(node)
+        self.idle += [node] if draws(node, self.owner) else []
         self.new[node] = self._value(node.args[0])
 
     def _linear(self, node: fx.Node, rows: Any, weight: Any, bias: Any) -> None:
@@ -202,7 +209,9 @@ class _Writer:
             family = self.sources.get(node, (None, 0))[0]
             if not isinstance(family, Items):
                 raise MatchFailure("the experts share a linear layer")
-            weight, bias = (Items(family.container, family.names, f"{family.inside}.{n}".lstrip(".")) for n in ("weight", "bias"))
+            weight, bias = (
+                Items(family.container, family.names, f"{family.inside}.{n}".lstrip(".")) for n in ("weight", "bias")
+            )
             self._layer(node, node.args[0], Layer(weight, None if module.bias is None else bias))
         elif is_dropout(node, self.owner):
             self._skip(node)
@@ -267,6 +276,9 @@ class _Writer:
         found, node = set[fx.Node](), self.round.rows
         while isinstance(node, fx.Node):
             found.add(node)
-            node = node.args[0] if canonical_name(node) in ("getitem", "reshape", "view", "index_select", "flatten") else None
+            node = (
+                node.args[0]
+                if canonical_name(node) in ("getitem", "reshape", "view", "index_select", "flatten")
+                else None
+            )
         return found
-

@@ -6,18 +6,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from ...compat import in_place_format
-from ...errors import MatchFailure
-from ...layers.fused_experts import FusedExperts, added_to
+from ...layers.experts import FusedExperts, added_to
 from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
 from ...layers.moe import Way
 from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit
 from ...passes.state import StackOfSome
 from ...tracing.graphs import copy_graph
-from ...tracing.guards import in_evaluation, require
+from ...tracing.guards import require
 from .finding import Mixture
 from .members import Items, Source
 
@@ -50,6 +48,8 @@ def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
     )  # fmt: skip
     _Rewrite(mixture, graph, new).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
+    if mixture.template.idle:
+        edit.hold_in_evaluation(sorted({str(node.target) for node in mixture.template.idle}))
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -194,6 +194,3 @@ def _leave_views(families: Sequence[Items], names: dict[Items, str], store: Fuse
             undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
-
-
-_ = MatchFailure, Tensor, in_place_format, in_evaluation

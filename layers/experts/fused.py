@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .moe import Linear, Projection, Task, Way, mixture, possible_ways
+from ...tracing.graphs import PortableGraph
+from ..moe import Linear, Projection, Task, Way, mixture, possible_ways
+from ..vectorized import graph_of_member
 
-__all__ = ["FusedExperts", "added_to", "apply_linear"]
+__all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
 
 Routing = Literal["chosen", "scores", "mask", "shared", "slots"]
 
@@ -36,8 +38,8 @@ class FusedExperts(nn.Module):
     Args:
         compute: what an expert computes, of its rows and its linear layers.
         linears: for each of them whether its weights are [experts, in, out], and whether there is a bias.
-        routing: `chosen`: choices and weights are [tokens, k]; `scores`: the weights [tokens, experts] hold those of all
-            experts; `mask`: the choices are a mask [tokens, experts], and so are the weights; `shared`: a mask, too, and
+        routing: `chosen`: choices and weights are [tokens, k]; `scores`: the weights [tokens, experts] are those of
+            all experts; `mask`: the choices are a mask [tokens, experts], the weights likewise; `shared`: a mask and
             weights [tokens, 1]; `slots`: a mask [tokens, slots, experts] and weights [tokens, slots].
         scale: what results are multiplied by besides.
         way: how experts are applied; None decides at each call.
@@ -78,7 +80,8 @@ class FusedExperts(nn.Module):
         chosen, valid = _rows(chosen).long(), None
         if self.spare:
             experts = len(projections[0].weight)
-            valid, chosen = chosen < experts, chosen.clamp(max=experts - 1)
+            valid = (chosen >= 0) & (chosen < experts)
+            chosen = chosen.clamp(0, experts - 1)
         weights = self._weights(x, chosen, weights)
         found = self._mixture(x[: len(chosen)], chosen, weights if valid is None else weights * valid, projections)
         return found if len(chosen) >= len(x) else F.pad(found, (0, 0, 0, len(x) - len(chosen)))
@@ -104,6 +107,18 @@ class FusedExperts(nn.Module):
         if way is not None and way not in possible_ways(Task(x, chosen, projections, self.compute)):
             way = None
         return mixture(x, chosen, weights, projections, self.compute, way)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the graph node by node: pickle would trace its code again."""
+        state = dict(self.__dict__)
+        state["_modules"] = {name: child for name, child in self._modules.items() if name != "compute"}
+        state["_compute"] = dict(self.compute.named_children()), PortableGraph(self.compute.graph)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        children, graph = state.pop("_compute")
+        super().__setstate__(state)
+        self.compute = graph_of_member(children, graph.graph()).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{len(self.linears)} linears, routing={self.routing!r}, way={self.way!r}"
