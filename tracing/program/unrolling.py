@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from ...compat import all_modules
 from ..graphs import Specialization
 from ..recording import Call, ModelState, restoring
 from ..rules import tracing_session
-from ..trace import UnrollingTracer
+from ..trace import TracingSession, UnrollingTracer
 from ..values import signature_of, user_class
 from .program import Program
 
@@ -41,7 +41,7 @@ class Unrolled:
 class Unroller:
     """Trace recorded calls as they went; see `unrolling`."""
 
-    def __init__(self, program: Program, session: Any) -> None:
+    def __init__(self, program: Program, session: TracingSession) -> None:
         self._program, self._session = program, session
 
     def unroll(self, owner: str, call: Call, opened: Collection[nn.Module] = ()) -> Unrolled:
@@ -65,7 +65,7 @@ class Unroller:
 
 
 @contextmanager
-def unrolling(program: Program) -> Iterator[Unroller]:
+def unrolling(program: Program) -> Generator[Unroller]:
     """Trace, while inside, recorded calls of modules as they went; the model stays as it is."""
     modules = list(all_modules(program.model))
     with restoring(ModelState(program.model)), tracing_session(modules) as session:

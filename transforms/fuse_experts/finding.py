@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import fx, nn
 
-from ...compat import own_children, own_parameters
+from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
+from ...layers.experts import FusedExperts
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
@@ -51,7 +53,8 @@ class Mixture:
     def reached(self) -> set[int]:
         """Return the numbers of the experts that are called."""
         rounds = zip(self.loop.rounds, self.loop.called, strict=True)
-        return {number for each, called in rounds for number in ([called] if called >= 0 else each.experts.tolist())}
+        numbers = [each.experts if called < 0 else torch.tensor([called]) for each, called in rounds]
+        return {int(number) for number in torch.cat(numbers)}
 
     @property
     def is_stacked(self) -> bool:
@@ -142,7 +145,7 @@ class _Reader:
 
     def _openings(self) -> Iterator[list[nn.Module]]:
         """Yield what to look into: experts, then whatever holds parameters."""
-        inner = [(path, each) for path, each in self.module.named_modules() if path and not is_leaf(each)]
+        inner = [(path, each) for path, each in modules_by_name(self.module).items() if path and not is_leaf(each)]
         experts = [each for path, each in inner if family_of(self.module, path) is not None]
         yield experts
         others = [each for _, each in inner if each not in experts and not is_container(each)]
@@ -173,7 +176,9 @@ class _NoLoopError(Exception):
     """A module has no loop over experts."""
 
 
-def _mixture(name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[object, object]) -> Mixture:
+def _mixture(
+    name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[fx.Node, tuple[Source, int]]
+) -> Mixture:
     first, *others = loop.rounds
     if any(description(each, module, sources) != description(first, module, sources) for each in others):
         raise MatchFailure("its experts do not all compute the same")
@@ -189,6 +194,8 @@ def _may_mix(program: Program, name: str) -> bool:
     """Say whether a module holds what experts have: alike modules in a container, or stacked parameters."""
     module = program.names.modules[name]
     if program.names.name(module) != name or is_leaf(module) or is_container(module):
+        return False
+    if any(isinstance(child, FusedExperts) for child in _children(module)):
         return False
     return _holds_experts(module) or _is_steered(program, name)
 

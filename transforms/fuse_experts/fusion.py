@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from ...compat import has_hooks
+from ...compat import has_hooks, modules_by_name
 from ...layers.members import settings_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -83,7 +83,7 @@ class FuseExperts(Pass):
 
 def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
     """Return what keeps modules of experts from being computed as one of them is, hooks above all."""
-    hooked = next((path for path, inner in module.named_modules() if path and has_hooks(inner)), None)
+    hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
     if hooked is not None:
         return f"'{hooked}' has hooks"
     for family in dict.fromkeys((each.container, each.names) for each in members_of(mixture)):
@@ -99,7 +99,7 @@ def _settings(expert: nn.Module) -> list[object]:
     """Return what a module and those inside it are, but for their tensors."""
     return [
         (path, user_class(type(inner)), [(name, getattr(inner, name)) for name in settings_of(inner)])
-        for path, inner in expert.named_modules()
+        for path, inner in modules_by_name(expert).items()
     ]
 
 

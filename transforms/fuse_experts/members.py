@@ -12,12 +12,17 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_children, submodule
 from ...operators import canonical_name
-from ...tracing.values import user_class
+from ...tracing.values import same_kind
 
-__all__ = ["Items", "Slices", "Source", "family_of", "find_sources"]
+__all__ = ["Items", "Slices", "Source", "family_of", "find_sources", "operands"]
 
 _FEWEST = 2
 _VIEWS = ("view", "reshape", "unflatten")
+
+
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    """Return the positional arguments of a node."""
+    return node.args
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Slices:
     def family(self) -> str:
         """Return what is equal for nodes that give the same tensor."""
         node, views = self.stack, list[str]()
-        while node.op != "get_attr" and isinstance(before := node.args[0], fx.Node):
-            views.append(f"{node.target}{node.args[1:]}{node.kwargs}")
+        while node.op != "get_attr" and isinstance(before := operands(node)[0], fx.Node):
+            views.append(f"{node.target}{operands(node)[1:]}{node.kwargs}")
             node = before
         return f"{node.target} {views}"
 
@@ -81,10 +86,9 @@ def family_of(owner: nn.Module, path: str) -> tuple[Items, int] | None:
     parts = path.split(".")
     for length in range(len(parts)):
         container = submodule(owner, ".".join(parts[:length])) if length else owner
-        if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-            children = own_children(container)
-            kind = user_class(type(children.get(parts[length])))
-            names = tuple(name for name, child in children.items() if user_class(type(child)) is kind)
+        children = own_children(container) if isinstance(container, (nn.ModuleList, nn.ModuleDict)) else {}
+        if parts[length] in children:
+            names = tuple(name for name, child in children.items() if same_kind(children[parts[length]], child))
             if len(names) >= _FEWEST:
                 items = Items(".".join(parts[:length]), names, ".".join(parts[length + 1 :]))
                 return items, names.index(parts[length])
@@ -121,7 +125,7 @@ def _independent(graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]) ->
 
 
 def _slice(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Slices, int] | None:
-    stack = node.args[0]
+    stack = operands(node)[0]
     if not isinstance(stack, fx.Node) or not _is_stack(stack, values):
         return None
     of, number = values[stack], _number(node, values)
@@ -132,9 +136,9 @@ def _slice(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Slices, int] |
 
 def _number(node: fx.Node, values: Mapping[fx.Node, Any]) -> int | None:
     """Return which slice along the first dimension a node takes."""
-    if node.target is not operator.getitem and node.args[1:2] != (0,):
+    if node.target is not operator.getitem and operands(node)[1:2] != (0,):
         return None
-    key: Any = node.args[1] if node.target is operator.getitem else node.args[2]
+    key: Any = operands(node)[1] if node.target is operator.getitem else operands(node)[2]
     key = values.get(key) if isinstance(key, fx.Node) else key
     if isinstance(key, Tensor):
         return int(key) if key.ndim == 0 and key.dtype not in (torch.bool, torch.uint8) else None
@@ -146,6 +150,6 @@ def _is_stack(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     value = values.get(node)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2 or value.shape[0] < _FEWEST:
         return False
-    while node.op == "call_method" and node.target in _VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while node.op == "call_method" and node.target in _VIEWS and isinstance(operands(node)[0], fx.Node):
+        node = operands(node)[0]
     return node.op == "get_attr" and isinstance(values.get(node), nn.Parameter)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
 from ...operators import canonical_name
-from .members import Source
+from ...tracing.values import tensors_in
+from .members import Source, operands
 
 __all__ = ["Joined", "Loop", "Round", "draws", "find_loop", "is_dropout"]
 
@@ -114,23 +115,20 @@ class _Search:
 
     def _joined(self, node: fx.Node) -> Joined | None:
         """Return what a node joins, if that is the results of linear layers for what was split before."""
-        items: Any = node.args[0] if canonical_name(node) == "cat" and node.args else None
-        if (
-            not isinstance(items, (list, tuple))
-            or len(items) < 2
-            or node.kwargs.get("dim", 0) != 0
-            or node.args[1:] not in ((), (0,))
-        ):
+        is_cat = canonical_name(node) == "cat" and bool(operands(node))
+        items = cast("Sequence[fx.Node]", operands(node)[0]) if is_cat else ()
+        if len(items) < 2 or node.kwargs.get("dim", 0) != 0 or operands(node)[1:] not in ((), (0,)):
             return None
         if [self.experts.get(item, _NOBODY) - {_ALL} for item in items] != [{number} for number in range(len(items))]:
             return None
-        parts = [item.args[0] for item in items if canonical_name(item) in ("linear", "matmul", "mm")]
-        splits = {part.args[0] for part in parts if canonical_name(part) == "getitem"}
+        parts: list[Any] = [operands(item)[0] for item in items if canonical_name(item) in ("linear", "matmul", "mm")]
+        splits: set[Any] = {operands(part)[0] for part in parts if canonical_name(part) == "getitem"}
         if len(parts) < len(items) or len(splits) != 1 or canonical_name(split := splits.pop()) != "split":
             return None
-        if [part.args[1] for part in parts] != list(range(len(parts))) or self.values[split.args[0]].ndim != 2:
+        rows = operands(split)[0]
+        if [operands(part)[1] for part in parts] != list(range(len(parts))) or self.values[rows].ndim != 2:
             return None
-        return Joined(split.args[0], [len(self.values[part]) for part in parts], items[0])
+        return Joined(rows, [len(self.values[part]) for part in parts], items[0])
 
     def is_tainted(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and bool(self.experts[node])
@@ -159,7 +157,7 @@ class _Search:
     def _root(self, write: _Write) -> fx.Node:
         target = write.target
         while not write.in_place and canonical_name(target) == "index_add" and self.is_tainted(target):
-            target = target.args[0]
+            target = operands(target)[0]
         return target
 
     # -- where results go
@@ -171,8 +169,9 @@ class _Search:
         return self._setitem(node) if name == "setitem" else None
 
     def _index_add(self, node: fx.Node) -> _Write | None:
-        given = dict(zip(("input", "dim", "index", "source"), node.args, strict=False)) | dict(node.kwargs)
-        value = given.get("source")
+        named: dict[str, Any] = dict(node.kwargs)
+        given = dict(zip(("input", "dim", "index", "source"), operands(node), strict=False)) | named
+        value: Any = given.get("source")
         if not self.is_tainted(value) or given.get("dim") != 0 or "alpha" in node.kwargs:
             return None
         target, index = given["input"], self.values[given["index"]]
@@ -182,19 +181,19 @@ class _Search:
         return _Write(node, target, index, value, in_place)
 
     def _setitem(self, node: fx.Node) -> _Write | None:
-        target, key, value = node.args
+        target, key, value = operands(node)[:3]
         if not self.is_tainted(value) or not isinstance(value, fx.Node):
             return None
-        if canonical_name(value) == "add" and len(value.args) == 2:
-            here = [a for a in value.args if self._reads(a, target, key)]
-            rest = [a for a in value.args if a not in here]
+        if canonical_name(value) == "add" and len(operands(value)) == 2:
+            here = [a for a in operands(value) if self._reads(a, target, key)]
+            rest = [a for a in operands(value) if a not in here]
             if len(here) == 1 and self.is_tainted(rest[0]):
                 value = rest[0]
         return _Write(node, target, self._tokens(target, key), value, in_place=True)
 
     def _reads(self, node: Any, target: fx.Node, key: Any) -> bool:
-        is_item = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0] is target
-        return is_item and (node.args[1] is key or node.args[1] == key)
+        is_item = isinstance(node, fx.Node) and node.target is operator.getitem and operands(node)[0] is target
+        return is_item and (operands(node)[1] is key or operands(node)[1] == key)
 
     def _tokens(self, target: fx.Node, key: Any) -> Tensor:
         shape = self.values[target].shape[:-1]
@@ -226,8 +225,8 @@ class _Search:
         weighting, scale, idle = None, 1.0, list[fx.Node]()
         while True:
             name = canonical_name(node)
-            if name == "mul" and len(node.args) == 2:
-                others = [a for a in node.args if not self.is_tainted(a)]
+            if name == "mul" and len(operands(node)) == 2:
+                others = [a for a in operands(node) if not self.is_tainted(a)]
                 if len(others) != 1:
                     break
                 if isinstance(others[0], (int, float)):
@@ -236,12 +235,12 @@ class _Search:
                     weighting = others[0]
                 else:
                     break
-                node = next(a for a in node.args if self.is_tainted(a))
+                node = next(a for a in operands(node) if self.is_tainted(a))
             elif name in _RESHAPES and self._keeps(node):
-                node = node.args[0]
+                node = operands(node)[0]
             elif is_dropout(node, self.owner):
                 idle += [node] if draws(node, self.owner) else []
-                node = node.args[0]
+                node = operands(node)[0]
             else:
                 break
         return node, weighting, scale, idle
@@ -251,7 +250,7 @@ class _Search:
         return isinstance(value, Tensor) and value.numel() == count and value.is_floating_point()
 
     def _keeps(self, node: fx.Node) -> bool:
-        before = node.args[0]
+        before = operands(node)[0]
         if not self.is_tainted(before) or not isinstance(self.values[before], Tensor):
             return False
         return [n for n in self.values[node].shape if n != 1] == [n for n in self.values[before].shape if n != 1]
@@ -292,7 +291,7 @@ _ALL = -1
 
 def _holds_tensors(value: Any) -> bool:
     """Say whether a value is a tensor, or several: a shape or type of one does not depend on what is in it."""
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_holds_tensors, value)))
+    return next(tensors_in(value), None) is not None
 
 
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ...errors import MatchFailure
 from ...layers.experts import Routing
+from .members import operands
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
@@ -166,7 +167,7 @@ class _Search:
         """Return how many more numbers the loop knows than there are experts: those stand for none."""
         if kind != "chosen":
             return 0
-        sizes = [user.kwargs.get("num_classes", user.args[1:2]) for user in node.users if "one_hot" in user.name]
+        sizes = [user.kwargs.get("num_classes", operands(user)[1:2]) for user in node.users if "one_hot" in user.name]
         return max([size - self.count for size in sizes if type(size) is int], default=0)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ...compat import own_tensor
 from ...errors import MatchFailure
 from ...layers.experts import apply_linear
-from ...operators import canonical_name, info_of, operator_of_module
+from ...operators import canonical_name, info_of, operator_info, operator_of_module
 from ...tracing.values import all_tensors
-from .members import Items, Source
+from .members import Items, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
 
 __all__ = ["Layer", "Template", "description", "template_of"]
@@ -70,9 +71,8 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
         target: Any = node.target
         if source is not None:
             target = source
-        args = (
-            () if source is not None and node.op != "call_module" else fx.map_arg((node.args, dict(node.kwargs)), told)
-        )
+        own = source is None or node.op == "call_module"
+        args = fx.map_arg((operands(node), dict(node.kwargs)), told) if own else ()
         steps.append((node.op, str(target), repr(args), _settings(node, owner)))
     return tuple(steps)
 
@@ -142,16 +142,16 @@ class _Writer:
         elif node in self.sources and node.op != "call_module":
             self.tensors[node] = self.sources[node][0], False
         elif self._turns(node, name):
-            source, turned = self.tensors[node.args[0]]
+            source, turned = self.tensors[operands(node)[0]]
             self.tensors[node] = source, not turned
         elif node.op == "call_module":
             self._module(node)
         elif name == "linear":
-            given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+            given = dict(zip(("input", "weight", "bias"), operands(node), strict=False)) | dict(node.kwargs)
             self._linear(node, given["input"], given["weight"], given.get("bias"))
-        elif name in ("matmul", "mm") and node.args[1] in self.tensors:
-            source, turned = self.tensors[node.args[1]]
-            self._layer(node, node.args[0], Layer(source, transposed=not turned))
+        elif name in ("matmul", "mm") and operands(node)[1] in self.tensors:
+            source, turned = self.tensors[operands(node)[1]]
+            self._layer(node, operands(node)[0], Layer(source, transposed=not turned))
         elif name == "add" and self._bias(node):
             pass
         elif is_dropout(node, self.owner):
@@ -166,19 +166,19 @@ class _Writer:
         for used in first.all_input_nodes:
             if used in self.sources:
                 self._write(used)
-        self.new[first.args[0]] = self._value(joined.rows)
+        self.new[operands(first)[0]] = self._value(joined.rows)
         self._write(first)
         self.new[node] = self.new[first]
 
     def _turns(self, node: fx.Node, name: str | None) -> bool:
         """Say whether a node transposes the matrix of an expert."""
-        if not node.args or node.args[0] not in self.tensors:
+        if not operands(node) or operands(node)[0] not in self.tensors:
             return False
-        return name in ("t", "transpose") or (node.target is getattr and node.args[1] in ("T", "mT"))
+        return name in ("t", "transpose") or (node.target is getattr and operands(node)[1] in ("T", "mT"))
 
     def _skip(self, node: fx.Node) -> None:
         self.idle += [node] if draws(node, self.owner) else []
-        self.new[node] = self._value(node.args[0])
+        self.new[node] = self._value(operands(node)[0])
 
     def _linear(self, node: fx.Node, rows: Any, weight: Any, bias: Any) -> None:
         if weight not in self.tensors or (bias is not None and bias not in self.tensors):
@@ -194,8 +194,8 @@ class _Writer:
 
     def _bias(self, node: fx.Node) -> bool:
         """Let the vector of an expert that is added to the result of a linear layer be its bias."""
-        vectors = [a for a in node.args if a in self.tensors]
-        rest = [a for a in node.args if a not in vectors]
+        vectors = [a for a in operands(node) if a in self.tensors]
+        rest = [a for a in operands(node) if a not in vectors]
         layer = self.results.get(rest[0]) if len(vectors) == len(rest) == 1 else None
         if layer is None or layer.bias is not None or len(rest[0].users) > 1:
             return False
@@ -209,10 +209,8 @@ class _Writer:
             family = self.sources.get(node, (None, 0))[0]
             if not isinstance(family, Items):
                 raise MatchFailure("the experts share a linear layer")
-            weight, bias = (
-                Items(family.container, family.names, f"{family.inside}.{n}".lstrip(".")) for n in ("weight", "bias")
-            )
-            self._layer(node, node.args[0], Layer(weight, None if module.bias is None else bias))
+            bias = None if own_tensor(module, "bias") is None else family.within("bias")
+            self._layer(node, operands(node)[0], Layer(family.within("weight"), bias))
         elif is_dropout(node, self.owner):
             self._skip(node)
         elif all_tensors([module]) or not self._is_by_row(module):
@@ -220,27 +218,31 @@ class _Writer:
         else:
             name = f"operation_{len(list(self.root.children()))}"
             self.root.add_module(name, copy.deepcopy(module))
-            self.new[node] = self.graph.call_module(name, tuple(self._value(a) for a in node.args))
+            self.new[node] = self.graph.call_module(name, tuple(self._value(a) for a in operands(node)))
 
     def _is_by_row(self, module: nn.Module) -> bool:
-        info = operator_of_module(module)
-        return True if info is None else info.elementwise or info.name in ("identity", "softmax", "glu")
+        name = operator_of_module(type(module))
+        if name in ("softmax", "log_softmax", "glu"):
+            return module.dim == -1
+        return name in (None, "identity") or operator_info(name).elementwise
 
     def _operation(self, node: fx.Node, name: str | None) -> None:
+        given: tuple[Any, Any]
+        named: dict[str, Any] = dict(node.kwargs)
         if name in _ALONG:
-            args = self._along(node, _ALONG[name])
+            given = self._along(node, _ALONG[name])
         elif name == "getitem":
-            args = (node.args[0], self._item(node)), {}
+            given = (operands(node)[0], self._item(node)), {}
         elif node.target is getattr or info_of(node).elementwise or name in _CASTS:
-            args = node.args, dict(node.kwargs)
+            given = operands(node), named
         else:
             raise MatchFailure(f"the experts compute {name or node.target}, which is not known to go row by row")
-        args, kwargs = fx.map_arg(args, self._value)
+        args, kwargs = fx.map_arg(given, self._value)
         self.new[node] = self.graph.create_node(node.op, node.target, args, kwargs)
 
     def _along(self, node: fx.Node, place: int) -> tuple[Any, Any]:
         """Return the arguments with the last dimension counted from the end: rows may have one dimension more."""
-        args, kwargs = list(node.args), dict(node.kwargs)
+        args, kwargs = list(operands(node)), dict[str, Any](node.kwargs)
         dim = args[place] if len(args) > place else kwargs.get("dim", -1 if node.target in ("glu", F.glu) else 0)
         if dim not in (1, -1):
             raise MatchFailure(f"the experts compute {node.name} along dimension {dim}, across rows")
@@ -251,21 +253,21 @@ class _Writer:
         return tuple(args), kwargs
 
     def _item(self, node: fx.Node) -> Any:
-        of, key = self.values[node.args[0]], node.args[1]
+        of, key = self.values[operands(node)[0]], operands(node)[1]
         if not isinstance(of, Tensor):
             return key
-        keys = key if isinstance(key, tuple) else (key,)
+        keys: tuple[Any, ...] = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
         if len(keys) == 2 and keys[0] in (..., slice(None)) and isinstance(keys[1], slice):
             return (..., keys[1])
-        raise MatchFailure(f"the experts pick from {node.args[0]} what is no range of features")
+        raise MatchFailure(f"the experts pick from {operands(node)[0]} what is no range of features")
 
     def _value(self, node: Any) -> Any:
         if not isinstance(node, fx.Node):
             return node
         if node in self.new:
             return self.new[node]
-        if node.target is getattr and node.args[1] in ("dtype", "device") and self._alike(node.args[0]):
-            return self.graph.call_function(getattr, (self.rows, node.args[1]))
+        if node.target is getattr and operands(node)[1] in ("dtype", "device") and self._alike(operands(node)[0]):
+            return self.graph.call_function(getattr, (self.rows, operands(node)[1]))
         raise MatchFailure(f"the experts read '{node.name}', which is made outside of them")
 
     def _alike(self, node: Any) -> bool:
@@ -277,7 +279,7 @@ class _Writer:
         while isinstance(node, fx.Node):
             found.add(node)
             node = (
-                node.args[0]
+                operands(node)[0]
                 if canonical_name(node) in ("getitem", "reshape", "view", "index_select", "flatten")
                 else None
             )

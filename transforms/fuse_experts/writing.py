@@ -17,7 +17,7 @@ from ...passes.state import StackOfSome
 from ...tracing.graphs import copy_graph
 from ...tracing.guards import require
 from .finding import Mixture
-from .members import Items, Source
+from .members import Items, Source, operands
 
 __all__ = ["tensor_names", "write"]
 
@@ -98,7 +98,7 @@ class _Rewrite:
         hidden, output = self.mixture.routed.hidden, self.mixture.loop.rounds[0].output
         if values[target].shape != (*values[hidden].shape[:-1], values[output].shape[-1]) or values[target].any():
             return False
-        plain = len(target.args) == 1 and target.kwargs.get("dtype") is None and target.args[0] is hidden
+        plain = len(operands(target)) == 1 and target.kwargs.get("dtype") is None and operands(target)[0] is hidden
         return (canonical_name(target) == "zeros_like" and plain) or self._is_made_of_results()
 
     def _is_made_of_results(self) -> bool:
@@ -152,7 +152,7 @@ def _needs(check: fx.Node) -> set[fx.Node]:
 
 
 def _writes_into(user: fx.Node, node: fx.Node) -> bool:
-    return bool(user.args) and user.args[0] is node and mutates(user)
+    return bool(operands(user)) and operands(user)[0] is node and mutates(user)
 
 
 # -- stacking --------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
     found: dict[Source, str | fx.Node] = {s: s.stack for s in mixture.sources if not isinstance(s, Items)}
     if not families:
         return found
-    owner, names = edit.owner, {}
+    owner, names = edit.owner, dict[Items, str]()
     for source in families:
         name = source.inside.replace(".", "_") or "weight"
         names[source] = name if name not in names.values() else f"{source.container}_{name}".replace(".", "_")
@@ -190,7 +190,8 @@ def _leave_views(families: Sequence[Items], names: dict[Items, str], store: Fuse
     try:
         for path in dict.fromkeys((*views, *seals)):
             module = edit.owner.get_submodule(path)
-            sealed = seals.get(path, set[str]()) | ({*settings_of(module), "forward"} if path in views else set())
+            own = {*settings_of(module), "forward"} if path in views else set[str]()
+            sealed = seals.get(path, set[str]()) | own
             undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
