@@ -19,7 +19,7 @@ GROUP = "fxopt.state_steps"
 """The entry-point group of steps from other distributions, by their kinds; fxopt's own win where kinds are equal."""
 
 _OWN: Mapping[str, type[StateStep]] = {
-    step.kind: step for step in (Rename, Stack, StackOfSome, Concatenate, Select, Mask, QuantizeTrained, QuantizeWeight)
+    step.kind: step for step in (Rename, Stack, Concatenate, Select, Mask, QuantizeTrained, QuantizeWeight, StackOfSome)
 }
 
 

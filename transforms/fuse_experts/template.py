@@ -223,7 +223,7 @@ class _Writer:
     def _is_by_row(self, module: nn.Module) -> bool:
         name = operator_of_module(type(module))
         if name in ("softmax", "log_softmax", "glu"):
-            return module.dim == -1
+            return bool(module.dim == -1)
         return name in (None, "identity") or operator_info(name).elementwise
 
     def _operation(self, node: fx.Node, name: str | None) -> None:
