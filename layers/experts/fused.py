@@ -100,7 +100,8 @@ class FusedExperts(nn.Module):
         else:
             own = weights[tokens, chosen if self.routing == "mask" else slots]
         found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections)
-        return found.new_zeros(len(x), found.shape[-1]).index_add(0, tokens, found)
+        empty = found.new_zeros(len(x), found.shape[-1])
+        return empty.index_add(0, tokens, found) if len(tokens) else empty  # as in a loop without rounds
 
     def _mixture(self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:
         way = self.way

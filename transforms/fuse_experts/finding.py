@@ -121,6 +121,8 @@ class _Reader:
         reason = None
         if self._has_layers_only():
             return None
+        if not self._is_opaque and any(_groups(each.graph) for each in required_capture(self.module).specializations):
+            return "its experts are multiplied together already (grouped_mm)"
         for opened in self._openings():
             try:
                 return self._read(opened)
@@ -145,7 +147,9 @@ class _Reader:
 
     def _openings(self) -> Iterator[list[nn.Module]]:
         """Yield what to look into: experts, then whatever holds parameters."""
-        inner = [(path, each) for path, each in modules_by_name(self.module).items() if path and not is_leaf(each)]
+        inner = [
+            (path, each) for path, each in modules_by_name(self.module).items() if path and not _is_operation(each)
+        ]
         experts = [each for path, each in inner if family_of(self.module, path) is not None]
         yield experts
         others = [each for _, each in inner if each not in experts and not is_container(each)]
@@ -170,6 +174,15 @@ class _Reader:
             raise
         except Exception as error:  # the module's own code may raise anything on proxies
             raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
+
+
+def _is_operation(module: nn.Module) -> bool:
+    """Say whether a module is never looked into; a Sequential that runs from a graph has the look of one."""
+    return is_leaf(module) and not isinstance(module, nn.Sequential)
+
+
+def _groups(graph: fx.Graph) -> bool:
+    return any("grouped_mm" in getattr(node.target, "__name__", "") for node in graph.nodes)
 
 
 class _NoLoopError(Exception):

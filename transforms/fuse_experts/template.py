@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...compat import own_tensor
+from ...compat import all_modules, own_tensor
 from ...errors import MatchFailure
 from ...layers.experts import apply_linear
 from ...operators import canonical_name, info_of, operator_info, operator_of_module
@@ -213,7 +213,7 @@ class _Writer:
             self._layer(node, operands(node)[0], Layer(family.within("weight"), bias))
         elif is_dropout(node, self.owner):
             self._skip(node)
-        elif all_tensors([module]) or not self._is_by_row(module):
+        elif all_tensors(all_modules(module)) or not self._is_by_row(module):
             raise MatchFailure(f"the experts hold a {type(module).__name__}, which is not computed for all at once")
         else:
             name = f"operation_{len(list(self.root.children()))}"

@@ -89,7 +89,7 @@ def test_a_plan_is_replayed_on_other_weights(model: nn.Module, tmp_path: Path) -
 
 def test_archives(model: nn.Module, tmp_path: Path) -> None:
     fxopt.save(fused(model), tmp_path / "model.fxopt")
-    loaded = fxopt.load(tmp_path / "model.fxopt", model=type(model), inputs=(x_of(3, 12),))
+    loaded = fxopt.load(tmp_path / "model.fxopt", model=type(model)().eval(), example_inputs=(x_of(3, 12),))
     torch.testing.assert_close(loaded(x_of(2, 5)), model(x_of(2, 5)))
 
 
