@@ -1,7 +1,45 @@
-"""Modules and functions that passes put into models, or that users use directly."""
+"""Modules and functions that passes put into models, or that users use directly.
+
+What users use is named here, and imported when it is first used: `fxopt.layers.RBM`.
+"""
 
 from __future__ import annotations
 
-from .moe import MixtureOfExperts, RouterOutput, load_balancing_loss, router_z_loss
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["MixtureOfExperts", "RouterOutput", "load_balancing_loss", "router_z_loss"]
+if TYPE_CHECKING:
+    from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
+    from .moe import MixtureOfExperts, RouterOutput, load_balancing_loss, router_z_loss
+    from .pooling import triangles
+
+_PLACES = {
+    "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
+    "moe": "MixtureOfExperts RouterOutput load_balancing_loss router_z_loss",
+    "pooling": "triangles",
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
+
+__all__ = [
+    "RBM",
+    "DeepBeliefNetwork",
+    "DeepBeliefRelaxationNetwork",
+    "MixtureOfExperts",
+    "RouterOutput",
+    "load_balancing_loss",
+    "router_z_loss",
+    "triangles",
+]
+
+
+def __getattr__(name: str) -> object:
+    place = _PLACE_OF.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{place}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
