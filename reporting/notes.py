@@ -51,7 +51,7 @@ def unverified(record: Record) -> str:
 def _costs(record: Record) -> Iterator[str]:
     """Say what the model costs before and after, where a pass that makes it smaller has counted that."""
     for number, decision in enumerate(record.plan.decisions):
-        data = decision.site["data"] if decision.site else {}
+        data: Mapping[str, Any] = cast("Any", decision.site)["data"] if decision.site else {}
         if not isinstance(data.get("costs"), dict):
             continue
         mine = [d for d in record.plan.decisions[number:] if d.step == decision.step and d.site]
