@@ -33,6 +33,7 @@ def captured_row(built: Built) -> tuple[dict[str, Any], Program]:
     program = fxopt.capture(built.model, built.inputs)
     first = time.perf_counter() - start
     different = differences(built.model, program.model, built)
+    missed = program.coverage().missed
     row = {
         "modules": sum(1 for _ in built.model.modules()),
         "graphs": len(program.graphs),
@@ -41,8 +42,8 @@ def captured_row(built: Built) -> tuple[dict[str, Any], Program]:
         "never_called": sum(o.reason == NEVER_CALLED for o in program.opaque.values()),
         "parameters": parameter_shares(program),
         "different": different,
-        "fallbacks": {name: sum(c.misses.values()) for name, c in program.captures.items() if c.misses},
-        "fallback_reasons": sorted({reason for c in program.captures.values() for reason in c.misses}),
+        "fallbacks": {name: sum(m.calls for m in missed if m.module == name) for name in {m.module for m in missed}},
+        "fallback_reasons": sorted({miss.guard for miss in missed}),
     }
     return row, program
 

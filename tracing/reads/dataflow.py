@@ -111,6 +111,8 @@ class DataFlow:
     def _hangs_on_data(self, node: fx.Node) -> bool:
         if self._holds_tensor_itself(node) or node.op in ("placeholder", "get_attr", "call_module"):
             return False
+        if self._counts_dimensions(node):
+            return False
         describes = _describes(node)
         for used in node.all_input_nodes:
             if used not in self._tensors:
@@ -121,6 +123,10 @@ class DataFlow:
             elif not describes or (used in self._shaped and _reads_shape(node) and not self._counts_results(node)):
                 return True
         return False
+
+    def _counts_dimensions(self, node: fx.Node) -> bool:
+        """Tell whether a node asks how many dimensions there are (`n, c = x.shape`): only sizes hang on data."""
+        return node.target is len and type(self._examples.get(node.all_input_nodes[0])) is torch.Size
 
     def _counts_results(self, node: fx.Node) -> bool:
         """Tell whether a node asks how many results a module or function returned: that is up to its code."""

@@ -46,6 +46,13 @@ _CODE = (type, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.M
 _BOUND = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+def _is_key(key: object) -> bool:
+    """Tell whether a key has a spelling: a text, a number, or a tuple of such (a type of edges of a graph, say)."""
+    if type(key) is tuple:
+        return all(map(_is_key, cast("tuple[object, ...]", key)))
+    return isinstance(key, (str, int))
+
+
 class Arguments:
     """Walk the arguments of a call: each tensor, and each size that the caller computed, becomes a placeholder.
 
@@ -159,13 +166,14 @@ class Arguments:
         return items
 
     def _item(self, source: Source, name: str, key: Any, item: Any, *, named: bool = False) -> Any:
-        if not isinstance(key, (str, int)):
+        if not _is_key(key):
             raise Untraceable(f"its argument {source} has a key of type {type(key).__name__}")
         if named:
             self._guard(Guard(source, Has(key_of(key)), f"{source} has the key {key!r}"))
         if key == VARYING and type(item) in (int, float):
             item = Computed(item)
-        return self._walk(item_of(source, key), f"{name}_{key}", item)
+        told = "_".join(map(str, cast("tuple[Any, ...]", key))) if isinstance(key, tuple) else key
+        return self._walk(item_of(source, key), f"{name}_{told}", item)
 
     def _object(self, source: Source, name: str, value: Any) -> Any:
         """Let an object in whole: the graph reads what it needs of it and calls its methods."""

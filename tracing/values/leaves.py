@@ -29,6 +29,9 @@ _LEAF_BASES = (
     "fxopt.layers.sync_batch_norm.SyncBatchNorm",
     "torch_geometric.nn.conv.message_passing.MessagePassing",
     "torch_geometric.nn.aggr.base.Aggregation",
+    "torch_geometric.nn.norm.graph_norm.GraphNorm",
+    "torch_geometric.nn.norm.instance_norm.InstanceNorm",
+    "torch_geometric.nn.norm.layer_norm.LayerNorm",
 )
 
 
@@ -67,7 +70,7 @@ def is_leaf(module: nn.Module) -> bool:
     """Tell whether a module is an operation of its own, never looked into.
 
     These are torch.nn's modules, subclasses that keep their forward, fxopt's own layers, PyTorch Geometric's message
-    passing, and what TorchScript compiled.
+    passing, aggregations and norms that count the graphs, and what TorchScript compiled.
     """
     if is_scripted(module):
         return True

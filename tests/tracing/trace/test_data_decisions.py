@@ -225,6 +225,15 @@ def test_texts_for_other_functions_are_decisions():
     assert "data in a tensor" in program.opaque[""].reason
 
 
+def test_unpacking_a_shape_that_hangs_on_data_decides_nothing(agree, misses):
+    def forward(self, x):
+        kept = x[x[:, 0] > 2]
+        n, width = kept.shape
+        return self.linear(kept).view(n, 2, width // 2)
+
+    assert misses(agree(model_of(forward), (X,), (X[:2],), (X + 9,), (X[:0],))) == 0
+
+
 def test_lengths_of_tensors_are_values(agree, misses):
     def forward(self, x):
         y = self.linear(x)

@@ -1,0 +1,259 @@
+"""The ways in which experts can be applied to the tokens that chose them: all equal, each fast somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["WAYS", "Compute", "Linear", "Projection", "Task", "Way", "as_autocast", "loop_over_experts"]
+
+Linear = Callable[[Tensor], Tensor]
+"""One projection, of the expert that each row belongs to: [..., in] -> [..., out]."""
+
+Compute = Callable[[Tensor, Sequence[Linear]], Tensor]
+"""What an expert computes from its tokens and its projections: [..., in] -> [..., out], each row by itself.
+
+It is called with the rows of one expert or of many, in two dimensions or three. In three, some rows are zeros that
+stand for no token.
+"""
+
+Way = Literal["loop", "groups", "padding", "blocks", "gathering"]
+
+
+class Projection(NamedTuple):
+    """One linear layer, of all experts.
+
+    Attributes:
+        weight: stacked [experts, out, in]; or a tensor [out, in] for each expert, which the loop alone can use.
+        bias: likewise [experts, out], or [out] for each; or None.
+        transposed: the weights are [experts, in, out], or [in, out] each.
+    """
+
+    weight: Tensor | Sequence[Tensor]
+    bias: Tensor | Sequence[Tensor] | None = None
+    transposed: bool = False
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the weights of all experts are one tensor."""
+        return isinstance(self.weight, Tensor)
+
+    def stacked(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [experts, in, out], as a view, and the bias [experts, out]."""
+        weight, bias = cast("tuple[Tensor, Tensor | None]", self[:2])
+        return weight if self.transposed else weight.transpose(1, 2), bias
+
+    def chosen(self, experts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the weights [n, in, out] and biases [n, out] of some experts [n], copied as they lie in memory."""
+        weight, bias = cast("tuple[Tensor, Tensor | None]", self[:2])
+        return Projection(
+            weight.index_select(0, experts), None if bias is None else bias.index_select(0, experts), self.transposed
+        ).stacked()
+
+    def members(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """Return weights and biases that can be indexed by expert.
+
+        Where gradients are wanted, stacked tensors are cut once: a gradient of every cut is as large as the stack.
+        """
+        return _cut(self.weight), None if self.bias is None else _cut(self.bias)
+
+
+def _cut(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    if isinstance(tensors, Tensor) and tensors.requires_grad and torch.is_grad_enabled():
+        return tensors.unbind()
+    return cast("Sequence[Tensor]", tensors)
+
+
+class _Pairs(NamedTuple):
+    """The pairs of a token and an expert that it chose, sorted by expert.
+
+    Attributes:
+        order: the number of each pair before sorting [pairs].
+        experts: the expert of each pair, ascending [pairs].
+        ends: where the pairs of each expert end [experts], int32.
+    """
+
+    order: Tensor
+    experts: Tensor
+    ends: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens each expert has [experts]."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).long()
+
+    def unsorted(self, values: Tensor) -> Tensor:
+        """Return numbers [pairs], one for each sorted pair, in the order before sorting."""
+        return torch.empty_like(self.order).scatter_(0, self.order, values)
+
+
+def _sort(indices: Tensor, num_experts: int) -> _Pairs:
+    experts, order = indices.reshape(-1).sort(stable=True)
+    numbers = torch.arange(num_experts, device=indices.device)
+    return _Pairs(order, experts, torch.searchsorted(experts, numbers, right=True, out_int32=True))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What there is to compute.
+
+    Attributes:
+        x: tokens [tokens, in].
+        indices: the experts of each token [tokens, k], int64.
+        projections: the linear layers of all experts.
+        compute: what an expert computes with them.
+    """
+
+    x: Tensor
+    indices: Tensor
+    projections: Sequence[Projection]
+    compute: Compute
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are."""
+        return len(self.projections[0].weight)
+
+    @cached_property
+    def pairs(self) -> _Pairs:
+        """The pairs of tokens and experts, sorted."""
+        return _sort(self.indices, self.num_experts)
+
+    @cached_property
+    def longest(self) -> int:
+        """How many tokens the busiest expert has; finding out waits for the device."""
+        return int(self.pairs.counts.max())
+
+    def sorted_rows(self) -> Tensor:
+        """Return the token of each sorted pair [pairs, in]."""
+        return self.x.index_select(0, self.pairs.order // self.indices.shape[1])
+
+    def unsorted(self, rows: Tensor) -> Tensor:
+        """Return rows [pairs, out], one for each sorted pair, as [tokens, k, out]."""
+        places = self.pairs.unsorted(torch.arange(rows.shape[0], device=rows.device))
+        return rows.index_select(0, places).view(*self.indices.shape, rows.shape[-1])
+
+
+def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Call experts one after another, each with its own tokens; those that have none are not called.
+
+    Args:
+        x: tokens [tokens, in], at least one.
+        indices: the experts of each token [tokens, k].
+        num_experts: how many experts there are.
+        expert: gives the output [n, out] of an expert, by its number, for its tokens [n, in].
+
+    Returns:
+        The outputs of the experts of each token [tokens, k, out].
+    """
+    tokens, k = indices.shape
+    if tokens == 1:
+        return torch.stack([expert(number, x) for number in cast("list[int]", indices[0].tolist())], 1)
+    pairs = _sort(indices, num_experts)
+    rows = torch.split(x.index_select(0, pairs.order // k), cast("list[int]", pairs.counts.tolist()))
+    done = torch.cat([expert(number, own) for number, own in enumerate(rows) if len(own)])
+    places = pairs.unsorted(torch.arange(tokens * k, device=x.device))
+    return done.index_select(0, places).view(tokens, k, done.shape[-1])
+
+
+def _by_loop(task: Task) -> Tensor:
+    members = [(*projection.members(), projection.transposed) for projection in task.projections]
+
+    def linear(number: int, member: tuple[Sequence[Tensor], Sequence[Tensor] | None, bool], rows: Tensor) -> Tensor:
+        weights, biases, transposed = member
+        weight = weights[number].t() if transposed else weights[number]
+        return F.linear(rows, weight, None if biases is None else biases[number])
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        return task.compute(rows, [partial(linear, number, member) for member in members])
+
+    return loop_over_experts(task.x, task.indices, task.num_experts, expert)
+
+
+def _by_groups(task: Task) -> Tensor:
+    """Sort the pairs by expert, and multiply all groups by `torch.nn.functional.grouped_mm`."""
+    pairs = task.pairs
+
+    def linear(projection: Projection, rows: Tensor) -> Tensor:
+        weight, bias = projection.stacked()
+        product = F.grouped_mm(as_autocast(rows), as_autocast(weight), offs=pairs.ends)
+        return product if bias is None else product + as_autocast(bias).index_select(0, pairs.experts)
+
+    linears = [partial(linear, projection) for projection in task.projections]
+    return task.unsorted(task.compute(task.sorted_rows(), linears))
+
+
+def as_autocast(tensor: Tensor) -> Tensor:
+    """Return a tensor as autocast hands it to products; `grouped_mm` is not on its list."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+def _batched(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """Multiply [blocks, rows, in] by [blocks, in, out]."""
+    return torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight)
+
+
+def _by_gathering(task: Task) -> Tensor:
+    """Copy the weights for each pair: for very few tokens, and for none."""
+    experts, k = task.indices.reshape(-1), task.indices.shape[1]
+    rows = task.x.unsqueeze(1).expand(-1, k, -1).reshape(-1, 1, task.x.shape[-1])
+    linears = [partial(_batched, *projection.chosen(experts)) for projection in task.projections]
+    outputs = task.compute(rows, linears)
+    return outputs.view(*task.indices.shape, outputs.shape[-1])
+
+
+def _by_padding(task: Task) -> Tensor:
+    """Give each expert one block, as long as the tokens of the busiest; multiply all blocks at once."""
+    linears = [partial(_batched, *projection.stacked()) for projection in task.projections]
+    starts = torch.arange(task.num_experts, device=task.x.device)
+    return _in_blocks(task, starts, (task.num_experts, task.longest), linears)
+
+
+def _by_blocks(task: Task) -> Tensor:
+    """Give each expert as many short blocks as it needs, and copy its weights for each.
+
+    All shapes follow from those of the arguments: nothing waits for the device, and the way can be traced. A block is
+    as long as the average number of tokens of an expert, so twice as many blocks as experts are always enough.
+    """
+    experts, slots = task.num_experts, task.indices.shape[0] * task.indices.shape[1]
+    length = cast("int", torch.sym_max((slots + experts - 1) // experts, 1))
+    blocks = cast("int", torch.sym_min(slots, 2 * experts))
+    needed = (task.pairs.counts + (length - 1)) // length
+    ends = needed.cumsum(0)
+    owners = torch.searchsorted(ends, torch.arange(blocks, device=task.x.device), right=True).clamp(max=experts - 1)
+    linears = [partial(_batched, *projection.chosen(owners)) for projection in task.projections]
+    return _in_blocks(task, ends - needed, (blocks, length), linears)
+
+
+def _in_blocks(task: Task, starts: Tensor, shape: tuple[int, int], linears: Sequence[Linear]) -> Tensor:
+    """Lay the pairs out in blocks [blocks, length] and compute; what no pair fills is zeros.
+
+    Args:
+        starts: the first block of each expert [experts].
+    """
+    pairs, x, (tokens, k), (blocks, length) = task.pairs, task.x, task.indices.shape, shape
+    first = starts * length - pairs.ends + pairs.counts  # where the expert's cells start, less where its pairs do
+    cells = first.index_select(0, pairs.experts) + torch.arange(tokens * k, device=x.device)
+    source = torch.full((blocks * length,), tokens, device=x.device).scatter(0, cells, pairs.order // k)
+    rows = F.pad(x, (0, 0, 0, 1)).index_select(0, source).view(blocks, length, x.shape[-1])
+    outputs = task.compute(rows, linears).flatten(0, 1)
+    return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
+
+
+WAYS: Mapping[Way, Callable[[Task], Tensor]] = {
+    "loop": _by_loop,
+    "groups": _by_groups,
+    "padding": _by_padding,
+    "blocks": _by_blocks,
+    "gathering": _by_gathering,
+}
+"""Each gives the outputs of the experts of each token [tokens, k, out]."""

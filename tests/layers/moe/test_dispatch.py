@@ -1,0 +1,188 @@
+"""Every way of applying experts gives what each token by itself gives, with its gradients, for any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxopt.layers.moe import WAYS, Projection, Task, choose_way, loop_over_experts, mixture, possible_ways
+
+WIDTH, HIDDEN = 16, 24
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def gated(rows: Tensor, linears: Any) -> Tensor:
+    gate, up, down = linears
+    return down(F.silu(gate(rows)) * up(rows))
+
+
+def stacked(experts: int, dtype: torch.dtype, *, bias: bool = True, transposed: bool = False) -> list[Projection]:
+    def one(inside: int, outside: int) -> Projection:
+        shape = (inside, outside) if transposed else (outside, inside)
+        weight = (torch.randn(experts, *shape) / inside**0.5).to(dtype).requires_grad_()
+        return Projection(
+            weight, torch.randn(experts, outside).to(dtype).requires_grad_() if bias else None, transposed
+        )
+
+    return [one(WIDTH, HIDDEN), one(WIDTH, HIDDEN), one(HIDDEN, WIDTH)]
+
+
+def chosen(tokens: int, experts: int, k: int) -> Tensor:
+    rows = [torch.randperm(experts)[:k] for _ in range(tokens)]
+    return torch.stack(rows) if rows else torch.zeros(0, k, dtype=torch.long)
+
+
+def by_hand(x: Tensor, indices: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:
+    """Go through the tokens one by one."""
+    rows = []
+    for token, own, counts in zip(x, indices.tolist(), weights, strict=True):
+        row = torch.zeros_like(token)
+        for expert, count in zip(own, counts, strict=True):
+            linears = [
+                lambda r, p=p, e=expert: (
+                    (r @ p.weight[e] if p.transposed else r @ p.weight[e].t()) + (0 if p.bias is None else p.bias[e])
+                )
+                for p in projections
+            ]
+            row = row + gated(token, linears) * count
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def gradients(output: Tensor, x: Tensor, weights: Tensor, projections: list[Projection]) -> list[Tensor]:
+    torch.manual_seed(1)
+    tensors = [x, weights, *(t for p in projections for t in p[:2] if t is not None)]
+    found = torch.autograd.grad(output, tensors, torch.randn_like(output), allow_unused=True)
+    assert all(each is not None for each in found)
+    return [output, *found]
+
+
+@each_way
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 1), (7, 4, 4), (5, 12, 3), (40, 3, 2)])
+def test_a_way_gives_what_each_token_by_itself_gives(way, transposed, bias, tokens, experts, k):
+    torch.manual_seed(0)
+    dtype = torch.float32 if way == "groups" else torch.float64
+    projections = stacked(experts, dtype, bias=bias, transposed=transposed)
+    x, weights = torch.randn(tokens, WIDTH, dtype=dtype), torch.rand(tokens, k, dtype=dtype)
+    x.requires_grad_(), weights.requires_grad_()
+    indices = chosen(tokens, experts, k)
+    output = mixture(x, indices, weights, projections, gated, way)
+    expected = by_hand(x, indices, weights, projections)
+    pairs = zip(gradients(output, x, weights, projections), gradients(expected, x, weights, projections), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 if way == "groups" else 1e-12)
+
+
+@each_way
+def test_an_expert_without_tokens_has_a_gradient_of_zero(way):
+    projections = stacked(8, torch.float32)
+    x, indices = torch.randn(6, WIDTH), torch.tensor([[1, 2]] * 6)
+    output = mixture(x, indices, torch.rand(6, 2), projections, gated, way)
+    output.sum().backward()
+    for projection in projections:
+        for tensor in projection[:2]:
+            assert not tensor.grad[[0, 3, 4, 5, 6, 7]].any()
+            assert tensor.grad[1].any()
+            assert tensor.grad[2].any()
+
+
+@each_way
+def test_all_tokens_may_choose_the_same_expert(way):
+    projections = stacked(6, torch.float32)
+    x, indices, weights = torch.randn(9, WIDTH), torch.full((9, 1), 5), torch.rand(9, 1)
+    expected = by_hand(x, indices, weights, projections)
+    torch.testing.assert_close(mixture(x, indices, weights, projections, gated, way), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_tokens_give_no_rows_and_gradients_of_zero(dtype):
+    projections = stacked(4, dtype)
+    x = torch.randn(0, WIDTH, dtype=dtype, requires_grad=True)
+    output = mixture(x, chosen(0, 4, 2), torch.rand(0, 2, dtype=dtype), projections, gated)
+    assert output.shape == (0, WIDTH)
+    output.sum().backward()
+    assert not any(tensor.grad.any() for p in projections for tensor in p[:2])
+
+
+@each_way
+@pytest.mark.parametrize("tokens", [1, 24])
+def test_autocast_computes_in_16_bits_and_trains_the_originals(way, tokens):
+    projections = stacked(4, torch.float32)
+    x, indices, weights = torch.randn(tokens, WIDTH), chosen(tokens, 4, 2), torch.rand(tokens, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = mixture(x, indices, weights, projections, gated, way)
+    assert output.dtype == torch.bfloat16
+    expected = by_hand(x, indices, weights, projections)
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05 * expected.detach().abs().max().item())
+    output.sum().backward()
+    assert all(p.weight.grad.dtype == torch.float32 for p in projections)
+
+
+def test_a_nan_stays_with_its_token():
+    projections = stacked(4, torch.float32)
+    x, indices, weights = torch.randn(12, WIDTH), chosen(12, 4, 2), torch.rand(12, 2)
+    x[3] = float("nan")
+    for way in WAYS:
+        output = mixture(x, indices, weights, projections, gated, way)
+        assert output.isnan().any(1).tolist() == [token == 3 for token in range(12)]
+
+
+def test_separate_weights_are_for_the_loop():
+    together = stacked(4, torch.float32)
+    apart = [Projection([*p.weight], [*p.bias]) for p in together]
+    x, indices, weights = torch.randn(12, WIDTH), chosen(12, 4, 2), torch.rand(12, 2)
+    task = Task(x, indices, apart, gated)
+    assert possible_ways(task) == ["loop"]
+    assert choose_way(task) == "loop"
+    torch.testing.assert_close(
+        mixture(x, indices, weights, apart, gated), mixture(x, indices, weights, together, gated)
+    )
+
+
+def test_the_loop_calls_no_expert_without_tokens():
+    called = []
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        called.append((number, len(rows)))
+        return rows * number
+
+    x = torch.ones(3, 2)
+    outputs = loop_over_experts(x, torch.tensor([[4, 1], [1, 2], [4, 2]]), 6, expert)
+    assert called == [(1, 2), (2, 2), (4, 2)]
+    assert outputs[..., 0].tolist() == [[4, 1], [1, 2], [4, 2]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "may"),
+    [(torch.float32, 16, True), (torch.bfloat16, 16, True), (torch.float64, 16, False), (torch.float32, 18, False)],
+)
+def test_grouped_products_are_taken_only_where_torch_has_them(dtype, width, may):
+    projections = [Projection(torch.randn(4, width, width, dtype=dtype))]
+    task = Task(
+        torch.randn(12, width, dtype=dtype), chosen(12, 4, 2), projections, lambda rows, linears: linears[0](rows)
+    )
+    assert ("groups" in possible_ways(task)) is may
+    assert choose_way(task) in possible_ways(task)
+
+
+def test_one_busy_expert_is_not_padded_for():
+    projections = stacked(32, torch.float64)
+    x = torch.randn(64, WIDTH, dtype=torch.float64)
+    assert choose_way(Task(x, torch.arange(64).remainder(32)[:, None], projections, gated)) == "padding"
+    assert choose_way(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
+
+
+def test_tracing_takes_the_way_whose_shapes_need_no_data():
+    projections = stacked(8, torch.float32)
+    x, indices, weights = torch.randn(12, WIDTH), chosen(12, 8, 2), torch.rand(12, 2)
+    traced = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x, indices, weights: mixture(x, indices, weights, projections, gated)
+    )(x, indices, weights)
+    other = chosen(12, 8, 2)
+    torch.testing.assert_close(traced(x, other, weights), mixture(x, other, weights, projections, gated))
