@@ -23,6 +23,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _LEAF_BASES = (
     "fxopt.layers.masked.Masked",
+    "fxopt.layers.moe.layer.MixtureOfExperts",
+    "fxopt.layers.moe.router.Router",
     "fxopt.layers.pooling.relational.RO3Pooling",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
