@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from ..cuda_ops import NAMES
 from ..errors import ArchiveError
 
 __all__ = ["check_program"]
@@ -18,9 +19,10 @@ _TARGET = re.compile(
     r"torch\.ops\.aten\.(?!(from_file|save|load|set_\w*|_?resize\w*|sparse_resize\w*|\w+_unsafe|_unsafe_masked\w*|_print|warn|"
     r"data|record_stream|_?pin_memory|requires_grad_|retain_grad|_cufft\w*)\b)\w+(\.\w+)?|"
     r"_operator\.(?!(attrgetter|itemgetter|methodcaller|call)\b)\w+|math\.\w+|torch\.sym_\w+|"
-    r"torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)"
+    r"torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)|"
+    rf"torch\.ops\.({'|'.join(NAMES).replace('::', '[.]')})\.default"
 )
-"""Operators: of aten, none that reads files, writes or takes memory as it is."""
+"""Operators: of aten, none that reads files, writes or takes memory as it is; and fxopt's own, which only compute."""
 
 _COMMENTS = frozenset("stack_trace nn_module_stack torch_fn source_fn_stack from_node custom".split())
 """Keys under which a node has what the reader keeps as text."""

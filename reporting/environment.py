@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cuda_ops import kernels_in_use
 from ..passes.pipeline import available
 from ..settings import Settings, current
 from ..version import VERSION
@@ -38,6 +39,7 @@ def checks() -> list[Check]:
         *(_distribution(name, f"missing; pip install {name}", required=True) for name in REQUIRED),
         *(_distribution(name, f"not installed (optional: {use})", required=False) for name, use in OPTIONAL.items()),
         Check("devices", _devices()),
+        Check("operators", kernels_in_use()),
         *_settings(current()),
         *_passes(),
     ]

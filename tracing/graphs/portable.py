@@ -14,6 +14,9 @@ from ...compat import is_registered_operator
 
 __all__ = ["PortableGraph", "copy_graph"]
 
+_OWN_OPERATORS = f"{__name__.partition('.')[0]}.cuda_ops"
+"""Importing it registers the operators of `torch.ops.fxopt`, so their names are looked up there."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
@@ -96,7 +99,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def _named(target: Any) -> Any:
     """Return a name for an operator of `torch.ops`, or for a function that torch made inside another."""
     if is_registered_operator(target):
-        return _Function("torch", f"ops.{target}")
+        return _Function(_OWN_OPERATORS if str(target).startswith("fxopt.") else "torch", f"ops.{target}")
     if "<locals>" not in getattr(target, "__qualname__", ""):
         return target
     for owner in (target.__module__, "torch", "torch.nn.functional"):

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, has_state_hooks, submodule
-from ...layers.quantized import QuantizedLayer
+from ...layers.quantized import ASKED, QuantizedLayer
 from ...passes.contract import word_for
 from ...passes.driver import record_of
 from ...passes.sites import Refusal, Site
@@ -100,10 +100,17 @@ def _weight_problem(layer: Layer, name: str, program: Program) -> str:
     tied = [other for other in program.analyses[TensorOwners].names(weight) if other != weight]
     if tied:
         return f"its weight is tied to '{tied[0]}'"
-    reader = program.analyses[TensorReads].reader(tensor)
-    if reader is not None and reader != layer.name:
-        return f"'{reader}' reads its weight"
+    reads = program.analyses[TensorReads]
+    for reader in reads.readers_of(tensor):
+        if reader != layer.name and not (name == "weight" and _only_asks(reads.nodes_of(tensor, reader))):
+            return f"'{reader}' reads its weight"
     return _value_problem(f"'{weight}'", tensor)
+
+
+def _only_asks(nodes: Sequence[fx.Node]) -> bool:
+    """Say whether nodes read a tensor for its type and the like, and no number of it."""
+    users = [user for node in nodes for user in node.users]
+    return all(user.target is getattr and user.args[1] in ASKED for user in users)
 
 
 def _value_problem(name: str, tensor: Tensor) -> str:

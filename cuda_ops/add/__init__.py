@@ -1,0 +1,5 @@
+"""`add`: the element-wise example; docs/writing-an-operator.md goes through it line by line."""
+
+from .definition import ROW, add
+
+__all__ = ["ROW", "add"]

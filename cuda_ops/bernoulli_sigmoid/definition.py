@@ -1,0 +1,95 @@
+"""What `bernoulli_sigmoid` is: reference, checks, results' shapes, gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...operators import OpInfo
+from ..checks import check_one_device, check_one_dtype, check_vector
+from ..definition import define, looped
+from .philox import uniform
+
+__all__ = ["ROW", "bernoulli_sigmoid"]
+
+_NAME = "bernoulli_sigmoid"
+
+
+def _reference(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare in float32 at the least; a probability of a narrower dtype is rounded after that."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) if bias is None else x.to(wide) + bias
+    probability = torch.sigmoid(logits).contiguous()
+    sample = uniform(x.shape, key).to(x.device).lt_(probability)
+    return probability.to(x.dtype), sample.to(x.dtype)
+
+
+def _check(x: Tensor, bias: Tensor | None, key: Tensor) -> None:
+    check_one_dtype(_NAME, x=x, bias=bias)
+    check_one_device(_NAME, x=x, bias=bias)
+    check_vector(_NAME, x, bias=bias)
+    if key.dtype != torch.int64 or key.shape != (2,):
+        raise UsageError(f"{_NAME}: key is {key.dtype} of shape {tuple(key.shape)}; pass two int64: seed and offset")
+
+
+def _fake(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    probability, sample = output
+    ctx.save_for_backward(probability)
+    ctx.mark_non_differentiable(sample)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+    (probability,) = ctx.saved_tensors
+    of_logits = grad * (probability * (1 - probability))
+    of_bias = of_logits.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+    return of_logits, of_bias, None
+
+
+_bernoulli_sigmoid = define(
+    _NAME,
+    _reference,
+    check=_check,
+    fake=_fake,
+    kernel="bernoulli_sigmoid.triton_kernel:bernoulli_sigmoid",
+    setup=_setup,
+    backward=_backward,
+    batching=looped,
+    autocast=torch.float32,
+)
+ROW = OpInfo("fxopt::bernoulli_sigmoid", vectorizable=True)
+"""It draws nothing from torch's generators: the key decides, and where that is drawn stands in the graph."""
+
+
+def bernoulli_sigmoid(
+    x: Tensor, bias: Tensor | None = None, *, seed: int | Tensor | None = None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return `sigmoid(x + bias)` and a sample of zeros and ones with these probabilities, both like `x`.
+
+    The numbers come from Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): they depend
+    on the seed, the offset and the element's place alone, and are the same on a CPU and on a GPU. Gradients flow
+    through the probability, never through the sample. Members of `torch.func.vmap` that share a seed draw alike.
+
+    Args:
+        x: [..., features], floating-point.
+        bias: [features], of the dtype and on the device of `x`.
+        seed: with `offset` decides what is drawn, or is a tensor of both, two int64; None takes both from torch's
+            generator of the device, so that `torch.manual_seed` decides.
+        offset: tells draws with one seed apart.
+
+    Raises:
+        UsageError: an operand is not floating-point, or does not fit to the others.
+    """
+    return _bernoulli_sigmoid(x, bias, _key(seed, offset, x.device))
+
+
+def _key(seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
+    return seed if isinstance(seed, Tensor) else torch.tensor([seed, offset], device=device)

@@ -1,0 +1,33 @@
+"""Random numbers from a counter: Philox 4x64-10, as numpy computes it.
+
+Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). The variant for 64 bits, because numpy has it
+compiled: it is faster than torch's own generator on a CPU, where the variant for 32 bits, written in operations of
+torch, takes three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["uniform"]
+
+
+def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
+    """Return float32 numbers in [0, 1), each a multiple of 2**-24, on the CPU.
+
+    Numpy counts blocks of four words from one. Element i is the half i % 2, the lower first, of word i // 2; its upper
+    24 bits, as a signed number, are scaled and shifted by 0.5.
+
+    Args:
+        shape: of what is returned.
+        key: two int64.
+    """
+    count = int(np.prod(shape, dtype=np.int64))
+    generator = np.random.Philox(key=key.detach().cpu().numpy().view(np.uint64), counter=0)
+    words = generator.random_raw((count + 1) // 2)
+    halves = torch.from_numpy(words.view(np.int32))[:count]
+    return halves.bitwise_right_shift_(8).to(torch.float32).mul_(2**-24).add_(0.5).view(tuple(shape))

@@ -1,0 +1,109 @@
+"""How an operator of fxopt is made: one call of `define` registers everything that torch wants to know of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from .gpu import on_gpu
+
+__all__ = ["NAMESPACE", "BatchingRule", "define", "elementwise", "looped"]
+
+NAMESPACE = "fxopt"
+Function: TypeAlias = Callable[..., Any]
+BatchingRule: TypeAlias = Callable[[Function], Function]
+"""From an operator to what `torch.library.register_vmap` takes."""
+
+
+def define(
+    name: str,
+    reference: Function,
+    *,
+    check: Function,
+    fake: Function | None = None,
+    kernel: str | None = None,
+    setup: Function | None = None,
+    backward: Function | None = None,
+    batching: BatchingRule | None = None,
+    autocast: torch.dtype | None = None,
+) -> Function:
+    """Register an operator `fxopt::NAME`, and return what calls it.
+
+    Args:
+        name: without the namespace.
+        reference: computes it by operations of torch: what the operator means. Its schema is read from here; its
+            results are new and contiguous.
+        check: takes the same arguments, and raises a `UsageError` where they do not fit.
+        fake: takes the same arguments, and gives empty results; by default the reference, if it runs on fake tensors.
+        kernel: the function that computes it on GPUs, as `"module:function"` below `cuda_ops`; imported when called.
+        setup: keeps what `backward` needs, as `torch.library.register_autograd` says.
+        backward: computes the gradients of the arguments.
+        batching: what `torch.func.vmap` does.
+        autocast: the dtype that floating-point operands are cast to where autocast is on.
+    """
+    schema = torch.library.infer_schema(reference, mutates_args=())
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", _checked(check, reference), mutates_args=(), schema=schema)
+    made.register_fake(_checked(check, fake or reference))
+    if kernel is not None:
+        made.register_kernel("cuda")(_checked(check, on_gpu(kernel, name, reference)))
+    call = cast("Function", getattr(getattr(torch.ops, NAMESPACE), name).default)
+    if backward is not None:
+        made.register_autograd(backward, setup_context=setup)
+    if batching is not None:
+        made.register_vmap(batching(call))
+    for device in ("cpu", "cuda") if autocast is not None else ():
+        made.register_autocast(device, cast("torch.dtype", autocast))
+    return call
+
+
+def _checked(check: Function, compute: Function) -> Function:
+    @functools.wraps(compute)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return compute(*args, **kwargs)
+
+    return checked
+
+
+def elementwise(operator: Function) -> Function:
+    """Batch an operator whose operands broadcast: the members' dimension comes first, and aligns."""
+
+    def batched(_info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        rank = max(arg.dim() - (place is not None) for arg, place in pairs if isinstance(arg, Tensor))
+        result = operator(*(arg if place is None else _aligned(arg, place, rank) for arg, place in pairs))
+        return result, _first(result)
+
+    return batched
+
+
+def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
+    """Return an operand with its members first, and ones up to the rank that members' results have."""
+    moved = operand.movedim(place, 0)
+    return moved.reshape(moved.shape[0], *[1] * (rank - moved.dim() + 1), *moved.shape[1:])
+
+
+def looped(operator: Function) -> Function:
+    """Batch any operator: one call for each member."""
+
+    def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        members = [
+            operator(*(arg if place is None else arg.select(place, i) for arg, place in pairs))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(members[0], Tensor):
+            return torch.stack(members), 0
+        results = tuple(torch.stack(each) for each in zip(*members, strict=True))
+        return results, _first(results)
+
+    return batched
+
+
+def _first(results: Any) -> Any:
+    """Return where the members' dimension of results is: it comes first."""
+    return 0 if isinstance(results, Tensor) else tuple(0 for _ in results)

@@ -1,0 +1,107 @@
+"""What `log_clip` and its gradient are: references, checks, results' shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...operators import OpInfo
+from ..checks import check_one_device, check_one_dtype
+from ..definition import define, elementwise
+
+__all__ = ["ROWS", "log_clip"]
+
+
+def _reference(x: Tensor, minimum: float) -> Tensor:
+    return x.clamp(min=minimum).contiguous().log_()
+
+
+def _check(x: Tensor, minimum: float) -> None:
+    check_one_dtype("log_clip", x=x)
+    _check_minimum(minimum, x.dtype)
+
+
+def _check_minimum(minimum: float, dtype: torch.dtype) -> None:
+    smallest = torch.finfo(dtype).smallest_normal
+    if not smallest <= minimum < math.inf:
+        raise UsageError(
+            f"log_clip: minimum is {minimum}; pass a number of at least {smallest:.2e}, {dtype}'s smallest"
+        )
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    x, ctx.minimum = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return _log_clip_backward(grad, x, ctx.minimum), None
+
+
+def _backward_reference(grad: Tensor, x: Tensor, minimum: float) -> Tensor:
+    return (grad / x.clamp(min=minimum)).contiguous()
+
+
+def _check_backward(grad: Tensor, x: Tensor, minimum: float) -> None:
+    check_one_dtype("log_clip_backward", grad=grad, x=x)
+    check_one_device("log_clip_backward", grad=grad, x=x)
+
+
+def _setup_second(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    grad, x, ctx.minimum = inputs
+    ctx.save_for_backward(grad, x)
+
+
+def _second_backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Differentiate the gradient as what it is: `grad / max(x, minimum)`, which does not depend on a clipped `x`."""
+    grad, x = ctx.saved_tensors
+    of_grad = _log_clip_backward(upstream, x, ctx.minimum)
+    of_x = torch.where(x > ctx.minimum, -of_grad * _log_clip_backward(grad, x, ctx.minimum), 0.0)
+    return of_grad, of_x, None
+
+
+_log_clip_backward = define(
+    "log_clip_backward",
+    _backward_reference,
+    check=_check_backward,
+    kernel="log_clip.triton_kernel:log_clip_backward",
+    setup=_setup_second,
+    backward=_second_backward,
+    batching=elementwise,
+)
+_log_clip = define(
+    "log_clip",
+    _reference,
+    check=_check,
+    kernel="log_clip.triton_kernel:log_clip",
+    setup=_setup,
+    backward=_backward,
+    batching=elementwise,
+    autocast=torch.float32,
+)
+ROWS = (
+    OpInfo("fxopt::log_clip", elementwise=True, keeps_rank=True, vectorizable=True),
+    OpInfo("fxopt::log_clip_backward", elementwise=True, vectorizable=True),
+)
+
+
+def log_clip(x: Tensor, minimum: float = 1e-7) -> Tensor:
+    """Return `log(max(x, minimum))`, of the shape and dtype of `x`.
+
+    The gradient is `1 / max(x, minimum)` everywhere: where `x` was clipped it is `1 / minimum`, not the zero that
+    `x.clamp(min=minimum).log()` gives, so that training can move a probability away from zero. Autocast computes it
+    in float32.
+
+    Args:
+        x: a floating-point tensor.
+        minimum: a positive number, which the dtype of `x` can hold.
+
+    Raises:
+        UsageError: `x` is not floating-point, or `minimum` is not such a number.
+    """
+    return _log_clip(x, minimum)

@@ -1,0 +1,7 @@
+"""Restricted Boltzmann machines, and the deep belief networks that are stacks of them."""
+
+from .network import DeepBeliefNetwork, DeepBeliefRelaxationNetwork
+from .rbm import RBM
+from .sampling import bernoulli_sigmoid
+
+__all__ = ["RBM", "DeepBeliefNetwork", "DeepBeliefRelaxationNetwork", "bernoulli_sigmoid"]

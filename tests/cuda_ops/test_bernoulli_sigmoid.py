@@ -1,0 +1,67 @@
+"""Random numbers from a counter: which, how they are spread, and what they depend on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fxopt.cuda_ops import bernoulli_sigmoid
+from fxopt.cuda_ops.bernoulli_sigmoid.philox import uniform
+
+
+def test_numbers_are_those_of_the_paper():
+    """The first block of Philox 4x64-10 for a counter and a key, as the authors publish it with their code."""
+    ones = 2**64 - 1
+    block = np.random.Philox(key=np.full(2, ones, np.uint64), counter=np.array([ones - 1, ones, ones, ones], np.uint64))
+    known = [0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0]
+    assert [int(word) for word in block.random_raw(4)] == known
+
+
+def test_numbers_are_uniform_and_below_one():
+    drawn = uniform((100_001,), torch.tensor([5, 0]))
+    assert drawn.shape == (100_001,)
+    assert 0 <= drawn.min() < 1e-4
+    assert 1 - 1e-4 < drawn.max() < 1
+    deciles = torch.histc(drawn, 10, 0, 1)
+    assert (deciles - 10_000).abs().max() < 5 * 95  # five standard deviations of a decile's count
+
+
+def test_samples_have_their_probabilities():
+    x = torch.linspace(-3, 3, 7).repeat(20_000, 1)
+    probability, sample = bernoulli_sigmoid(x, seed=1)
+    torch.testing.assert_close(probability, x.sigmoid())
+    assert set(sample.unique().tolist()) == {0.0, 1.0}
+    assert (sample.mean(0) - probability[0]).abs().max() < 5 * 0.5 / 20_000**0.5
+
+
+def test_seed_and_offset_decide():
+    x = torch.zeros(1000)
+    first = bernoulli_sigmoid(x, seed=-1, offset=2)[1]
+    assert torch.equal(first, bernoulli_sigmoid(x, seed=torch.tensor([-1, 2]))[1])
+    for seed, offset in ((-1, 3), (2, -1), (0, 2)):
+        assert (first != bernoulli_sigmoid(x, seed=seed, offset=offset)[1]).float().mean() > 0.4
+
+
+def test_an_element_is_drawn_by_its_place_alone():
+    assert torch.equal(uniform((7, 13), torch.tensor([1, 1])).flatten(), uniform((1000,), torch.tensor([1, 1]))[:91])
+
+
+def test_without_a_seed_torch_decides():
+    x = torch.zeros(1000)
+    torch.manual_seed(4)
+    first, second = bernoulli_sigmoid(x)[1], bernoulli_sigmoid(x)[1]
+    torch.manual_seed(4)
+    assert torch.equal(first, bernoulli_sigmoid(x)[1])
+    assert not torch.equal(first, second)
+
+
+def test_every_dtype_draws_alike():
+    x = torch.linspace(-4, 4, 4096)
+    samples = [bernoulli_sigmoid(x.to(dtype), seed=3)[1].double() for dtype in (torch.float32, torch.float64)]
+    assert (samples[0] != samples[1]).sum() <= 1
+
+
+def test_no_gradient_flows_through_the_sample():
+    x = torch.zeros(4, requires_grad=True)
+    probability, sample = bernoulli_sigmoid(x, seed=0)
+    assert (probability.requires_grad, sample.requires_grad) == (True, False)

@@ -1,0 +1,211 @@
+"""What every operator keeps: torch's own checks, gradients, transforms, capture, export, archives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt import cuda_ops
+from fxopt.operators import operator_info
+
+Make = Callable[[torch.dtype], tuple[Any, ...]]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64, low: float = -2.0) -> Tensor:
+    return (torch.rand(shape, dtype=torch.float64) * (2 - low) + low).to(dtype).requires_grad_()
+
+
+def transposed(dtype: torch.dtype, low: float = -2.0) -> Tensor:
+    return leaf(4, 3, dtype=dtype, low=low).detach().t().requires_grad_()
+
+
+KEY = torch.tensor([7, 0])
+CALLS: dict[str, Mapping[str, Make]] = {
+    "add": {
+        "broadcast": lambda t: (leaf(3, 4, dtype=t), leaf(4, dtype=t), 0.5),
+        "column": lambda t: (leaf(3, 1, dtype=t), leaf(1, 4, dtype=t)),
+        "transposed": lambda t: (transposed(t), leaf(3, 4, dtype=t).detach()),
+        "empty": lambda t: (leaf(0, 4, dtype=t), leaf(4, dtype=t)),
+        "scalars": lambda t: (leaf(dtype=t), leaf(dtype=t), 2.0),
+    },
+    "log_clip": {
+        "unclipped": lambda t: (leaf(3, 4, dtype=t, low=0.5), 0.1),
+        "transposed": lambda t: (transposed(t, low=0.5), 0.1),
+        "empty": lambda t: (leaf(0, dtype=t), 0.1),
+    },
+    "log_clip_backward": {
+        "mixed": lambda t: (leaf(3, 4, dtype=t), leaf(3, 4, dtype=t), 0.1),
+        "broadcast": lambda t: (leaf(1, dtype=t).expand(3, 4).detach(), leaf(3, 4, dtype=t), 0.1),
+    },
+    "bernoulli_sigmoid": {
+        "biased": lambda t: (leaf(3, 4, dtype=t), leaf(4, dtype=t), KEY),
+        "plain": lambda t: (transposed(t), None, KEY),
+        "scalar": lambda t: (leaf(dtype=t), None, KEY),
+    },
+}
+each_operator = pytest.mark.parametrize("name", CALLS)
+each_call = pytest.mark.parametrize(("name", "case"), [(name, case) for name, calls in CALLS.items() for case in calls])
+
+
+def operator(name: str) -> Callable[..., Any]:
+    return getattr(torch.ops.fxopt, name).default
+
+
+def flat(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def first_call(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    return next(iter(CALLS[name].values()))(dtype)
+
+
+def test_every_operator_is_called_here_and_described_once():
+    assert {f"fxopt::{name}" for name in CALLS} == set(cuda_ops.NAMES)
+    for name in cuda_ops.NAMES:
+        info = operator_info(name)
+        assert (info.pure, info.random, info.fresh) == (True, False, True)
+
+
+@each_call
+def test_torch_accepts_the_registrations(name: str, case: str):
+    torch.library.opcheck(operator(name), CALLS[name][case](torch.float32))
+
+
+@each_call
+def test_results_are_contiguous_and_gradients_are_right(name: str, case: str):
+    args = CALLS[name][case](torch.float64)
+    assert all(result.is_contiguous() for result in flat(operator(name)(*args)))
+    assert torch.autograd.gradcheck(lambda *given: flat(operator(name)(*given))[0], args)
+
+
+@each_operator
+def test_gradients_of_single_operands_are_right(name: str):
+    for kept in range(2):
+        args = tuple(
+            arg.detach() if isinstance(arg, Tensor) and i != kept else arg
+            for i, arg in enumerate(first_call(name, torch.float64))
+        )
+        if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            assert torch.autograd.gradcheck(lambda *given: flat(operator(name)(*given))[0], args)
+
+
+@each_operator
+def test_vmap_computes_what_a_loop_does(name: str):
+    args = first_call(name, torch.float64)
+    for batched in range(sum(isinstance(arg, Tensor) for arg in args)):
+        members = [args] + [first_call(name, torch.float64) for _ in range(2)]
+        place = [1 if i == batched and args[i].dim() else 0 if i == batched else None for i in range(len(args))]
+        given = [
+            torch.stack([m[i] for m in members], place[i]) if place[i] is not None else arg
+            for i, arg in enumerate(args)
+        ]
+        got = torch.func.vmap(operator(name), tuple(place))(*given)
+        for i, member in enumerate(members):
+            expected = operator(name)(*(member[j] if p is not None else args[j] for j, p in enumerate(place)))
+            for one, other in zip(flat(got), flat(expected), strict=True):
+                torch.testing.assert_close(one[i], other)
+
+
+class Everything(nn.Module):
+    """Calls every public function of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("key", torch.tensor([3, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cuda_ops.add(self.linear(x), x, alpha=0.5)
+        probability, sample = cuda_ops.bernoulli_sigmoid(x, self.linear.bias, seed=self.key)
+        return cuda_ops.log_clip(probability, 0.3) + sample
+
+
+def test_capture_keeps_each_call_as_one_node():
+    model, x = Everything(), torch.randn(5, 8)
+    program = fxopt.capture(model, x)
+    captured = program.model
+    targets = [str(node.target) for node in program.graphs[""].nodes if node.op == "call_function"]
+    assert [target for target in targets if target.startswith("fxopt.")] == [
+        "fxopt.add.default", "fxopt.bernoulli_sigmoid.default", "fxopt.log_clip.default",
+    ]  # fmt: skip
+    for rows in (5, 2):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(captured(x), model(x), rtol=0, atol=0)
+
+
+def test_pickles_find_the_operators():
+    x = torch.randn(5, 8)
+    captured = fxopt.capture(Everything(), x).model
+    again = pickle.loads(pickle.dumps(captured))
+    torch.testing.assert_close(again(x), captured(x), rtol=0, atol=0)
+
+
+def test_optimize_fuses_members_that_call_operators():
+    class Member(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cuda_ops.log_clip(cuda_ops.add(self.linear(x), x).sigmoid(), 0.2)
+
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.members = nn.ModuleList(Member() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([member(x) for member in self.members])
+
+    model, x = Ensemble(), torch.randn(3, 8)
+    fused = fxopt.optimize(model, passes="fuse_ensembles{lowering=vmap}", example_inputs=x, measure=False)
+    assert len(fxopt.plan(fused).decisions) == 1
+    torch.testing.assert_close(fused(x), model(x))
+
+
+def test_torch_compile_computes_the_same():
+    model, x = Everything(), torch.randn(5, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    got = torch.autograd.grad(compiled(x).sum(), model.linear.weight)
+    torch.testing.assert_close(got, torch.autograd.grad(model(x).sum(), model.linear.weight))
+
+
+def test_exported_files_hold_the_operators_and_load_again(tmp_path):
+    model, x = Everything().eval(), torch.randn(5, 8)
+    fxopt.export(model, tmp_path / "model.pt2", x)
+    loaded = fxopt.load(tmp_path / "model.pt2")
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_under_autocast_probabilities_and_logs_are_float32():
+    x = torch.rand(3, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cuda_ops.log_clip(x).dtype == torch.float32
+        assert [each.dtype for each in cuda_ops.bernoulli_sigmoid(x)] == [torch.float32] * 2
+        assert cuda_ops.add(x, x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: cuda_ops.add(x.long(), x), "add: x is int64; pass a floating-point tensor"),
+        (lambda x: cuda_ops.add(x, x.to("meta")), "add: y is on meta, x on cpu; move one of them"),
+        (lambda x: cuda_ops.log_clip(x.int()), "log_clip: x is int32; pass a floating-point tensor"),
+        (lambda x: cuda_ops.log_clip(x, 0.0), "log_clip: minimum is 0.0; pass a number of at least 1.18e-38"),
+        (lambda x: cuda_ops.log_clip(x.half(), 1e-7), "log_clip: minimum is 1e-07; pass a number of at least 6.10e-05"),
+        (lambda x: cuda_ops.bernoulli_sigmoid(x, x[0].double()), "bias is float64, x is float32; cast one of them"),
+        (lambda x: cuda_ops.bernoulli_sigmoid(x, x), r"bias has shape \(3, 4\), expected \(4,\)"),
+        (lambda x: cuda_ops.bernoulli_sigmoid(x[0, 0], x[0, 0]), "x has no dimension that bias could go along"),
+        (lambda x: cuda_ops.bernoulli_sigmoid(x, seed=torch.zeros(2)), "key is torch.float32 of shape"),
+    ],
+)
+def test_bad_operands_are_named(call: Callable[[Tensor], object], message: str):
+    with pytest.raises(fxopt.UsageError, match=message):
+        call(torch.rand(3, 4))
