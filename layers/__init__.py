@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
-    from .pooling import triangles
+    from .pooling import RO3TriadPooling, triangles
 
 _PLACES = {
     "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
-    "pooling": "triangles",
+    "pooling": "RO3TriadPooling triangles",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
@@ -22,6 +22,7 @@ __all__ = [
     "RBM",
     "DeepBeliefNetwork",
     "DeepBeliefRelaxationNetwork",
+    "RO3TriadPooling",
     "triangles",
 ]
 

@@ -1,8 +1,8 @@
 """Node-disjoint triads of a graph: the best ones, found in rounds on scattered extremes.
 
-Nodes are numbered from the best to the worst here, and a triad lists them in this order. The score of a triad is the sum
-of those of its nodes; of triads with equal sums the one whose nodes come first is better. So the order of triads is total,
-and what the rounds take is what a loop over all triads, the best first, would take.
+Nodes are numbered from the best to the worst here, and a triad lists them in this order. The score of a triad is the
+sum of those of its nodes; of triads with equal sums the one whose nodes come first is better. So the order of triads is
+total, and what the rounds take is what a loop over all triads, the best first, would take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def disjoint_wedges(edge_index: Tensor, score: Tensor) -> Tensor:
 
 
 def _best_wedges(edge_index: Tensor) -> Tensor:
-    """Return, for each edge but a node's first, the triad with that node in the middle and the end of its first edge."""
+    """Return, for each edge but a node's first, the triad of both that has the node in the middle."""
     middle, end = edge_index
     is_first = torch.ones_like(middle, dtype=torch.bool)
     is_first[1:] = middle[1:] != middle[:-1]
@@ -77,8 +77,13 @@ def _promising(triads: Tensor, score: Tensor) -> Tensor:
 
 def _best_first(triads: Tensor, score: Tensor) -> Tensor:
     """Return the triads, the best first."""
-    triads = triads[triads[:, 2].argsort(stable=True)]
-    triads = triads[(triads[:, 0] * len(score) + triads[:, 1]).argsort(stable=True)]
+    pair = triads[:, 0] * len(score) + triads[:, 1]
+    if len(score) < 2**21:
+        order = (pair * len(score) + triads[:, 2]).argsort()
+    else:
+        order = triads[:, 2].argsort()
+        order = order[pair[order].argsort(stable=True)]
+    triads = triads[order]
     return triads[_sums(triads, score).argsort(descending=True, stable=True)]
 
 

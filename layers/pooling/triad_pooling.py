@@ -1,22 +1,24 @@
 """Coarsening of graphs: disjoint triads of nodes, chosen by a learned score, become one node each."""
 
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import inits, resolver
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool.connect import Connect, ConnectOutput
-from torch_geometric.nn.pool.pool import pool_edge
+from torch_geometric.nn.pool.pool import pool_edge  # pyright: ignore[reportUnknownVariableType]
 from torch_geometric.nn.pool.select import Select, SelectOutput
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from ...errors import UsageError
 from .disjoint import disjoint_triads, disjoint_wedges
-from .triangles import triangles
+from .triangles import check_edges, triangles
 
 __all__ = ["ContractEdges", "RO3TriadPooling", "SelectTriads"]
 
@@ -57,7 +59,8 @@ class SelectTriads(Select):
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> SelectOutput:
         x = x.view(-1, 1) if x.dim() == 1 else x
-        score = (x * self.weight).sum(-1) / self.weight.norm(p=2, dim=-1)
+        length: Tensor = torch.linalg.vector_norm(self.weight)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        score = (x * self.weight).sum(-1) / length
         taken = self._taken(score.detach(), edge_index, batch)
         gate = self.act(score[taken].mean(1))
         if self.min_score is not None:
@@ -78,13 +81,15 @@ class SelectTriads(Select):
         if self.triads == "all":
             found = disjoint_wedges(edges, falling)
         else:
-            found = disjoint_triads(triangles(edges, len(order)), falling)
+            found = disjoint_triads(triangles(edges, len(order)).t(), falling)
         return order[found if self.min_score is not None else found[self._within(found, batch[order])]]
 
     def _within(self, found: Tensor, batch: Tensor) -> Tensor:
         """Return which of the triads, the best first, are left when each graph is to keep a part of its nodes."""
         nodes = batch.bincount()
-        least = torch.full_like(nodes, self.ratio) if isinstance(self.ratio, int) else (self.ratio * nodes).ceil().long()
+        least = (
+            torch.full_like(nodes, self.ratio) if isinstance(self.ratio, int) else (self.ratio * nodes).ceil().long()
+        )
         room = (nodes - least).clamp(min=0) // 2
         graph = batch[found[:, 0]]
         return _place_in_group(graph) < room[graph]
@@ -99,10 +104,14 @@ class ContractEdges(Connect):
     """
 
     def forward(
-        self, select_output: SelectOutput, edge_index: Tensor, edge_attr: Tensor | None = None, batch: Tensor | None = None
+        self,
+        select_output: SelectOutput,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
     ) -> ConnectOutput:
-        edge_index, edge_attr = pool_edge(select_output.cluster_index, edge_index, edge_attr)
-        return ConnectOutput(edge_index, edge_attr, self.get_pooled_batch(select_output, batch))
+        pooled = cast("tuple[Tensor, Tensor | None]", pool_edge(select_output.cluster_index, edge_index, edge_attr))
+        return ConnectOutput(*pooled, self.get_pooled_batch(select_output, batch))
 
 
 class RO3TriadPooling(nn.Module):
@@ -120,8 +129,8 @@ class RO3TriadPooling(nn.Module):
     The direction of edges does not matter for what is a triad. Apart from tied scores the result does not depend on
     the order of nodes; ties are broken by a node's place in its graph.
 
-    This is a design of fxopt's own, after relational pooling (Murphy et al., 2019, https://arxiv.org/abs/1903.02541) and
-    edge contraction (Diehl, 2019, https://arxiv.org/abs/1905.10990).
+    This is a design of fxopt's own, after relational pooling (Murphy et al., 2019, https://arxiv.org/abs/1903.02541)
+    and edge contraction (Diehl, 2019, https://arxiv.org/abs/1905.10990).
 
     Args:
         in_channels: size of each node's features.
@@ -137,8 +146,8 @@ class RO3TriadPooling(nn.Module):
     Shape:
         - x: (nodes, in_channels); edge_index: (2, edges); edge_attr: (edges, *) or None; batch: (nodes,) or None;
           attn: (nodes, in_channels) or None, scored in the place of x
-        - x, edge_index, edge_attr and batch of the new graphs, then perm: for each new node the first of the nodes that it
-          stands for; score: its gate, 1 for a node that stayed. `select` gives the clusters.
+        - x, edge_index, edge_attr and batch of the new graphs, then perm: for each new node the first of the nodes that
+          it stands for; score: its gate, 1 for a node that stayed. `select` gives the clusters.
     """
 
     def __init__(
@@ -175,6 +184,13 @@ class RO3TriadPooling(nn.Module):
         attn: Tensor | None = None,
     ) -> Pooled:
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
+        if batch.dtype != torch.int64 or batch.shape != x.shape[:1]:
+            raise UsageError(
+                f"batch is {list(batch.shape)} {batch.dtype}; give one torch.int64 for each of {len(x)} nodes"
+            )
+        check_edges(edge_index, len(x))
+        if attn is not None and len(attn) != len(x):
+            raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
         chosen = self.select(x if attn is None else attn, edge_index, batch)
         perm = _first_of_each(chosen.cluster_index, chosen.num_clusters)
         score = chosen.weight[perm]
@@ -193,7 +209,9 @@ def _check(in_channels: int, ratio: float, triads: str) -> None:
         raise UsageError(f"RO3TriadPooling: triads={triads!r}; use 'closed' or 'all'")
     fits = ratio >= 1 if isinstance(ratio, int) else 0 <= ratio <= 1
     if isinstance(ratio, bool) or not fits:
-        raise UsageError(f"RO3TriadPooling: ratio={ratio!r}; give a part of the nodes, such as 0.5, or a number of nodes")
+        raise UsageError(
+            f"RO3TriadPooling: ratio={ratio!r}; give a part of the nodes, such as 0.5, or a number of nodes"
+        )
     if in_channels < 1:
         raise UsageError(f"RO3TriadPooling: in_channels={in_channels}; give the number of features of a node")
 

@@ -23,6 +23,9 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _LEAF_BASES = (
     "fxopt.layers.masked.Masked",
+    "fxopt.layers.pooling.triad_pooling.ContractEdges",
+    "fxopt.layers.pooling.triad_pooling.RO3TriadPooling",
+    "fxopt.layers.pooling.triad_pooling.SelectTriads",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
     "fxopt.layers.quantized.trained.Freezable",
