@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch_geometric.nn import inits, resolver
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool.connect import Connect, ConnectOutput
@@ -59,8 +60,7 @@ class SelectTriads(Select):
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> SelectOutput:
         x = x.view(-1, 1) if x.dim() == 1 else x
-        length: Tensor = torch.linalg.vector_norm(self.weight)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        score = (x * self.weight).sum(-1) / length
+        score = (x * F.normalize(self.weight, dim=1)).sum(1)
         taken = self._taken(score.detach(), edge_index, batch)
         gate = self.act(score[taken].mean(1))
         if self.min_score is not None:

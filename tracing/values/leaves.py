@@ -23,6 +23,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _LEAF_BASES = (
     "fxopt.layers.masked.Masked",
+    "fxopt.layers.moe.layer.MixtureOfExperts",
+    "fxopt.layers.moe.router.Router",
     "fxopt.layers.pooling.triad_pooling.ContractEdges",
     "fxopt.layers.pooling.triad_pooling.RO3TriadPooling",
     "fxopt.layers.pooling.triad_pooling.SelectTriads",
