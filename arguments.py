@@ -45,7 +45,7 @@ def open_model(
     if Path(model).suffix == ".py" and Path(model).is_file():
         raise UsageError(f"{model!r} is source code; name what builds the model in it: {model}:factory")
     if Path(model).is_file():
-        built, example_inputs = _read(Path(model), trust)
+        built, example_inputs = _read(Path(model), trust, given)
     else:
         if Path(model).is_dir() or ":" not in model:
             what = "a folder" if Path(model).is_dir() else "no file"
@@ -68,10 +68,13 @@ def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path |
     return {model: None if Path(model).is_file() else weights for model in (a, b)}
 
 
-def _read(path: Path, trust: Sequence[str] | None) -> tuple[nn.Module, object]:
-    if kind_of_file(path) is FileKind.EXPORTED:
+def _read(path: Path, trust: Sequence[str] | None, given: object) -> tuple[nn.Module, object]:
+    kind = kind_of_file(path)
+    if kind is FileKind.EXPORTED:
         return load_exported(path)
-    return api.load(path, trust=True if trust and ANYTHING in trust else trust or ()), None
+    built = api.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
+    factory = factory_of(path) if kind is FileKind.RECIPE and given is None else None
+    return built, None if factory is None else inputs_beside(factory)  # loading has imported it, as it may
 
 
 def factory_for(model: str) -> str | None:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import FxoptError, UnverifiedWarning
-from .prechecks import check_name, check_output, check_pipeline, check_plan_output, complete_name, complete_pipeline
+from .prechecks import (
+    check_name,
+    check_output,
+    check_pipeline,
+    check_plan_output,
+    check_tolerance,
+    complete_name,
+    complete_pipeline,
+)
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -244,6 +252,9 @@ def verify(
     gradients: Annotated[bool, typer.Option("--gradients", help="Compare gradients too.")] = False,
     phase: Annotated[PhaseOption, typer.Option(help="The mode to compare in.")] = PhaseOption.EVAL,
     seed: Annotated[int, typer.Option(help="Seed of the noise, the upstream gradients and the random numbers.")] = 0,
+    tolerance: Annotated[
+        float | None, typer.Option(metavar="ERROR", help="Allow this error, relative to the scale of each tensor.")
+    ] = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
@@ -251,6 +262,7 @@ def verify(
 
     The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
+    check_tolerance(tolerance)
     from .arguments import open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models
@@ -264,7 +276,9 @@ def verify(
         raise UsageError(f"neither model has example inputs; {_MAKE_INPUTS}")
     check_whole(calls)
     training = phase is PhaseOption.TRAIN
-    comparison = compare_models(before, after, calls, gradients=gradients, training=training, seed=seed)
+    comparison = compare_models(
+        before, after, calls, gradients=gradients, training=training, seed=seed, tolerance=tolerance
+    )
     _show(comparison.to_json() if as_json else comparison, as_json)
     raise typer.Exit(0 if comparison.equal else 1)
 

@@ -20,6 +20,8 @@ from .errors import UsageError
 __all__ = [
     "OBSERVERS",
     "Int8Result",
+    "Observer",
+    "empty_tensor",
     "int4_packed",
     "int4_product",
     "int8_cells",
@@ -33,12 +35,12 @@ __all__ = [
     "int8_static_packed",
     "int8_weight_packed",
     "needs_reduced_range",
-    "observer_called",
     "rounded_with_learned_scale",
     "runs_simulation",
     "simulating",
     "why_no_int8",
     "why_no_static_int8",
+    "without_torch_function",
 ]
 
 _TORCH: Any = torch
@@ -50,6 +52,9 @@ OBSERVERS = {
     "moving_average": "MovingAverageMinMaxObserver",
 }
 """What options call observers -> torchao's class."""
+
+_TALKING = ("torchao", "torch.utils._pytree")
+_NO_TORCHAO = 'calibration needs torchao; install it with: pip install "fxopt[quantization]"'
 
 _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
@@ -79,6 +84,16 @@ def runs_simulation() -> bool:
     into the graphs of compilers and exporters.
     """
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
+
+
+def empty_tensor(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of a class of tensors that has no memory."""
+    return cast("Any", Tensor)._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def without_torch_function() -> Any:
+    """Let `__torch_function__` of classes of tensors rest for a while."""
+    return cast("Any", torch)._C.DisableTorchFunctionSubclass()
 
 
 def why_no_int8() -> str:
@@ -174,26 +189,51 @@ def int8_lstm(x: Tensor, state: Sequence[Tensor], cells: Sequence[Any], like: nn
     )  # fmt: skip
 
 
-def observer_called(kind: str) -> Any:
-    """Return torchao's observer of activations in 8 bits, 0 to 255: "histogram", "minmax" or "moving_average".
+class Observer:
+    """torchao's observer of activations in 8 bits, 0 to 255.
+
+    Args:
+        kind: "histogram", "minmax" or "moving_average".
 
     Raises:
         UsageError: torchao is not installed.
     """
-    observer = getattr(_torchao_observers(), OBSERVERS[kind])
-    return observer(dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255)
+
+    def __init__(self, kind: str) -> None:
+        with _unheard():
+            try:
+                module = importlib.import_module("torchao.quantization.pt2e.observer")
+            except ImportError as error:
+                raise UsageError(_NO_TORCHAO) from error
+            make = getattr(module, OBSERVERS[kind])
+            self._observer: Any = make(dtype=torch.uint8, qscheme=torch.per_tensor_affine, quant_min=0, quant_max=255)
+
+    def see(self, x: Tensor) -> None:
+        """Take note of an activation."""
+        with _unheard():
+            self._observer(x)
+
+    def scale_and_zero_point(self) -> tuple[float, int]:
+        """Return what stands for the range of all that was seen."""
+        with _unheard():
+            scale, zero_point = self._observer.calculate_qparams()
+        return float(scale), int(zero_point)
 
 
-def _torchao_observers() -> Any:
-    """Import torchao, which tells at length which of its CUDA libraries are not there."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        return importlib.import_module("torchao.quantization.pt2e.observer")
-    except ImportError as error:
-        raise UsageError('calibration needs torchao; install it with: pip install "fxopt[quantization]"') from error
-    finally:
-        logging.disable(before)
+@contextmanager
+def _unheard() -> Generator[None]:
+    """Silence torchao, which tells at length which of its CUDA libraries are not there, and what torch says to it."""
+    loggers = [logging.getLogger(name) for name in _TALKING]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 Int8Result = tuple[float, int, torch.dtype, str]

@@ -16,6 +16,7 @@ __all__ = [
     "check_output",
     "check_pipeline",
     "check_plan_output",
+    "check_tolerance",
     "complete_name",
     "complete_pipeline",
 ]
@@ -74,6 +75,16 @@ def check_plan_output(path: Path | None) -> None:
     _check_place(path, "--save-plan")
     if path.exists() and not _is_plan(path):
         raise InputError(f"--save-plan {path} is there and is no plan; it is not overwritten: write to another file")
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Make sure that a relative error is one.
+
+    Raises:
+        UsageError: it is no positive number up to 1.
+    """
+    if tolerance is not None and not 0 < tolerance <= 1:
+        raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
 
 
 def _check_place(path: Path, option: str) -> None:

@@ -18,7 +18,7 @@ from ..passes.driver import Record
 from ..passes.pipeline import Plan, parse
 from ..passes.state import StateMap
 from ..version import VERSION
-from .container import read_container, read_json, write_container
+from .container import read_container, read_json, read_manifest, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
 from .source import inputs_beside
 from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
@@ -131,7 +131,7 @@ def factory_of(path: str | os.PathLike[str]) -> str | None:
         ArchiveError: unreadable, damaged or too new.
     """
     where = Path(path)
-    return _Description(where, read_container(where, (PLAN, WEIGHTS))[0]).factory
+    return _Description(where, read_manifest(where)).factory
 
 
 def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:

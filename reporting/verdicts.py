@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from ..passes.driver import state_map_of
+from ..passes.sites import Numerics
 from ..passes.verification import Verdict, reference, verify
 from ..tracing.graphs import capture_of
 from ..tracing.values import Inputs, plain
@@ -24,6 +25,8 @@ from .wording import printable
 __all__ = ["Comparison", "compare_models"]
 
 TITLES = ("call", "same", "error in float64", "error in its own types", "checked in")
+TITLES_WITHIN = ("call", "within", "error", "allowed")
+"""Where an error is allowed: then models are compared in their own types alone."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,12 @@ class Comparison:
     Attributes:
         verdicts: one for each call.
         gradients: whether gradients were compared too.
+        tolerance: the error that was allowed, relative to the scale of each tensor; None: that of rounding.
     """
 
     verdicts: Sequence[Verdict]
     gradients: bool
+    tolerance: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -49,13 +54,13 @@ class Comparison:
             {
                 "equal": verdict.ok,
                 "reason": verdict.reason,
-                "meaning_error": _finite(verdict.meaning_error),
+                "meaning_error": _finite(verdict.meaning_error) if self.tolerance is None else None,
                 "precision_error": _finite(verdict.precision_error),
-                "checked": verdict.checked_in,
+                "checked": verdict.checked_in if self.tolerance is None else "its own types",
             }
             for verdict in self.verdicts
         ]
-        return {"equal": self.equal, "gradients": self.gradients, "calls": calls}
+        return {"equal": self.equal, "gradients": self.gradients, "tolerance": self.tolerance, "calls": calls}
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False, legacy_windows=False)
@@ -65,24 +70,40 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         compared = "outputs, buffers and gradients" if self.gradients else "outputs and buffers"
-        yield Text(
-            f"{'equal' if self.equal else 'different'}: {compared} of {_calls(len(self.verdicts))}", style="bold"
-        )
+        yield Text(f"{self._headline()}: {compared} of {_calls(len(self.verdicts))}", style="bold")
         table = Table(box=box.SIMPLE_HEAD if options.is_terminal else box.MARKDOWN)
-        for title in TITLES:
+        for title in TITLES if self.tolerance is None else TITLES_WITHIN:
             table.add_column(title)
         for number, verdict in enumerate(self.verdicts):
-            compared = verdict.ok or verdict.meaning_error or verdict.precision_error
-            errors = (f"{verdict.meaning_error:.1e}", f"{verdict.precision_error:.1e}") if compared else ("-", "-")
-            table.add_row(str(number), "yes" if verdict.ok else "no", *errors, verdict.checked_in)
+            table.add_row(str(number), "yes" if verdict.ok else "no", *self._errors(verdict))
         yield table
         for number, verdict in enumerate(self.verdicts):
             if verdict.reason:
                 yield Text(f"call {number}: {printable(verdict.reason)}")
 
+    def _headline(self) -> str:
+        if not self.equal:
+            return "different"
+        return "equal" if self.tolerance is None else f"within {self.tolerance:g}"
+
+    def _errors(self, verdict: Verdict) -> Sequence[str]:
+        """Return the cells behind the verdict; no figures where nothing could be compared."""
+        meaning, precision = verdict.meaning_error, verdict.precision_error
+        is_compared = verdict.ok or meaning or precision
+        if self.tolerance is not None:
+            return f"{precision:.1e}" if is_compared else "-", f"{self.tolerance:g}"
+        return *((f"{meaning:.1e}", f"{precision:.1e}") if is_compared else ("-", "-")), verdict.checked_in
+
 
 def compare_models(
-    before: nn.Module, after: nn.Module, calls: Sequence[Inputs], *, gradients: bool, training: bool, seed: int
+    before: nn.Module,
+    after: nn.Module,
+    calls: Sequence[Inputs],
+    *,
+    gradients: bool,
+    training: bool,
+    seed: int,
+    tolerance: float | None = None,
 ) -> Comparison:
     """Run two models on the same calls and compare what they give, in float64 and in their own types.
 
@@ -96,6 +117,7 @@ def compare_models(
         gradients: compare gradients of arguments and parameters too.
         training: the mode to compare in.
         seed: of noise, upstream gradients and random draws.
+        tolerance: compare in the models' own types alone, and allow this error, relative to the scale of each tensor.
 
     Raises:
         InputError: if `before` does not run on a call.
@@ -109,14 +131,17 @@ def compare_models(
         return {name: tensor for name, tensor in found.items() if name in known}
 
     keyed = capture_of(after) is not None
+    allowed: dict[str, Any] = {}
+    if tolerance is not None:
+        allowed = {"numerics": Numerics.APPROXIMATE, "budget": tolerance}
     verdicts: list[Verdict] = []
     with ExitStack() as stack:
         for model in {id(model): model for model in (before, after)}.values():
             stack.callback(model.register_forward_hook(lambda _, __, output: plain(output)).remove)
         for call in calls:
             taken = reference(before, [call], training=training, gradients=gradients, seed=seed, keyed=keyed)
-            verdicts.append(verify(taken, after, map_state=translated))
-    return Comparison(verdicts, gradients)
+            verdicts.append(verify(taken, after, map_state=translated, **allowed))
+    return Comparison(verdicts, gradients, tolerance)
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -124,6 +124,34 @@ def test_different_models_exit_with_1_and_say_where(fxopt: Fxopt):
     assert "raises RuntimeError: on purpose" in raising.out
 
 
+def test_an_error_is_allowed_when_asked_for(fxopt: Fxopt):
+    within = fxopt("verify", "zoo:heads", "zoo:scaled", "--tolerance", "0.002")
+    assert (within.code, within.err) == (0, "")
+    lines = within.out.splitlines()
+    assert lines[0] == "within 0.002: outputs and buffers of 2 calls"
+    assert [line.split("|")[2:5] for line in lines if line.startswith("|")][2:] == [
+        [" yes    ", " 1.0e-03 ", " 0.002   "]
+    ] * 2
+    beyond = fxopt("verify", "zoo:heads", "zoo:scaled", "--tolerance", "5e-4", "--json")
+    assert (beyond.code, beyond.json["equal"], beyond.json["tolerance"]) == (1, False, 5e-4)
+    assert 9e-4 < beyond.json["calls"][0]["precision_error"] < 1.1e-3
+    assert fxopt("verify", "zoo:heads", "zoo:scaled", "--json").json["tolerance"] is None
+    for wrong in ("0", "2", "nan"):
+        refused = fxopt("verify", "zoo:heads", "zoo:scaled", "--tolerance", wrong)
+        assert refused.code == 2
+        assert "give a relative error up to 1, such as 0.05" in refused.err
+
+
+def test_an_archive_takes_the_inputs_beside_its_factory(fxopt: Fxopt, zoo: Path):
+    save(fxopt, "heads.fxopt")
+    for command in (("inspect",), ("optimize",), ("verify", "bare:heads")):
+        done = fxopt(*command, "heads.fxopt", "--trust", "zoo")
+        assert (done.code, done.err) == (0, ""), command
+    (zoo / "zoo.py").write_text(SOURCE.replace("def example_inputs", "def others_here"))
+    sys.modules.pop("zoo")
+    assert "no example inputs" in fxopt("inspect", "heads.fxopt", "--trust", "zoo").err
+
+
 def test_wrong_usage_and_unreadable_models(fxopt: Fxopt, zoo: Path):
     assert fxopt("verify", "zoo:heads").code == 2
     assert fxopt("verify", "zoo:heads", "zoo:haeds").code == 2

@@ -57,7 +57,7 @@ class Convolutions(nn.Module):
 
 
 class Greedy(nn.Module):
-    """A decoder that generates tokens, one after another, with a cache."""
+    """A decoder that generates tokens, one after another, with a cache; returned are the logits of the prompt."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class Greedy(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         decoder: Any = self.decoder
-        output = decoder(input_ids=input_ids, use_cache=True)
+        output = prompt = decoder(input_ids=input_ids, use_cache=True)
         for _ in range(TOKENS - 1):
             token = output.logits[:, -1:].argmax(-1)
             output = decoder(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
-        return output.logits
+        return prompt.logits
 
 
 def linear(batch: int) -> tuple[nn.Module, Inputs]:

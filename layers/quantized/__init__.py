@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .activations import Range, from_numbers, to_numbers
+from .held import ASKED
 from .layer import QuantizedLayer, check_in_floats
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from .lstm import Int8DynamicLSTM
@@ -12,6 +13,7 @@ from .static import Geometry, StaticConv, StaticLayer, StaticLinear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
+    "ASKED",
     "TRAINED",
     "FakeQuantized",
     "Float8Linear",

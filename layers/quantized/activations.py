@@ -57,6 +57,8 @@ def quantized_at_once(x: Tensor) -> Tensor:
 
     This is what `int8_product_dynamic` does to its input.
     """
+    if not x.numel():
+        return x
     wide = x.detach().float()
     low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
     scale = (high - low) / _STEPS

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...compat import modules_by_name, own_buffers
+from ...compat import is_plainly_eager, modules_by_name, own_buffers
+from ...compat_quantized import runs_simulation
 from ...errors import UsageError
+from ...passes.state import dequantized
+from .held import HeldWeight
 from .packing import Packing
 
-__all__ = ["QuantizedLayer", "autocast_type", "check_in_floats", "is_finite"]
+__all__ = ["HoldsWeight", "QuantizedLayer", "autocast_type", "check_in_floats", "is_finite"]
 
 
 class QuantizedLayer(nn.Module):
@@ -35,6 +38,60 @@ class QuantizedLayer(nn.Module):
             if old is not None and new is not None and new.dtype != old.dtype:
                 buffers[name] = old.to(new.device)
         return self
+
+
+class HoldsWeight(QuantizedLayer):
+    """Hold the weight of a linear layer or a convolution as small numbers.
+
+    Args:
+        values, scales: of the weight, see `quantized`.
+        bias: [outputs] or None; kept as it is.
+        dtype: of the weight that the numbers stand for.
+        dim: which dimension of that is the one of outputs.
+
+    Attributes:
+        form: how the weight is held.
+    """
+
+    form: ClassVar[str] = "int8"
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, dim: int = 0
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight_values", values)
+        self.register_buffer("weight_scales", scales)
+        self.register_parameter("bias", bias)
+        self.dtype, self.dim = dtype, dim
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that the numbers stand for, made when it is computed with; writing into it changes nothing.
+
+        It has the shape of the original layer's.
+        """
+        if runs_simulation() or not is_plainly_eager():
+            return self._original()
+        values, _ = self.held
+        shape = list(values.shape)
+        if self.form == "int4":
+            shape[-1] *= 2
+        shape.insert(self.dim, shape.pop(0))
+        return HeldWeight(self._original, torch.Size(shape), self.dtype, values.device)
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers and the scales."""
+        buffers = own_buffers(self)
+        return cast("Tensor", buffers["weight_values"]), cast("Tensor", buffers["weight_scales"])
+
+    def wide_weight(self) -> Tensor:
+        """Return the floats that the numbers stand for, [outputs, ...]."""
+        return dequantized(*self.held, self.form, self.dtype)
+
+    def _original(self) -> Tensor:
+        return self.wide_weight().movedim(0, self.dim)
 
 
 def check_in_floats(pass_name: str, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager, own_buffers
+from ...compat import is_plainly_eager
 from ...compat_quantized import (
     int4_packed,
     int4_product,
@@ -20,12 +20,12 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import quantized_at_once
-from .layer import QuantizedLayer, autocast_type, is_finite
+from .layer import HoldsWeight, autocast_type, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
 
-class QuantizedLinear(QuantizedLayer):
+class QuantizedLinear(HoldsWeight):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
 
     Compilers and exporters get what the kernel computes in plain operators. Under transforms and outside the CPU it
@@ -33,37 +33,18 @@ class QuantizedLinear(QuantizedLayer):
     Gradients flow to the input and the bias as if it always did; the weight has none.
 
     Args:
-        values, scales: see `quantized`.
-        bias: [outputs] or None; kept as it is.
-        dtype: of the weight that is simulated.
+        values, scales, bias, dtype, dim: see `HoldsWeight`.
 
     Attributes:
-        form: how the weight is held.
         in_features, out_features: of the weight.
     """
 
-    form: ClassVar[str] = "int8"
-    bias: nn.Parameter | None
-
-    def __init__(self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.register_buffer("weight_values", values)
-        self.register_buffer("weight_scales", scales)
-        self.register_parameter("bias", bias)
+    def __init__(
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, dim: int = 0
+    ) -> None:
+        super().__init__(values, scales, bias, dtype, dim)
         self.out_features = values.shape[0]
         self.in_features = values.shape[1] * (2 if self.form == "int4" else 1)
-        self.dtype = dtype
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the weight that the numbers stand for, made anew at each call; writing into it changes nothing."""
-        return dequantized(*self.held, self.form, self.dtype)
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers and the scales."""
-        buffers: Any = own_buffers(self)
-        return buffers["weight_values"], buffers["weight_scales"]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         if runs_simulation():
@@ -90,7 +71,9 @@ class QuantizedLinear(QuantizedLayer):
 
     def in_floats(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the weight that the numbers stand for."""
-        return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
+        return F.linear(
+            input, self.wide_weight().to(input.dtype), None if self.bias is None else self.bias.to(input.dtype)
+        )
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
@@ -178,6 +161,6 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        of_input = gradient @ ctx.layer.weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        of_input = gradient @ ctx.layer.wide_weight().to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias

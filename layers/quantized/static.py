@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager, own_buffers
+from ...compat import is_plainly_eager
 from ...compat_quantized import (
     Int8Result,
     int8_convolution,
@@ -18,11 +18,14 @@ from ...compat_quantized import (
     int8_static_packed,
     runs_simulation,
 )
-from ...passes.state import dequantized
+from ...errors import UsageError
 from .activations import Range, from_numbers, to_numbers
-from .layer import QuantizedLayer, autocast_type
+from .layer import HoldsWeight, autocast_type
 
 __all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
+
+_PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
+"""What a packed convolution is made for."""
 
 _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
@@ -42,41 +45,22 @@ class Behind:
     contiguous: bool | None = None
 
 
-class StaticLayer(QuantizedLayer):
+class StaticLayer(HoldsWeight):
     """Compute a layer with numbers of 8 bits on both sides.
 
     Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
     for. Gradients flow to the input and the bias as if it always did; the weight has none.
 
     Args:
-        values: of the weight, [outputs, ...], int8.
-        scales: of the weight, [outputs] or [1].
-        bias: [outputs] or None; kept as it is.
-        dtype: of the weight that is simulated.
+        values, scales, bias, dtype: see `HoldsWeight`.
         of_input: the range of the input.
     """
-
-    bias: nn.Parameter | None
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
     ) -> None:
-        super().__init__()
-        self.register_buffer("weight_values", values)
-        self.register_buffer("weight_scales", scales)
-        self.register_parameter("bias", bias)
-        self.dtype, self.range = dtype, of_input
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the weight that the numbers stand for, made anew at each call; writing into it changes nothing."""
-        return dequantized(*self.held, "int8", self.dtype)
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers and the scales of the weight."""
-        buffers = own_buffers(self)
-        return cast("Tensor", buffers["weight_values"]), cast("Tensor", buffers["weight_scales"])
+        super().__init__(values, scales, bias, dtype)
+        self.range = of_input
 
     def forward(
         self,
@@ -211,6 +195,15 @@ class StaticConv(StaticLayer):
         self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
         self.stride, self.padding, self.dilation = geometry.stride, geometry.padding, geometry.dilation
+        self.padding_mode = "zeros"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PACKED and vars(self).get(name, value) != value:
+            raise UsageError(
+                f"a quantized convolution is packed for its {name}; change it in the model before it is quantized, or "
+                "in fxopt.restore(model)"
+            )
+        super().__setattr__(name, value)
 
     def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
         """Compute with the kernel."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import fx, nn
 
 from ...errors import UsageError
+from ...suggest import did_you_mean
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -44,6 +46,7 @@ class Pass:
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
         destroys: pass name -> why it can no longer run once this pass has.
+        includes: names of passes whose work this one does on its way: listed before it they run behind it, on the rest.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -59,6 +62,15 @@ class Pass:
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
     destroys: ClassVar[Mapping[str, str]] = {}
+    includes: ClassVar[tuple[str, ...]] = ()
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        known = dict(inspect.signature(cls.__init__).parameters) if options else {}
+        unknown = next((option for option in options if option not in known), None)
+        if unknown is not None and all(each.kind is not each.VAR_KEYWORD for each in known.values()):
+            hint = did_you_mean(unknown, [*known][1:]) or "; it has none"
+            raise UsageError(f"{snake_case(cls.__name__)!r} has no option {unknown!r}{hint}")
+        return super().__new__(cls)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ...tracing.graphs import (
     recompile,
     specializations_of,
 )
-from ...tracing.guards import Guard, attribute_at, equal
+from ...tracing.guards import Guard, Source, attribute_at, exactly
 from ...tracing.program import Program, changed_metas
 from ...tracing.reads import OWN_CHILDREN
 from ...tracing.values import Absent, counts_items, qualified
@@ -348,11 +348,11 @@ class TreeEdit(GraphEdit):
         capture = capture_of(owner)
         if capture is None:
             return
-        source, expected = attribute_at(path), equal(attribute_at(path), value)
+        expected = {guard.source: guard for guard in exactly(attribute_at(path), value)}
         if any(graphs.module is owner for graphs in self._graphs.values()):
             mine = own(owner).specializations
             for number, each in enumerate(mine):
-                guards = tuple(_followed(guard, owner, source, expected) for guard in each.guards)
+                guards = tuple(_followed(guard, owner, expected) for guard in each.guards)
                 mine[number] = dataclasses.replace(each, guards=guards)
             recompile(owner)
         elif "." not in path and path in capture.reads:
@@ -372,10 +372,10 @@ class TreeEdit(GraphEdit):
         self._others.clear()
 
 
-def _followed(guard: Guard, owner: nn.Module, source: object, expected: Guard | None) -> Guard:
-    if guard.source != source or expected is None or guard.holds({"self": owner}):
-        return guard
-    return dataclasses.replace(expected, reason=guard.reason)
+def _followed(guard: Guard, owner: nn.Module, expected: Mapping[Source, Guard]) -> Guard:
+    """Return the guard that holds for the new value in the place of one on the old value, or on its text."""
+    new = expected.get(guard.source)
+    return guard if new is None or guard.holds({"self": owner}) else new
 
 
 def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import submodule, transient_buffers
+from ...compat import modules_by_name, own_buffers, submodule, transient_buffers
 from ...compat_distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded
@@ -65,6 +65,11 @@ class KeepsOriginalNames(nn.Module):
             translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return saved
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(cast("object", state_dict), Mapping):
+            _refuse_infinite(self, state_dict)
+        return cast("Any", super()).load_state_dict(state_dict, *args, **kwargs)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # The user's own hooks see what was given: this one is the last.
         hooks = cast("dict[Any, Any]", self._load_state_dict_pre_hooks)
@@ -88,6 +93,29 @@ class KeepsOriginalNames(nn.Module):
         if state_map is not None:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
             translate_on_load(self, state_map, state_dict, prefix, assign, missing_keys, error_msgs)
+
+
+def _refuse_infinite(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict with elements that cannot be quantized, before any of it is loaded."""
+    modules: dict[str, nn.Module] = modules_by_name(module)
+    for path, keeper in modules.items():
+        state_map: StateMap | None = keeper.__dict__.get(STATE_MAP)
+        prefix = f"{path}." if path else ""
+        if state_map is None:
+            continue
+        for target, names in state_map.origins.items():
+            holder, _, last = target.rpartition(".")
+            owner = submodule(keeper, holder)
+            given = {name: state[prefix + name] for name in names if isinstance(state.get(prefix + name), Tensor)}
+            _check_finite(given, None if owner is None else own_buffers(owner).get(last), prefix)
+
+
+def _check_finite(given: Mapping[str, Tensor], held_as: Tensor | None, prefix: str) -> None:
+    if held_as is None or held_as.is_floating_point():
+        return
+    for name, tensor in given.items():
+        if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
+            raise StateError(f"'{prefix}{name}' has elements that are not finite; it cannot be quantized")
 
 
 def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
@@ -205,7 +233,7 @@ class _Loading:
             self.used.update(names)
             found = {name: self.given[name] for name in names if self._fits(name, known[name])}
             if found:
-                self._check_finite(found, current[target])
+                _check_finite(found, current[target], self.prefix)
                 values.update(
                     _alike({name: found.get(name, known[name]) for name in names}, next(iter(found.values())))
                 )
@@ -213,13 +241,6 @@ class _Loading:
                 # The tensor itself, so that loading it (assigning, too) changes nothing.
                 translated[target] = current[target]
         return self.state_map.forward(values, strict=False) | translated
-
-    def _check_finite(self, found: Mapping[str, Tensor], held_as: Tensor | None) -> None:
-        if held_as is None or held_as.is_floating_point():
-            return
-        for name, tensor in found.items():
-            if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
-                raise StateError(f"'{self.prefix}{name}' has elements that are not finite; it cannot be quantized")
 
     def _is_left_to_members(self, names: tuple[str, ...], stacked: Tensor) -> bool:
         """Say whether members load a tensor, each its slice: hooks of theirs may rename or convert what is given."""

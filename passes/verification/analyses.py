@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -67,22 +67,27 @@ class TensorOwners:
 class TensorReads:
     """Which parameters and buffers graphs read themselves, other than by calling the module that holds them."""
 
-    readers: Mapping[int, tuple[str, ...]]
+    readers: Mapping[int, Mapping[str, Sequence[fx.Node]]]
 
     @classmethod
     def compute(cls, program: Program) -> TensorReads:
-        readers: defaultdict[int, dict[str, None]] = defaultdict(dict)
+        readers: defaultdict[int, dict[str, list[fx.Node]]] = defaultdict(dict)
         for owner, capture in program.captures.items():
             module = program.module(owner)
             for specialization in capture.specializations:
                 for node in specialization.graph.find_nodes(op="get_attr"):
                     path, _, last = str(node.target).rpartition(".")
-                    readers[id(getattr(module.get_submodule(path), last, None))][owner or "(root)"] = None
-        return cls({tensor: tuple(owners) for tensor, owners in readers.items()})
+                    of_tensor = readers[id(getattr(module.get_submodule(path), last, None))]
+                    of_tensor.setdefault(owner or "(root)", []).append(node)
+        return cls(readers)
 
     def readers_of(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the modules whose graphs read a tensor."""
-        return self.readers.get(id(tensor), ())
+        return tuple(self.readers.get(id(tensor), ()))
+
+    def nodes_of(self, tensor: Tensor, reader: str) -> Sequence[fx.Node]:
+        """Return the nodes by which a module's graphs read a tensor."""
+        return self.readers.get(id(tensor), {}).get(reader, ())
 
     def reader(self, tensor: Tensor) -> str | None:
         """Return the module whose graph reads a tensor, or None."""

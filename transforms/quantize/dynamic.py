@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...compat import own_parameters
 from ...compat_quantized import why_no_int8
-from ...errors import UsageError
+from ...errors import MatchFailure, UsageError
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
@@ -16,6 +16,7 @@ from ...passes.state import QuantizeWeight
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer, sites
+from .kernels import lstm_problem
 from .linears import linears
 from .replacing import replace_linear
 from .settings import Settings
@@ -67,6 +68,9 @@ def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
 
 
 def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
+    problem = lstm_problem(lstm, group)
+    if problem:
+        raise MatchFailure(problem)
     held: dict[str, tuple[Tensor, Tensor]] = {}
     for name, weight in _weights(lstm).items():
         step = QuantizeWeight.of(name, weight, "int8", group=group)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat_quantized import needs_reduced_range
-from ...layers.quantized import Int8DynamicLinear, QuantizedLinear
+from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM, QuantizedLinear
 from ...passes.state import quantized
 
-__all__ = ["kernel_problem", "quantized_activations"]
+__all__ = ["kernel_problem", "lstm_problem", "quantized_activations"]
 
 _ROWS = (1, 2, 17, 130)
 """Calls with so many rows are tried: kernels choose by it how to compute."""
@@ -22,6 +22,11 @@ _ROWS = (1, 2, 17, 130)
 _DIFFERENT = 17
 _ROUNDING = 2.0**-6
 """What scales, activations and results in bfloat16 may make of the largest result; sums of integers are exact."""
+
+_CALL_OF_LSTM = (4, 3)
+"""Steps and rows."""
+_ROUNDING_OF_LSTM = 0.1
+"""Of the largest result: its activations are rounded at each step, which moves the results by 3% at the most."""
 
 
 @cache
@@ -35,10 +40,44 @@ def kernel_problem(kind: type[QuantizedLinear], outputs: int, inputs: int, group
         weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
         layer = kind(*quantized(weight, kind.form, group), nn.Parameter(bias), torch.float32)
         some = torch.randn(_DIFFERENT, inputs, generator=generator)
-        wide = layer.weight
+        wide = layer.wide_weight()
         problem = next(filter(None, (_product_problem(layer, wide, some, rows) for rows in _ROWS)), "")
         problem = problem or _gradient_problem(layer, some)
     return f"the kernel for {inputs} to {outputs} is off by {problem}" if problem else ""
+
+
+def lstm_problem(lstm: nn.LSTM, group: int) -> str:
+    """Return in what the kernel for an LSTM of these sizes differs from the LSTM with dequantized weights, or ""."""
+    return _lstm_problem(
+        lstm.input_size, lstm.hidden_size, lstm.num_layers, lstm.bias, lstm.batch_first, lstm.bidirectional, group
+    )
+
+
+@cache
+def _lstm_problem(
+    inputs: int, hidden: int, layers: int, bias: bool, batch_first: bool, bidirectional: bool, group: int
+) -> str:
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.no_grad():
+        lstm = nn.LSTM(inputs, hidden, layers, bias, batch_first, 0.0, bidirectional, device="meta")
+        layer = _random_lstm(lstm.to_empty(device="cpu"), group, generator)
+        x = torch.randn(*_CALL_OF_LSTM, inputs, generator=generator)
+        states = torch.randn(2, len(lstm.all_weights), x.shape[1 - batch_first], hidden, generator=generator)
+        found, expected = (run(x, (states[0], states[1])) for run in (layer.kernel, layer.simulated))
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        error, allowed = float((one - other).abs().max()), _ROUNDING_OF_LSTM * float(other.abs().max())
+        if not error <= allowed:
+            return f"the kernel for an LSTM of {inputs} to {hidden} is off by {error:.3g}, not {allowed:.3g}"
+    return ""
+
+
+def _random_lstm(lstm: nn.LSTM, group: int, generator: torch.Generator) -> Int8DynamicLSTM:
+    held: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, parameter in lstm.named_parameters():
+        parameter.normal_(std=lstm.hidden_size**-0.5, generator=generator)
+        if name.startswith("weight_"):
+            held[name] = quantized(parameter, "int8", group)
+    return Int8DynamicLSTM(lstm, held)
 
 
 def _product_problem(layer: QuantizedLinear, weight: Tensor, some: Tensor, rows: int) -> str:

@@ -64,6 +64,10 @@ class Quantize(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
+            object.__setattr__(self, "includes", ("fold_batchnorm",))
+            rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
+            object.__setattr__(self, "destroys", rest)
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 

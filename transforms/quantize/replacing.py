@@ -23,7 +23,7 @@ def replace_linear(edit: Edit, make: type[QuantizedLinear], form: str, group: in
     linear = _there(edit)
     step = QuantizeWeight.of("weight", linear.weight, form, linear.dim, group)
     values, scales = step.forward([linear.weight.detach()])
-    module = make(values, scales, linear.bias, linear.weight.dtype)
+    module = make(values, scales, linear.bias, linear.weight.dtype, linear.dim)
     problem = kernel_problem(type(module), module.out_features, module.in_features, group)
     if problem:
         raise MatchFailure(problem)

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Context, Edit, Goal, Numerics, OwnForward, Pass, Program, Refusal, Select, Site, StateWarning
 from fxopt.errors import MatchFailure, PassError, PlanError
 from fxopt.passes.driver import Manager
+from fxopt.tracing.graphs import select
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 
@@ -730,6 +731,28 @@ def test_graphs_follow_an_attribute_or_go(rewritten: bool) -> None:
     edit.undo()
     assert trace_of(program.model) == before
     assert torch.equal(program.model(X), model(X))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape, self.scale = (6,), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x[..., : self.shape[0]], self.shape) * self.scale
+
+
+def test_graphs_follow_an_attribute_that_is_guarded_by_its_text() -> None:
+    program = fxopt.capture(Norm(), (X,))
+    edit = Edit(program, Site(program, "", {}), "test_pass")
+    with edit.watched():
+        edit.set_attribute("", "shape", (3,))
+        edit.set_attribute("", "scale", 0.0)
+        for node in edit.graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, lambda arg: {6: 3, 2.0: 0.0}.get(arg, arg))
+        edit.finish()
+    assert select(program.model, (X,), {}) is not None
+    assert program.model(X).shape == (5, 3)
 
 
 def test_a_region_that_borrows_a_child_gets_the_new_one() -> None:

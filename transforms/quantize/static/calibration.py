@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ....compat_quantized import observer_called
+from ....compat_quantized import Observer
 from ....errors import CalibrationError
 from ....layers.quantized import Range
 from ....tracing.program import Program
@@ -49,23 +49,23 @@ def ranges_of(
     Raises:
         CalibrationError: the model does not take the calls, or computes NaN or infinity on them.
     """
-    observers = {name: observer_called(kind) for name in layers}
+    observers = {name: Observer(kind) for name in layers}
     seen: set[str] = set()
     watched = _watched(layers, observers, seen)
     with torch.no_grad(), preserved(program.model), watched, advancing("calibrating", len(calls)) as advance:
         for number, call in enumerate(calls):
             run_call(program.model, call, number)
             advance()
-    return {name: _range(observers[name]) for name in layers if name in seen}
+    return {name: Range(*observers[name].scale_and_zero_point()) for name in layers if name in seen}
 
 
 @contextmanager
-def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, nn.Module], seen: set[str]) -> Generator[None]:
+def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, Observer], seen: set[str]) -> Generator[None]:
     def watch(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = args[0] if args else kwargs["input"]
         if x.numel():
             seen.add(name)
-            observers[name](_sample(name, x.detach().float()))
+            observers[name].see(_sample(name, x.detach().float()))
 
     handles = [
         layer.register_forward_pre_hook(partial(watch, name), with_kwargs=True) for name, layer in layers.items()
@@ -83,8 +83,3 @@ def _sample(name: str, x: Tensor) -> Tensor:
         raise CalibrationError(f"what comes into '{name}' is not finite on the calibration data; look there first")
     flat = x.reshape(-1)
     return torch.cat([flat[:: max(1, -(-x.numel() // _SAMPLE))], low.reshape(1), high.reshape(1)])
-
-
-def _range(observer: Any) -> Range:
-    scale, zero_point = observer.calculate_qparams()
-    return Range(float(scale), int(zero_point))

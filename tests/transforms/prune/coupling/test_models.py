@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import nn
 
+import fxopt
+from fxopt.transforms.prune import Prune
 from fxopt.transforms.prune.coupling import Coupling
 
 CheckCuts = Callable[..., Coupling]
@@ -162,6 +164,19 @@ def test_mobilenet_has_a_group_for_each_width(analysed: CheckCuts) -> None:
     counted = [a.module for group in found.groups for a in group.attributes if a.name == "groups"]
     assert sorted(counted) == sorted(depthwise) and len(depthwise) == 17
     assert {each.layer for each in found.refused} == {"classifier"}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mask_with_a_head_each_goes_with_the_heads(training: bool) -> None:
+    """The bias of T5's cross attention is zeros of a size that stands in the graph of each mode."""
+    config = transformers.T5Config(d_model=16, d_ff=24, num_layers=1, num_heads=4, d_kv=4, vocab_size=20)
+    model = transformers.T5Model(config).train(training)
+    ids = torch.arange(10).view(2, 5)
+    call = fxopt.Inputs(input_ids=ids, decoder_input_ids=ids[:, :3], use_cache=False)
+    fast = fxopt.optimize(model, Prune(method="structured", scope="layer", target="flops"), example_inputs=call)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
+    assert fast.decoder.block[0].layer[1].EncDecAttention.n_heads == 2
+    assert fast.decoder.block[0].layer[1].EncDecAttention.q.out_features == 8
 
 
 @pytest.mark.parametrize("family", [_resnet, _convnext, _vit, _bert, _llama, _gpt2])

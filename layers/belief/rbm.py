@@ -1,0 +1,230 @@
+"""The restricted Boltzmann machine: its distributions, energies and likelihoods; how it is trained is beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...errors import UsageError
+from ...suggest import did_you_mean
+from .checks import check_values, positive_integer, rows_of_width
+from .data import Data, blocks_of
+from .progress import progress_bar
+from .sampling import bernoulli_sigmoid
+from .training import ContrastiveDivergence, Options
+from .units import KINDS
+
+__all__ = ["RBM"]
+
+_FIRST_WEIGHTS = 0.01
+"""The standard deviation of new weights, from Hinton, "A practical guide to training RBMs" (2010), section 8."""
+
+
+class RBM(nn.Module):
+    """A restricted Boltzmann machine: `hidden` binary units over `visible` ones.
+
+    Its energy is `-v b - h c - h W v` for binary visible units, and `|v - b|^2 / 2 - h c - h W v` for Gaussian ones,
+    whose variance is one: scale each column of the data to mean 0 and variance 1. The forward gives the probabilities
+    of the hidden units, [..., visible] to [..., hidden], so that machines stack in `nn.Sequential`.
+
+    Smolensky, "Information processing in dynamical systems" (1986); Hinton, "Training products of experts by minimizing
+    contrastive divergence" (2002).
+
+    Args:
+        visible: how many visible units.
+        hidden: how many hidden units.
+        kind: `"bernoulli"`, values in [0, 1], or `"gaussian"`, real values.
+        device: where the parameters are.
+        dtype: of which type.
+
+    Attributes:
+        weight: W, [hidden, visible].
+        visible_bias: b, [visible].
+        hidden_bias: c, [hidden].
+
+    Raises:
+        UsageError: a size is no positive integer, or the kind is unknown.
+    """
+
+    def __init__(
+        self,
+        visible: int,
+        hidden: int,
+        kind: str = "bernoulli",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise UsageError(f"unknown kind {kind!r} of visible units{did_you_mean(str(kind), KINDS)}")
+        self.visible, self.hidden = positive_integer(visible, "visible"), positive_integer(hidden, "hidden")
+        self.kind = kind
+        self.weight = nn.Parameter(torch.empty(hidden, visible, device=device, dtype=dtype))
+        self.visible_bias = nn.Parameter(torch.empty(visible, device=device, dtype=dtype))
+        self.hidden_bias = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw small weights, and set the biases to zero."""
+        nn.init.normal_(self.weight, std=_FIRST_WEIGHTS)
+        nn.init.zeros_(self.visible_bias)
+        nn.init.zeros_(self.hidden_bias)
+
+    def extra_repr(self) -> str:
+        return f"visible={self.visible}, hidden={self.hidden}, kind={self.kind!r}"
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Return the probabilities of the hidden units, [..., hidden]."""
+        return self.hidden_probabilities(v)
+
+    def hidden_probabilities(self, v: Tensor) -> Tensor:
+        """Return p(h = 1 | v), [..., hidden]."""
+        return torch.sigmoid(self._hidden_logits(v))
+
+    @torch.no_grad()
+    def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return a draw of p(h | v), [..., hidden], zeros and ones."""
+        return bernoulli_sigmoid(self._hidden_logits(v), generator)[1]
+
+    def visible_means(self, h: Tensor) -> Tensor:
+        """Return the expectations of p(v | h), [..., visible]: probabilities of binary units."""
+        return KINDS[self.kind].mean(self._visible_drive(h))
+
+    @torch.no_grad()
+    def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return a draw of p(v | h), [..., visible]."""
+        return KINDS[self.kind].sample(self._visible_drive(h), generator)
+
+    def gibbs_step(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return visible units after hidden ones were drawn for them, and visible ones for those."""
+        return self.sample_visible(self.sample_hidden(v, generator), generator)
+
+    def gibbs(self, v: Tensor, steps: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return visible units after so many Gibbs steps, [..., visible]; CD-k's samples, or a chain's next state."""
+        for _ in range(positive_integer(steps, "steps")):
+            v = self.gibbs_step(v, generator)
+        return v
+
+    def reconstruct(self, v: Tensor) -> Tensor:
+        """Return the expectations of the visible units, given the probabilities of the hidden ones, [..., visible]."""
+        return self.visible_means(self.hidden_probabilities(v))
+
+    def free_energy(self, v: Tensor) -> Tensor:
+        """Return F(v) = -log sum over h of exp(-E(v, h)), [...]: the lower, the more probable is v."""
+        v = self._rows(v)
+        return KINDS[self.kind].energy(v, self.visible_bias) - F.softplus(self._hidden_logits(v)).sum(-1)
+
+    def contrastive_loss(self, v: Tensor, samples: Tensor) -> Tensor:
+        """Return the mean free energy of data over that of samples: its gradient is that of contrastive divergence.
+
+        Samples are `gibbs(v, k)` for CD-k, or the state of a chain for persistent CD; the two may differ in rows.
+
+        Raises:
+            InputError: there are no rows, or values that visible units of this kind do not take.
+        """
+        v, samples = self._rows(v), self._rows(samples).detach()
+        check_values(v, KINDS[self.kind], "the batch")
+        check_values(samples, KINDS[self.kind], "the batch of samples")
+        return self.free_energy(v).mean() - self.free_energy(samples).mean()
+
+    @torch.no_grad()
+    def pseudo_log_likelihood(
+        self, v: Tensor, flips: int | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return the sum over visible units i of log p(v_i | all others), for binary units; Besag (1975).
+
+        Args:
+            v: zeros and ones, [..., visible].
+            flips: how many units, drawn for each row, stand for all of them; None is all, and exact.
+            generator: of those draws.
+
+        Returns:
+            [...], at most 0.
+
+        Raises:
+            UsageError: the visible units are Gaussian.
+        """
+        if self.kind != "bernoulli":
+            raise UsageError("the pseudo-likelihood is for binary visible units; compare the errors of `reconstruct`")
+        v = self._rows(v)
+        logits, every = self._hidden_logits(v), torch.arange(self.visible, device=v.device)
+        if flips is not None:
+            shape = (*v.shape[:-1], positive_integer(flips, "flips"))
+            every = torch.randint(self.visible, shape, generator=generator, device=v.device)
+        now = F.softplus(logits).sum(-1)
+        scores = [self._log_conditional(v, logits, now, unit.expand(v.shape[:-1])) for unit in every.unbind(-1)]
+        return torch.stack(scores).mean(0) * self.visible
+
+    def fit(
+        self,
+        data: Data,
+        epochs: int = 10,
+        *,
+        batch_size: int | None = None,
+        learning_rate: float = 0.05,
+        k: int = 1,
+        persistent: bool = False,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        sparsity_target: float | None = None,
+        sparsity_cost: float = 0.1,
+        generator: torch.Generator | None = None,
+        progress: bool = True,
+    ) -> RBM:
+        """Train by contrastive divergence, or by its persistent form, and return this machine.
+
+        Hinton (2002); Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood
+        gradient" (2008). The rest is as in Hinton's practical guide (2010). What is drawn comes from the generator
+        alone, or from torch's own without one: the same random state gives the same weights.
+
+        Args:
+            data: rows [rows, visible], shuffled in each epoch; or what gives batches of such rows each time that it is
+                iterated over, such as a `DataLoader` (of a batch that is a tuple, the first is taken).
+            epochs: how often all rows are seen.
+            batch_size: rows of a step, 32 by default; for a tensor only.
+            learning_rate: of the mean gradient of a batch.
+            k: Gibbs steps of each training step.
+            persistent: go on with the chains of the step before, as many as the first batch has rows.
+            momentum: the share of the last step that is repeated.
+            weight_decay: the share of each weight, times the learning rate, that it loses in a step.
+            sparsity_target: the mean probability that hidden units are pulled to.
+            sparsity_cost: how strongly.
+            generator: of all that is drawn, on the device of the parameters.
+            progress: show a bar where standard error is a terminal.
+
+        Raises:
+            InputError: rows of another width, none at all, or values that the visible units do not take.
+            UsageError: an option is out of its range, or the training diverges. The parameters are then those of the
+                last whole epoch.
+        """
+        options = Options(learning_rate, k, persistent, momentum, weight_decay, sparsity_target, sparsity_cost)
+        epochs, units = positive_integer(epochs, "epochs"), KINDS[self.kind]
+        blocks = blocks_of(data, batch_size, self.weight, units)
+        trainer = ContrastiveDivergence((self.weight, self.visible_bias, self.hidden_bias), units, options, generator)
+        total = None if blocks.steps is None else epochs * blocks.steps
+        with progress_bar(f"RBM {self.visible}-{self.hidden}", total, progress) as move:
+            for epoch in range(epochs):
+                for block in blocks.epoch(generator):
+                    trainer.train(block)
+                    move(len(block))
+                trainer.write(epoch + 1)
+        return self
+
+    def _rows(self, v: Any) -> Tensor:
+        return rows_of_width(v, self.visible, self.weight.dtype)
+
+    def _hidden_logits(self, v: Tensor) -> Tensor:
+        return F.linear(self._rows(v), self.weight, self.hidden_bias)
+
+    def _visible_drive(self, h: Tensor) -> Tensor:
+        h = rows_of_width(h, self.hidden, self.weight.dtype, "hidden units")
+        return F.linear(h, self.weight.t(), self.visible_bias)
+
+    def _log_conditional(self, v: Tensor, logits: Tensor, now: Tensor, unit: Tensor) -> Tensor:
+        """Return log p(v_i | all others), [...], for one unit i of each row."""
+        change = 1 - 2 * v.gather(-1, unit[..., None]).squeeze(-1)
+        flipped = logits + change[..., None] * self.weight.t()[unit]
+        return F.logsigmoid(now - F.softplus(flipped).sum(-1) - change * self.visible_bias[unit])

@@ -1,0 +1,194 @@
+"""Contrastive divergence, written for speed: three matrix products a step, and noise drawn for many steps at once.
+
+A bias is the weight of a unit that is always on. With one such unit on each side, weights and biases are one matrix
+[hidden + 1, visible + 1]. The corner, where the two meet, is so large that either keeps the other on. So one product
+gives what the hidden units of both phases get, and one is the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError, expect
+from .checks import non_negative, positive_integer
+from .units import VisibleUnits
+
+__all__ = ["ContrastiveDivergence", "Options"]
+
+_CORNER = 1e6
+_ACTIVITY_DECAY = 0.9
+"""Of the mean activity of hidden units, which sparsity is about: Hinton's practical guide (2010), section 11."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step changes the weights; `RBM.fit` says what each means."""
+
+    learning_rate: float
+    k: int
+    persistent: bool
+    momentum: float
+    weight_decay: float
+    sparsity_target: float | None
+    sparsity_cost: float
+
+    def __post_init__(self) -> None:
+        non_negative(self.learning_rate, "learning_rate")
+        positive_integer(self.k, "k")
+        expect(self.persistent, bool, "persistent", "True or False")
+        non_negative(self.momentum, "momentum", below=1)
+        non_negative(self.weight_decay, "weight_decay")
+        non_negative(self.sparsity_cost, "sparsity_cost")
+        if self.sparsity_target is not None and not 0 < non_negative(self.sparsity_target, "sparsity_target") < 1:
+            raise UsageError(f"sparsity_target is {self.sparsity_target!r}; give a probability between 0 and 1")
+
+    @property
+    def plain(self) -> bool:
+        """Say whether a step adds its gradient, and nothing else."""
+        return not self.momentum and not self.weight_decay and self.sparsity_target is None
+
+
+class ContrastiveDivergence:
+    """Trains weights and biases in a matrix of its own, block by block; `write` puts them where they came from.
+
+    Args:
+        parameters: weight [hidden, visible], bias of the visible units, bias of the hidden units.
+        units: the kind of the visible units.
+        options: how a step changes them.
+        generator: of all that is drawn.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, parameters: Sequence[Tensor], units: VisibleUnits, options: Options, generator: torch.Generator | None
+    ) -> None:
+        self._parameters, self._units, self._options, self._generator = parameters, units, options, generator
+        weight, visible_bias, hidden_bias = (tensor.detach() for tensor in parameters)
+        self._matrix = weight.new_empty(weight.shape[0] + 1, weight.shape[1] + 1)
+        self._matrix[:-1, :-1], self._matrix[-1, :-1], self._matrix[:-1, -1] = weight, visible_bias, hidden_bias
+        self._matrix[-1, -1] = min(_CORNER, torch.finfo(weight.dtype).max / 4)
+        self._velocity = torch.zeros_like(self._matrix)
+        self._activity = weight.new_full((weight.shape[0],), options.sparsity_target or 0.0)
+        self._chains: Tensor | None = None
+        self._rooms: dict[tuple[int, int], _Room] = {}
+
+    @torch.inference_mode()
+    def write(self, epoch: int) -> None:
+        """Put weights and biases into the parameters.
+
+        Raises:
+            UsageError: they are no finite numbers any more.
+        """
+        if not bool(torch.isfinite(self._matrix).all()):
+            rate = f"learning_rate, which is {self._options.learning_rate:g}"
+            raise UsageError(f"the training diverges in epoch {epoch}: weights are not finite; lower {rate}")
+        weight, visible_bias, hidden_bias = self._parameters
+        weight.copy_(self._matrix[:-1, :-1])
+        visible_bias.copy_(self._matrix[-1, :-1])
+        hidden_bias.copy_(self._matrix[:-1, -1])
+
+    @torch.inference_mode()
+    def train(self, block: Tensor) -> None:
+        """Take the steps of a block, [steps, rows, visible]."""
+        room = self._room(*block.shape[:2])
+        room.data.copy_(block)
+        self._units.noise_(room.visible_noise, self._generator)
+        room.hidden_noise.uniform_(generator=self._generator)
+        (self._persistent_steps if self._options.persistent else self._fresh_steps)(room)
+
+    def _room(self, steps: int, rows: int) -> _Room:
+        room = self._rooms.get((steps, rows))
+        if room is None:
+            room = self._rooms[steps, rows] = _Room(self._matrix, steps, rows, self._options.k, self._chains)
+            self._chains = room.chains if self._options.persistent else None
+        return room
+
+    def _persistent_steps(self, room: _Room) -> None:
+        """Take steps that go on with the chains; the hidden units of data and samples are one product."""
+        matrix, to_hidden, draw, change = self._matrix, self._matrix.t(), self._units.draw_, self._change
+        chains, both, of_samples, last = room.chains, room.probabilities, room.of_samples, self._options.k - 1
+        for units, _, samples, noise, hidden_noise in room.steps:
+            for number, drawn in enumerate(noise):
+                torch.mm(chains, matrix, out=samples)
+                draw(samples, drawn)
+                if number < last:
+                    torch.mm(samples, to_hidden, out=of_samples).sigmoid_()
+                else:
+                    torch.mm(units, to_hidden, out=both).sigmoid_()
+                torch.lt(hidden_noise[number], of_samples, out=chains)
+            change(units, room)
+
+    def _fresh_steps(self, room: _Room) -> None:
+        """Take steps whose samples start from the data."""
+        matrix, to_hidden, draw, change = self._matrix, self._matrix.t(), self._units.draw_, self._change
+        chains, of_data, of_samples = room.chains, room.of_data, room.of_samples
+        for units, data, samples, noise, hidden_noise in room.steps:
+            probabilities = torch.mm(data, to_hidden, out=of_data).sigmoid_()
+            for drawn, of_hidden in zip(noise, hidden_noise, strict=True):
+                torch.lt(of_hidden, probabilities, out=chains)
+                torch.mm(chains, matrix, out=samples)
+                draw(samples, drawn)
+                probabilities = torch.mm(samples, to_hidden, out=of_samples).sigmoid_()
+            change(units, room)
+
+    def _change(self, units: Tensor, room: _Room) -> None:
+        """Add the mean of h v over the data, less that over the samples, and what else the options ask for."""
+        options = self._options
+        rate = options.learning_rate / room.rows
+        if options.plain:
+            room.weigh_samples()
+            self._matrix.addmm_(room.transposed, units, alpha=rate)
+            return
+        if options.sparsity_target is not None:
+            self._activity.lerp_(room.of_data[:, :-1].mean(0), 1 - _ACTIVITY_DECAY)
+        room.weigh_samples()
+        self._velocity.addmm_(room.transposed, units, beta=options.momentum, alpha=rate)
+        self._add_penalties(units[: room.rows])
+        self._matrix.add_(self._velocity)
+
+    def _add_penalties(self, data: Tensor) -> None:
+        options, weights = self._options, self._velocity[:-1]
+        if options.weight_decay:
+            weights[:, :-1].add_(self._matrix[:-1, :-1], alpha=-options.learning_rate * options.weight_decay)
+        if options.sparsity_target is not None:
+            excess = self._activity - options.sparsity_target
+            weights.addr_(excess, data.mean(0), alpha=-options.learning_rate * options.sparsity_cost)
+
+
+class _Room:
+    """The tensors that the steps of a block are made in, and their parts, the data's first; used again and again."""
+
+    def __init__(self, matrix: Tensor, steps: int, rows: int, k: int, chains: Tensor | None) -> None:
+        hidden, visible = matrix.shape
+        self.rows = rows
+        self.chains = _none_on(matrix, rows) if chains is None else chains
+        samples = len(self.chains)
+        both = matrix.new_ones(steps, rows + samples, visible)
+        self.data = both[:, :rows, :-1]
+        self.visible_noise = matrix.new_empty(steps, k, samples, visible)
+        self.hidden_noise = matrix.new_empty(steps, k, samples, hidden)
+        parts = both, both[:, :rows], both[:, rows:]
+        noises = ([draw.unbind() for draw in noise] for noise in (self.visible_noise, self.hidden_noise))
+        self.steps = list(zip(*(part.unbind() for part in parts), *noises, strict=True))
+        self.probabilities = matrix.new_empty(rows + samples, hidden)
+        self.transposed = self.probabilities.t()
+        self.of_data, self.of_samples = self.probabilities[:rows], self.probabilities[rows:]
+        self._weight = -rows / samples
+
+    def weigh_samples(self) -> None:
+        """Make the sum over all rows the difference of means, times the rows of the data."""
+        if self._weight == -1:
+            self.of_samples.neg_()  # a third of the time that a product with a number takes
+        else:
+            self.of_samples.mul_(self._weight)
+
+
+def _none_on(matrix: Tensor, rows: int) -> Tensor:
+    """Return hidden units of which only the one for the bias is on."""
+    chains = matrix.new_zeros(rows, len(matrix))
+    chains[:, -1] = 1
+    return chains
