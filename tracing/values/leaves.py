@@ -28,6 +28,7 @@ _LEAF_BASES = (
     "fxopt.layers.pooling.triad_pooling.ContractEdges",
     "fxopt.layers.pooling.triad_pooling.RO3TriadPooling",
     "fxopt.layers.pooling.triad_pooling.SelectTriads",
+    "fxopt.layers.pooling.relational.RO3Pooling",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
     "fxopt.layers.quantized.trained.Freezable",
