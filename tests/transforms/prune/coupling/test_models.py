@@ -211,6 +211,7 @@ def test_stacked_experts_lose_inner_units_and_the_router_is_refused_by_name(fami
     fast.train()(ids).logits.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::fxopt.errors.StateWarning")
 def test_a_model_with_one_head_left_loads_without_example_inputs(tmp_path: Path) -> None:
     config = transformers.BertConfig(**_small(vocab_size=20, num_labels=3))
     ids, kind = torch.arange(10).view(2, 5), transformers.BertForSequenceClassification
