@@ -14,7 +14,7 @@ from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Phase
 from ..storage import byte_text
 from ..tracing.graphs import capture_of
-from ..tracing.values import is_sharded
+from ..tracing.values import all_tensors, is_sharded
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
@@ -25,6 +25,7 @@ _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
     "verify=False": "leave verify out, so that each rewrite is compared with the original",
 }
+_TO_SMALL_NUMBERS = ("quantize",)
 _NEAR = 0.005
 """A share that is missed by no more is met."""
 _PRINTS = {"print", "logging", "logger", "log", "_logger", "LOGGER"}
@@ -33,7 +34,8 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    said = (unverified(record), *_costs(record), _for_training(record), _sharded(model), _printing(model))
+    sizes = _bytes(record, model), _left_for_speed(record)
+    said = (unverified(record), *_costs(record), *sizes, _for_training(record), _sharded(model), _printing(model))
     return [note for note in said if note]
 
 
@@ -95,6 +97,25 @@ def _shown(what: str, before: float, after: float) -> str:
     if what == "bytes":
         return f"{byte_text(before)} -> {byte_text(after)}"
     return f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
+
+
+def _bytes(record: Record, model: nn.Module) -> str:
+    """Say what a model's tensors take where some are held as small numbers."""
+    if not any(step.kind.startswith(_TO_SMALL_NUMBERS) for step in record.state_map.steps):
+        return ""
+    tensors = (all_tensors(all_modules(each)) for each in (record.skeleton, model))
+    before, after = (sum(tensor.numel() * tensor.element_size() for tensor in each) for each in tensors)
+    return f"parameters and buffers take {byte_text(after)}, {byte_text(before)} before ({after / max(before, 1):.0%})"
+
+
+def _left_for_speed(record: Record) -> str:
+    """Say that more could be small which was left as it was since it is not faster."""
+    undone = [d.reason for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status == "undone"]
+    count = sum("faster" in reason or "slower" in reason for reason in undone)
+    if not count:
+        return ""
+    what = "one place was" if count == 1 else f"{count} places were"
+    return f"{what} not quantized, since that is no faster there; with aim=size it is, and takes less memory and disk"
 
 
 def _for_training(record: Record) -> str:

@@ -1,5 +1,6 @@
 """Pooling of graphs over triples of their nodes, and what it stands on."""
 
+from .relational import RO3Pooling
 from .triangles import triangles
 
-__all__ = ["triangles"]
+__all__ = ["RO3Pooling", "triangles"]

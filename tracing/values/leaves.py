@@ -25,6 +25,7 @@ _LEAF_BASES = (
     "fxopt.layers.masked.Masked",
     "fxopt.layers.moe.layer.MixtureOfExperts",
     "fxopt.layers.moe.router.Router",
+    "fxopt.layers.pooling.relational.RO3Pooling",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
     "fxopt.layers.quantized.trained.Freezable",
