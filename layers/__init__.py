@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
-    from .pooling import triangles
+    from .moe import MixtureOfExperts, RouterOutput, load_balancing_loss, router_z_loss
+    from .pooling import RO3Pooling, RO3TriadPooling, triangles
 
 _PLACES = {
     "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
-    "pooling": "triangles",
+    "moe": "MixtureOfExperts RouterOutput load_balancing_loss router_z_loss",
+    "pooling": "RO3Pooling RO3TriadPooling triangles",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
@@ -22,6 +24,12 @@ __all__ = [
     "RBM",
     "DeepBeliefNetwork",
     "DeepBeliefRelaxationNetwork",
+    "MixtureOfExperts",
+    "RO3Pooling",
+    "RO3TriadPooling",
+    "RouterOutput",
+    "load_balancing_loss",
+    "router_z_loss",
     "triangles",
 ]
 

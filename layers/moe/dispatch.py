@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compat import is_plainly_eager
-from .ways import WAYS, Compute, Projection, Task, Way
+from .ways import WAYS, Compute, Projection, Task, Way, dtype_in_products
 
 __all__ = ["choose_way", "combine", "mixture", "possible_ways"]
 
@@ -16,8 +16,11 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 """Strides are multiples of so many bytes for `grouped_mm`."""
 
-_FEW = 1
-"""Up to so many tokens weights are copied."""
+_FEW = 16
+"""So many pairs of a token and an expert are few, and as many as there are experts."""
+
+_SMALL = 4 * 2**20
+"""Copying so many bytes of weights costs less than a call for each expert."""
 
 _SHORT = 8
 """So many rows of padding cost less than a product more."""
@@ -71,22 +74,37 @@ def possible_ways(task: Task) -> list[Way]:
 def choose_way(task: Task) -> Way:
     """Return the way to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
 
-    Few tokens copy the weights that they need. In float32 on a CPU `grouped_mm` is the fastest with more of them; in 16
-    bits, and on GPUs that have no kernel for the dtype, a batched product with padding, where the experts have about as
-    many tokens as each other. Where the data are not to be looked at, shapes alone decide.
+    Where the data are not to be looked at, shapes alone decide. Without gradients, few small experts are copied. One
+    token calls its experts. With more, float32 on a CPU and what a GPU has a kernel for take `grouped_mm`; the rest
+    takes one padded product, if the experts have about as many tokens as each other.
     """
     if not _may_look(task.x):
         return "groups" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
-    ways = possible_ways(task)
+    ways, pairs = possible_ways(task), task.indices.numel()
     if len(ways) == 1:
         return ways[0]
-    if len(task.x) <= _FEW:
+    trains = _trains(task)
+    if not trains and pairs <= max(_FEW, task.num_experts) and pairs * _size(task) <= _SMALL:
         return "gathering"
-    if "groups" in ways and (_has_kernel(task) if task.x.is_cuda else _dtype(task.x) == torch.float32):
+    if len(task.x) == 1 and not (trains and pairs >= task.num_experts):
+        return "loop"
+    if "groups" in ways and (_has_kernel(task) if task.x.is_cuda else dtype_in_products(task.x) == torch.float32):
         return "groups"
-    if task.longest <= 2 * task.indices.numel() / task.num_experts + _SHORT:
+    if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
         return "padding"
     return "groups" if "groups" in ways else "loop"
+
+
+def _trains(task: Task) -> bool:
+    """Tell whether a backward pass may follow."""
+    tensors = (task.x, *(projection.stacked()[0] for projection in task.projections))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _size(task: Task) -> int:
+    """Return the bytes of one expert's weights."""
+    weights = (projection.stacked()[0] for projection in task.projections)
+    return sum(weight.shape[1] * weight.shape[2] * weight.itemsize for weight in weights)
 
 
 def _may_look(x: Tensor) -> bool:
@@ -96,31 +114,23 @@ def _may_look(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a tensor has in products."""
-    kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return tensor.dtype
-    return torch.get_autocast_dtype(kind)
-
-
 def _capability(x: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device)
 
 
 def _has_kernel(task: Task) -> bool:
     """Tell whether `grouped_mm` is one kernel on this GPU, not a loop."""
-    return _dtype(task.x) == torch.bfloat16 and _capability(task.x) >= (9, 0)
+    return dtype_in_products(task.x) == torch.bfloat16 and _capability(task.x) >= (9, 0)
 
 
 def _can_group(task: Task) -> bool:
     """Tell whether `grouped_mm` takes these tensors and, in the backward pass, their gradients."""
-    weights = [projection.stacked()[0] for projection in task.projections]
-    if _dtype(task.x) not in _GROUPED or {_dtype(weight) for weight in weights} != {_dtype(task.x)}:
+    weights, dtype = [projection.stacked()[0] for projection in task.projections], dtype_in_products(task.x)
+    if dtype not in _GROUPED or {dtype_in_products(weight) for weight in weights} != {dtype}:
         return False
     if not (task.x.device.type == "cpu" or (task.x.is_cuda and _capability(task.x) >= (8, 0))):
         return False
-    values = _ALIGNMENT // _dtype(task.x).itemsize
+    values = _ALIGNMENT // dtype.itemsize
     return all(_is_aligned(weight, values) for weight in weights)
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["WAYS", "Compute", "Linear", "Projection", "Task", "Way", "as_autocast", "loop_over_experts"]
+__all__ = [
+    "WAYS",
+    "Compute",
+    "Linear",
+    "Projection",
+    "Task",
+    "Way",
+    "dtype_in_products",
+    "is_autocast",
+    "loop_over_experts",
+]
 
 Linear = Callable[[Tensor], Tensor]
 """One projection, of the expert that each row belongs to: [..., in] -> [..., out]."""
@@ -99,7 +109,7 @@ def _sort(indices: Tensor, num_experts: int) -> _Pairs:
     return _Pairs(order, experts, torch.searchsorted(experts, numbers, right=True, out_int32=True))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
     """What there is to compute.
 
@@ -114,18 +124,21 @@ class Task:
     indices: Tensor
     projections: Sequence[Projection]
     compute: Compute
+    _pairs: _Pairs | None = field(default=None, init=False, repr=False)
 
     @property
     def num_experts(self) -> int:
         """How many experts there are."""
         return len(self.projections[0].weight)
 
-    @cached_property
+    @property
     def pairs(self) -> _Pairs:
         """The pairs of tokens and experts, sorted."""
-        return _sort(self.indices, self.num_experts)
+        if self._pairs is None:
+            self._pairs = _sort(self.indices, self.num_experts)
+        return self._pairs
 
-    @cached_property
+    @property
     def longest(self) -> int:
         """How many tokens the busiest expert has; finding out waits for the device."""
         return int(self.pairs.counts.max())
@@ -191,10 +204,20 @@ def _by_groups(task: Task) -> Tensor:
 
 def as_autocast(tensor: Tensor) -> Tensor:
     """Return a tensor as autocast hands it to products; `grouped_mm` is not on its list."""
+    return tensor.to(dtype_in_products(tensor))
+
+
+def dtype_in_products(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that a tensor has in products."""
+    if tensor.dtype == torch.float64 or not is_autocast(tensor):
+        return tensor.dtype
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def is_autocast(tensor: Tensor) -> bool:
+    """Tell whether autocast is on for the device of a tensor."""
     kind = tensor.device.type
-    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _batched(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
@@ -213,40 +236,45 @@ def _by_gathering(task: Task) -> Tensor:
 
 def _by_padding(task: Task) -> Tensor:
     """Give each expert one block, as long as the tokens of the busiest; multiply all blocks at once."""
-    linears = [partial(_batched, *projection.stacked()) for projection in task.projections]
-    starts = torch.arange(task.num_experts, device=task.x.device)
-    return _in_blocks(task, starts, (task.num_experts, task.longest), linears)
+    x, pairs, (tokens, k) = task.x, task.pairs, task.indices.shape
+    blocks, length = task.num_experts, task.longest
+    cells = _cells(task, torch.arange(blocks, device=x.device), length)
+    source = torch.full((blocks * length,), tokens, device=x.device).scatter_(0, cells, pairs.order // k)
+    rows = F.pad(x, (0, 0, 0, 1)).index_select(0, source).view(blocks, length, x.shape[-1])
+    outputs = task.compute(rows, [partial(_batched, *each.stacked()) for each in task.projections]).flatten(0, 1)
+    return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
 
 
 def _by_blocks(task: Task) -> Tensor:
     """Give each expert as many short blocks as it needs, and copy its weights for each.
 
-    All shapes follow from those of the arguments: nothing waits for the device, and the way can be traced. A block is
-    as long as the average number of tokens of an expert, so twice as many blocks as experts are always enough.
+    All shapes follow from those of the arguments: nothing waits for the device, and the way can be traced, for any
+    number of tokens. A block is as long as the average number of tokens of an expert, so twice as many blocks as
+    experts are always enough.
     """
-    experts, slots = task.num_experts, task.indices.shape[0] * task.indices.shape[1]
-    length = cast("int", torch.sym_max((slots + experts - 1) // experts, 1))
-    blocks = cast("int", torch.sym_min(slots, 2 * experts))
-    needed = (task.pairs.counts + (length - 1)) // length
+    x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
+    is_symbolic = isinstance(tokens, torch.SymInt)
+    length = cast("int", torch.sym_max((tokens * k + experts - 1) // experts, 1 + is_symbolic))  # 1 is never symbolic
+    blocks = 2 * experts if is_symbolic else min(tokens * k, 2 * experts)
+    needed = (pairs.counts + (length - 1)) // length
     ends = needed.cumsum(0)
-    owners = torch.searchsorted(ends, torch.arange(blocks, device=task.x.device), right=True).clamp(max=experts - 1)
-    linears = [partial(_batched, *projection.chosen(owners)) for projection in task.projections]
-    return _in_blocks(task, ends - needed, (blocks, length), linears)
+    owners = torch.searchsorted(ends, torch.arange(blocks, device=x.device), right=True).clamp(max=experts - 1)
+    cells = _cells(task, ends - needed, length)
+    block, place = cells // length, cells % length
+    source = torch.full((blocks, length), tokens, device=x.device).index_put((block, place), pairs.order // k)
+    rows = F.pad(x, (0, 0, 0, 1))[source]
+    outputs = task.compute(rows, [partial(_batched, *each.chosen(owners)) for each in task.projections])
+    return outputs[pairs.unsorted(block), pairs.unsorted(place)].view(tokens, k, outputs.shape[-1])
 
 
-def _in_blocks(task: Task, starts: Tensor, shape: tuple[int, int], linears: Sequence[Linear]) -> Tensor:
-    """Lay the pairs out in blocks [blocks, length] and compute; what no pair fills is zeros.
+def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
+    """Return the cells of sorted pairs [pairs] in blocks of a length, by the first block of each expert [experts].
 
-    Args:
-        starts: the first block of each expert [experts].
+    Cells that no pair fills hold zeros, as if there were one more token.
     """
-    pairs, x, (tokens, k), (blocks, length) = task.pairs, task.x, task.indices.shape, shape
+    pairs = task.pairs
     first = starts * length - pairs.ends + pairs.counts  # where the expert's cells start, less where its pairs do
-    cells = first.index_select(0, pairs.experts) + torch.arange(tokens * k, device=x.device)
-    source = torch.full((blocks * length,), tokens, device=x.device).scatter(0, cells, pairs.order // k)
-    rows = F.pad(x, (0, 0, 0, 1)).index_select(0, source).view(blocks, length, x.shape[-1])
-    outputs = task.compute(rows, linears).flatten(0, 1)
-    return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
+    return first.index_select(0, pairs.experts) + torch.arange(pairs.order.shape[0], device=task.x.device)
 
 
 WAYS: Mapping[Way, Callable[[Task], Tensor]] = {

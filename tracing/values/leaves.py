@@ -24,6 +24,12 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _LEAF_BASES = (
     "fxopt.layers.experts.fused.FusedExperts",
     "fxopt.layers.masked.Masked",
+    "fxopt.layers.moe.layer.MixtureOfExperts",
+    "fxopt.layers.moe.router.Router",
+    "fxopt.layers.pooling.triad_pooling.ContractEdges",
+    "fxopt.layers.pooling.triad_pooling.RO3TriadPooling",
+    "fxopt.layers.pooling.triad_pooling.SelectTriads",
+    "fxopt.layers.pooling.relational.RO3Pooling",
     "fxopt.layers.quantized.layer.QuantizedLayer",
     "fxopt.layers.quantized.trained.FakeQuantized",
     "fxopt.layers.quantized.trained.Freezable",

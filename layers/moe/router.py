@@ -1,0 +1,142 @@
+"""Routers: which experts each token goes to, and what each of them counts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .losses import load_balancing_loss, router_z_loss
+from .ways import is_autocast
+
+__all__ = ["GATES", "Gate", "Router", "RouterOutput"]
+
+Gate = Literal["softmax", "sigmoid", "noisy_topk"]
+GATES: tuple[Gate, ...] = ("softmax", "sigmoid", "noisy_topk")
+
+
+class RouterOutput(NamedTuple):
+    """What a router decided, and its losses; leading dimensions of the input are one here, `tokens`.
+
+    Attributes:
+        logits: [tokens, experts], with the noise that was drawn.
+        probabilities: what the losses take for the chance of each expert [tokens, experts]; rows sum to one.
+        indices: the experts of each token, the best first [tokens, k], int64.
+        weights: what the output of each counts [tokens, k]; zero where an expert was full.
+        load_balancing_loss: one number, see `load_balancing_loss`.
+        z_loss: one number, see `router_z_loss`.
+    """
+
+    logits: Tensor
+    probabilities: Tensor
+    indices: Tensor
+    weights: Tensor
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+
+
+class Router(nn.Module):
+    """Choose `top_k` experts for each token by a linear layer without bias.
+
+    It computes in float32 at least, whatever the dtype of the tokens and under autocast, too (Switch Transformers,
+    section 2.4).
+
+    - `softmax`: the chosen experts count with their probabilities (Shazeer et al. 2017; Fedus et al. 2021). With
+      `normalize` those of the chosen sum to one: a softmax after the choice, over their logits alone (Mixtral).
+      Without, it is one before the choice, over all experts (Switch).
+    - `sigmoid`: each expert has a score of its own between 0 and 1; with `normalize` those of the chosen sum to one
+      (DeepSeek-V3, 2024, eq. 12 to 15, without groups of experts and without the bias for the choice).
+    - `noisy_topk`: `softmax`, where in training each logit gets normal noise whose scale is learned for each expert,
+      softplus of a second linear layer (Shazeer et al. 2017, eq. 3 to 5).
+
+    Args:
+        dim: features of a token.
+        num_experts: experts to choose from.
+        top_k: experts that each token gets.
+        gate: how logits become weights.
+        normalize: the weights of a token sum to one.
+        capacity: see `MixtureOfExperts`.
+    """
+
+    noise_weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        gate: Gate = "softmax",
+        *,
+        normalize: bool = True,
+        capacity: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.gate, self.normalize, self.capacity = top_k, gate, normalize, capacity
+        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        noise = torch.empty(num_experts, dim, device=device, dtype=dtype) if gate == "noisy_topk" else None
+        self.register_parameter("noise_weight", None if noise is None else nn.Parameter(noise))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `nn.Linear` does; the scale of the noise starts the same for all experts, softplus(0)."""
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.noise_weight is not None:
+            nn.init.zeros_(self.noise_weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits [tokens, experts], chosen experts [tokens, top_k] and their weights, for x [tokens, dim]."""
+        logits = self._logits(x)
+        if self.gate == "sigmoid":
+            kept, indices = logits.topk(self.top_k)
+            weights = kept.sigmoid()
+            weights = weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+        elif self.normalize:
+            kept, indices = logits.topk(self.top_k)
+            weights = kept.softmax(-1)
+        else:
+            weights, indices = logits.softmax(-1).topk(self.top_k)
+        return logits, indices, weights if self.capacity is None else self._limited(indices, weights)
+
+    def output(self, logits: Tensor, indices: Tensor, weights: Tensor) -> RouterOutput:
+        """Return what `forward` gave with probabilities and losses."""
+        if self.gate == "sigmoid":
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        else:
+            probabilities = logits.softmax(-1)
+        balance = load_balancing_loss(probabilities, indices, self.weight.shape[0])
+        return RouterOutput(logits, probabilities, indices, weights, balance, router_z_loss(logits))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(dtype)
+        with torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext():
+            logits = F.linear(x, self.weight.to(dtype))
+            if self.noise_weight is None or not self.training:
+                return logits
+            return logits + torch.randn_like(logits) * F.softplus(F.linear(x, self.noise_weight.to(dtype)))
+
+    def _limited(self, indices: Tensor, weights: Tensor) -> Tensor:
+        """Return the weights, zero where an expert is full already.
+
+        All first choices come before all second ones, and earlier tokens before later ones (GShard, algorithm 1).
+        """
+        tokens, experts = indices.shape[0], self.weight.shape[0]
+        limit = -(-tokens * self.top_k * (self.capacity or 0.0) // experts)
+        choices, order = indices.t().reshape(-1).sort(stable=True)
+        starts = torch.searchsorted(choices, torch.arange(experts, device=choices.device))
+        places = torch.arange(tokens * self.top_k, device=choices.device) - starts.index_select(0, choices)
+        full = torch.zeros_like(places, dtype=torch.bool).scatter(0, order, places >= limit)
+        return weights.masked_fill(full.view(self.top_k, tokens).t(), 0)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows between the brackets."""
+        experts, dim = self.weight.shape
+        limit = "" if self.capacity is None else f", capacity={self.capacity}"
+        return f"{dim}, num_experts={experts}, top_k={self.top_k}, gate={self.gate}, normalize={self.normalize}{limit}"
