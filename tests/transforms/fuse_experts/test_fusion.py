@@ -111,7 +111,8 @@ def test_a_fused_model_is_fused_already() -> None:
     model = made(Where)
     fast = fused(model)
     again = fused(fast)
-    assert [d.status for d in fxopt.plan(again).decisions if d.status == "applied"] == []
+    assert str(fxopt.graphs(again)[""]) == str(fxopt.graphs(fast)[""])
+    assert len([name for name, _ in again.named_modules() if "mixture" in name.split(".")[-1]]) == 1
     torch.testing.assert_close(again(x_of(2, 5)), model(x_of(2, 5)))
 
 
