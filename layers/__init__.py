@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
     from .moe import MixtureOfExperts, RouterOutput, load_balancing_loss, router_z_loss
-    from .pooling import RO3Pooling, triangles
+    from .pooling import RO3Pooling, RO3TriadPooling, triangles
 
 _PLACES = {
     "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
     "moe": "MixtureOfExperts RouterOutput load_balancing_loss router_z_loss",
-    "pooling": "RO3Pooling triangles",
+    "pooling": "RO3Pooling RO3TriadPooling triangles",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
@@ -26,6 +26,7 @@ __all__ = [
     "DeepBeliefRelaxationNetwork",
     "MixtureOfExperts",
     "RO3Pooling",
+    "RO3TriadPooling",
     "RouterOutput",
     "load_balancing_loss",
     "router_z_loss",

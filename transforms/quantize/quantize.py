@@ -14,7 +14,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
-from .replayable import replayable
+from ..calibration import replayable
 from .schemes import SCHEMES, scheme_called
 from .settings import READ_BY, Settings
 
@@ -25,7 +25,7 @@ _BUDGETS = {"float8": 0.1, "int4_weight": 0.2}
 
 
 @dataclass(frozen=True)
-class Quantize(Settings, Pass):
+class Quantize(Pass, Settings):
     """Compute linear layers and LSTMs with integers of 8 bits, or hold weights in 8 or 4 bits.
 
     Before: nn.Linear, weights in float32        After: a layer in its place, weights in int8, int4 or float8
