@@ -6,19 +6,54 @@ They are `torch.ops.fxopt.*`, and functions here. Importing this needs neither a
 from torch import ops
 
 from ..operators import register_operator
-from .add import ROW as _ADD
+from .add import ROWS as _ADD
 from .add import add
-from .bernoulli_sigmoid import ROW as _BERNOULLI_SIGMOID
+from .bernoulli_sigmoid import ROWS as _BERNOULLI_SIGMOID
 from .bernoulli_sigmoid import bernoulli_sigmoid
+from .bias_act import ROWS as _BIAS_ACT
+from .bias_act import bias_act
+from .gated import ROWS as _GATED
+from .gated import geglu, swiglu
 from .gpu import kernels_in_use
+from .linear_cross_entropy import ROWS as _LINEAR_CROSS_ENTROPY
+from .linear_cross_entropy import linear_cross_entropy
 from .log_clip import ROWS as _LOG_CLIP
 from .log_clip import log_clip
+from .norms import ROWS as _NORMS
+from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .rotary_embedding import ROWS as _ROTARY_EMBEDDING
+from .rotary_embedding import rotary_embedding
 
-__all__ = ["NAMES", "add", "bernoulli_sigmoid", "kernels_in_use", "log_clip", "ops"]
+__all__ = [
+    "NAMES",
+    "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bernoulli_sigmoid",
+    "bias_act",
+    "geglu",
+    "kernels_in_use",
+    "layer_norm",
+    "linear_cross_entropy",
+    "log_clip",
+    "ops",
+    "rms_norm",
+    "rotary_embedding",
+    "swiglu",
+]
 
-_ROWS = (_ADD, _BERNOULLI_SIGMOID, *_LOG_CLIP)
-NAMES = tuple(row.name for row in _ROWS)
+_TABLE = (
+    *_ADD,
+    *_BERNOULLI_SIGMOID,
+    *_BIAS_ACT,
+    *_GATED,
+    *_LINEAR_CROSS_ENTROPY,
+    *_LOG_CLIP,
+    *_NORMS,
+    *_ROTARY_EMBEDDING,
+)
+NAMES = tuple(row.name for row in _TABLE)
 """Their qualified names; all only compute, so exported programs may hold them."""
 
-for _row in _ROWS:
+for _row in _TABLE:
     register_operator(_row)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..errors import UsageError
 
-__all__ = ["check_floating", "check_one_device", "check_one_dtype", "check_vector"]
+__all__ = ["as_under_autocast", "check_floating", "check_key", "check_one_device", "check_one_dtype", "check_vector"]
 
 
 def check_floating(operator: str, **tensors: Tensor | None) -> None:
@@ -46,3 +47,15 @@ def check_vector(operator: str, x: Tensor, **vectors: Tensor | None) -> None:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_key(operator: str, key: Tensor | None) -> None:
+    """Raise a `UsageError` where a key of random numbers is not two int64."""
+    if key is not None and (key.dtype != torch.int64 or key.shape != (2,)):
+        found = f"{_dtype(key)} of shape {tuple(key.shape)}"
+        raise UsageError(f"{operator}: key is {found}; pass two int64: seed and offset")
+
+
+def as_under_autocast(x: Tensor, other: Tensor) -> Tensor:
+    """Return an operand in the dtype of `x` where autocast is on: there, a layer gives another dtype than it holds."""
+    return other.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else other

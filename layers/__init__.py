@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .belief import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
     from .moe import MixtureOfExperts, RouterOutput, load_balancing_loss, router_z_loss
-    from .pooling import triangles
+    from .pooling import RO3Pooling, RO3TriadPooling, triangles
 
 _PLACES = {
     "belief": "DeepBeliefNetwork DeepBeliefRelaxationNetwork RBM",
     "moe": "MixtureOfExperts RouterOutput load_balancing_loss router_z_loss",
-    "pooling": "triangles",
+    "pooling": "RO3Pooling RO3TriadPooling triangles",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
@@ -25,6 +25,8 @@ __all__ = [
     "DeepBeliefNetwork",
     "DeepBeliefRelaxationNetwork",
     "MixtureOfExperts",
+    "RO3Pooling",
+    "RO3TriadPooling",
     "RouterOutput",
     "load_balancing_loss",
     "router_z_loss",

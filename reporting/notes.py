@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from ..compat import all_modules
 from ..errors import UsageError
-from ..passes.pipeline import find_pass
+from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Phase
+from ..storage import byte_text
 from ..tracing.graphs import capture_of
-from ..tracing.values import is_sharded
+from ..tracing.values import all_tensors, is_sharded
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
@@ -24,13 +25,17 @@ _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
     "verify=False": "leave verify out, so that each rewrite is compared with the original",
 }
+_TO_SMALL_NUMBERS = ("quantize",)
+_NEAR = 0.005
+"""A share that is missed by no more is met."""
 _PRINTS = {"print", "logging", "logger", "log", "_logger", "LOGGER"}
 _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 
 
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
-    said = (unverified(record), *_costs(record), _for_training(record), _sharded(model), _printing(model))
+    sizes = _bytes(record, model), _left_for_speed(record)
+    said = (unverified(record), *_costs(record), *sizes, _for_training(record), _sharded(model), _printing(model))
     return [note for note in said if note]
 
 
@@ -47,15 +52,70 @@ def unverified(record: Record) -> str:
 
 def _costs(record: Record) -> Iterator[str]:
     """Say what the model costs before and after, where a pass that makes it smaller has counted that."""
-    for decision in record.plan.decisions:
-        counted = decision.site["data"].get("costs") if decision.status == "applied" and decision.site else None
-        if isinstance(counted, dict):
-            pairs = cast("dict[str, list[float]]", counted).items()
-            shown = (
-                f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
-                for what, (before, after) in pairs
-            )
-            yield f"{decision.pass_name} chose: {', '.join(shown)}"
+    for number, decision in enumerate(record.plan.decisions):
+        data: Mapping[str, Any] = cast("Any", decision.site)["data"] if decision.site else {}
+        if not isinstance(data.get("costs"), dict):
+            continue
+        mine = [d for d in record.plan.decisions[number:] if d.step == decision.step and d.site]
+        standing = [d for d in mine if d.status == "applied"]
+        if standing:
+            lost = [d for d in mine if d.status != "applied"]
+            yield from _cost_of(decision.pass_name, data["costs"], data.get("asked"), lost)
+
+
+def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
+    """Say what a pass made of costs, and where that is less than was asked.
+
+    Args:
+        name: of the pass.
+        costs: what each was, and was to become.
+        asked: the share that was to go, and of which cost.
+        lost: the decisions on sites that are left as they were.
+    """
+    left: dict[str, list[float]] = {}
+    for what, (before, after) in costs.items():
+        saved = [cast("Any", d.site)["data"].get("saves", {}).get(what) for d in lost]
+        if None not in saved:
+            left[what] = [before, after + sum(saved)]
+    yield f"{name}: {', '.join(_shown(what, *pair) for what, pair in left.items())}"
+    share, what = asked or (0.0, "")
+    reached = 1 - left[what][1] / max(left[what][0], 1e-12) if what in left else None
+    if (reached is None and lost and share) or (reached is not None and reached < share - _NEAR):
+        less = "less" if reached is None else f"{reached:.3g}"
+        why = f": {_sites(lost, what)}" if lost else ", as near as whole units come"
+        yield f"{name}: asked {share:g} of the {what}, reached {less}{why}"
+
+
+def _sites(lost: Sequence[Decision], what: str) -> str:
+    names = ", ".join(d.label for d in lost[:3]) + (", ..." if len(lost) > 3 else "")
+    return f"undone at {names}" + ("" if what == "units" else "; keep=[...] with these lets others go in their place")
+
+
+def _shown(what: str, before: float, after: float) -> str:
+    if what == "latency":
+        return f"{after / before:.0%} of the latency"
+    if what == "bytes":
+        return f"{byte_text(before)} -> {byte_text(after)}"
+    return f"{before:,.0f} -> {after:,.0f} {what} ({after / max(before, 1):.0%})"
+
+
+def _bytes(record: Record, model: nn.Module) -> str:
+    """Say what a model's tensors take where some are held as small numbers."""
+    if not any(step.kind.startswith(_TO_SMALL_NUMBERS) for step in record.state_map.steps):
+        return ""
+    tensors = (all_tensors(all_modules(each)) for each in (record.skeleton, model))
+    before, after = (sum(tensor.numel() * tensor.element_size() for tensor in each) for each in tensors)
+    return f"parameters and buffers take {byte_text(after)}, {byte_text(before)} before ({after / max(before, 1):.0%})"
+
+
+def _left_for_speed(record: Record) -> str:
+    """Say that more could be small which was left as it was since it is not faster."""
+    undone = [d.reason for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status == "undone"]
+    count = sum("faster" in reason or "slower" in reason for reason in undone)
+    if not count:
+        return ""
+    what = "one place was" if count == 1 else f"{count} places were"
+    return f"{what} not quantized, since that is no faster there; with aim=size it is, and takes less memory and disk"
 
 
 def _for_training(record: Record) -> str:

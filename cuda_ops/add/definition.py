@@ -11,7 +11,7 @@ from ...operators import OpInfo
 from ..checks import check_floating, check_one_device
 from ..definition import define, elementwise
 
-__all__ = ["ROW", "add"]
+__all__ = ["ROWS", "add"]
 
 
 def _reference(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
@@ -51,7 +51,7 @@ _add = define(
     backward=_backward,
     batching=elementwise,
 )
-ROW = OpInfo("fxopt::add", elementwise=True, vectorizable=True)
+ROWS = (OpInfo("fxopt::add", elementwise=True, vectorizable=True),)
 
 
 def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
 from ...operators import OpInfo
-from ..checks import check_one_device, check_one_dtype, check_vector
+from ..checks import check_key, check_one_device, check_one_dtype, check_vector
 from ..definition import define, looped
-from .philox import uniform
+from ..philox import key_of, uniform
 
-__all__ = ["ROW", "bernoulli_sigmoid"]
+__all__ = ["ROWS", "bernoulli_sigmoid"]
 
 _NAME = "bernoulli_sigmoid"
 
@@ -31,8 +30,7 @@ def _check(x: Tensor, bias: Tensor | None, key: Tensor) -> None:
     check_one_dtype(_NAME, x=x, bias=bias)
     check_one_device(_NAME, x=x, bias=bias)
     check_vector(_NAME, x, bias=bias)
-    if key.dtype != torch.int64 or key.shape != (2,):
-        raise UsageError(f"{_NAME}: key is {key.dtype} of shape {tuple(key.shape)}; pass two int64: seed and offset")
+    check_key(_NAME, key)
 
 
 def _fake(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,8 +45,8 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor], output: tuple
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
     (probability,) = ctx.saved_tensors
-    of_logits = grad * (probability * (1 - probability))
-    of_bias = of_logits.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+    of_logits = cast("Any", torch.ops.aten).sigmoid_backward(grad, probability)
+    of_bias = of_logits.sum_to_size(of_logits.shape[-1:]) if ctx.needs_input_grad[1] else None
     return of_logits, of_bias, None
 
 
@@ -63,7 +61,7 @@ _bernoulli_sigmoid = define(
     batching=looped,
     autocast=torch.float32,
 )
-ROW = OpInfo("fxopt::bernoulli_sigmoid", vectorizable=True)
+ROWS = (OpInfo("fxopt::bernoulli_sigmoid", vectorizable=True),)
 """It draws nothing from torch's generators: the key decides, and where that is drawn stands in the graph."""
 
 
@@ -86,10 +84,4 @@ def bernoulli_sigmoid(
     Raises:
         UsageError: an operand is not floating-point, or does not fit to the others.
     """
-    return _bernoulli_sigmoid(x, bias, _key(seed, offset, x.device))
-
-
-def _key(seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
-    return seed if isinstance(seed, Tensor) else torch.tensor([seed, offset], device=device)
+    return _bernoulli_sigmoid(x, bias, key_of(seed, offset, x.device))

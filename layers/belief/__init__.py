@@ -2,6 +2,5 @@
 
 from .network import DeepBeliefNetwork, DeepBeliefRelaxationNetwork
 from .rbm import RBM
-from .sampling import bernoulli_sigmoid
 
-__all__ = ["RBM", "DeepBeliefNetwork", "DeepBeliefRelaxationNetwork", "bernoulli_sigmoid"]
+__all__ = ["RBM", "DeepBeliefNetwork", "DeepBeliefRelaxationNetwork"]

@@ -9,7 +9,11 @@ __all__ = ["bernoulli_sigmoid", "logistic_"]
 
 
 def bernoulli_sigmoid(logits: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Return the probabilities of binary units, and a sample, 0 or 1; both in the shape and dtype of the logits."""
+    """Return the probabilities of binary units, and a sample, 0 or 1; both in the shape and dtype of the logits.
+
+    `fxopt.cuda_ops.bernoulli_sigmoid` draws alike on every device, from a key; on a CPU it takes ten times as long for
+    the few hundred units of a small batch, and as long for a million.
+    """
     probability = torch.sigmoid(logits)
     uniform = torch.empty_like(probability).uniform_(generator=generator)
     return probability, (uniform < probability).to(probability.dtype)

@@ -62,6 +62,7 @@ class ContrastiveDivergence:
         generator: of all that is drawn.
     """
 
+    @torch.inference_mode()
     def __init__(
         self, parameters: Sequence[Tensor], units: VisibleUnits, options: Options, generator: torch.Generator | None
     ) -> None:
@@ -75,7 +76,7 @@ class ContrastiveDivergence:
         self._chains: Tensor | None = None
         self._rooms: dict[tuple[int, int], _Room] = {}
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write(self, epoch: int) -> None:
         """Put weights and biases into the parameters.
 
@@ -90,7 +91,7 @@ class ContrastiveDivergence:
         visible_bias.copy_(self._matrix[-1, :-1])
         hidden_bias.copy_(self._matrix[:-1, -1])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def train(self, block: Tensor) -> None:
         """Take the steps of a block, [steps, rows, visible]."""
         room = self._room(*block.shape[:2])

@@ -1,5 +1,7 @@
 """Pooling of graphs over triples of their nodes, and what it stands on."""
 
+from .relational import RO3Pooling
+from .triad_pooling import RO3TriadPooling
 from .triangles import triangles
 
-__all__ = ["triangles"]
+__all__ = ["RO3Pooling", "RO3TriadPooling", "triangles"]

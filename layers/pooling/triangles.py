@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 
-__all__ = ["MEMORY_LIMIT", "OrientedGraph", "check_edges", "simple_edges", "triangles"]
+__all__ = ["MEMORY_LIMIT", "OrientedGraph", "check_edges", "parts", "simple_edges", "triangles"]
 
 MEMORY_LIMIT = 64 * 2**20
 """Bytes that what is computed on the way may take."""
@@ -105,7 +105,7 @@ class OrientedGraph:
         later = self.row_ends - torch.arange(1, len(self.source) + 1, device=self.source.device)
         wedges = max(1, memory_limit // _BYTES_A_WEDGE)
         sketch = _Sketch.of(self.source, self.target, self.num_nodes)
-        for first, last in _parts(later, wedges):
+        for first, last in parts(later, wedges):
             yield self._closed(first, last, later[first:last], sketch)
 
     def _closed(self, first: int, last: int, later: Tensor, sketch: _Sketch) -> Tensor:
@@ -149,7 +149,7 @@ class _Sketch:
         return self.table.index_select(0, place).nonzero().view(-1)
 
 
-def _parts(counts: Tensor, limit: int) -> Iterator[tuple[int, int]]:
+def parts(counts: Tensor, limit: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (first, last) whose counts sum to `limit` at most, or that hold one count."""
     ends = counts.cumsum(0)
     first, done = 0, 0

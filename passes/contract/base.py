@@ -46,6 +46,7 @@ class Pass:
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
         destroys: pass name -> why it can no longer run once this pass has.
+        includes: names of passes whose work this one does on its way: listed before it they run behind it, on the rest.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -61,6 +62,7 @@ class Pass:
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
     destroys: ClassVar[Mapping[str, str]] = {}
+    includes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
         known = dict(inspect.signature(cls.__init__).parameters) if options else {}

@@ -10,7 +10,7 @@ from torch import fx, nn
 from ...errors import UsageError
 from ...tracing.values import is_input
 from ..contract import FunctionPass, Pass
-from .order import check_order
+from .order import arranged, check_order
 from .pipeline import parse
 from .plan import Plan
 
@@ -33,7 +33,7 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
         )
     single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
     listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
-    found = [pass_ for item in listed for pass_ in _meant(item)]
+    found = arranged([pass_ for item in listed for pass_ in _meant(item)])
     check_order(found)
     return tuple(found)
 

@@ -11,7 +11,7 @@ from ...errors import OrderError
 from ..contract import Pass
 from ..sites import Phase
 
-__all__ = ["check_order"]
+__all__ = ["arranged", "check_order"]
 
 Rule = tuple[int, int, str]
 """Positions of two passes in the list, the first of which must run before the second, and why."""
@@ -35,6 +35,17 @@ def check_order(passes: Sequence[Pass]) -> None:
     raise OrderError(
         f"{passes[late].name!r} is listed before {passes[early].name!r}, but {why}; {_advice(passes, rules, broken)}"
     )
+
+
+def arranged(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes with those behind a pass whose work it includes; see `Pass.includes`."""
+    found = list(passes)
+    for pass_ in passes:
+        place = next(number for number, each in enumerate(found) if each is pass_)
+        moved = [each for each in found[:place] if each.name in pass_.includes]
+        before = [each for each in found[:place] if each.name not in pass_.includes]
+        found = [*before, pass_, *moved, *found[place + 1 :]]
+    return found
 
 
 def _check_phases(passes: Sequence[Pass]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeGuard
 
 import torch
@@ -28,13 +28,16 @@ __all__ = [
     "drifts",
     "error_around",
     "gaps_and_jumps",
-    "judged_twice",
+    "judged",
     "largest_gap",
     "overflowing_alike",
     "results_in",
 ]
 
 _NONE = Tolerance(0.0, 0.0)
+
+_LEARNED = object()
+"""There is nothing more to learn."""
 
 _LOUD = 0.1
 """Where rounding moves elements by this part of their size, it is chaos that drifts, and nobody's mistake."""
@@ -213,16 +216,19 @@ def gaps_and_jumps(before: Quantities, after: Quantities, tolerances: Mapping[st
     return max(kept), max(beyond)
 
 
-def judged_twice(judge: Callable[[], float], learn: Callable[[], None]) -> tuple[float, TooFar | None]:
-    """Return the error, and the objection to it; where there is one, learn about rounding first, and judge again."""
-    try:
-        return judge(), None
-    except TooFar:
-        learn()
-    try:
-        return judge(), None
-    except TooFar as objection:
-        return objection.error, objection
+def judged(judge: Callable[[], float], learn: Callable[[], Iterable[object]]) -> tuple[float, TooFar | None]:
+    """Return the error, and the objection to it; where there is one, learn about rounding, and judge after each step.
+
+    What is learned only widens tolerances: the first step that is enough gives the verdict that all of them would.
+    """
+    steps = iter(learn())
+    while True:
+        try:
+            return judge(), None
+        except TooFar as objection:
+            found = objection
+        if next(steps, _LEARNED) is _LEARNED:
+            return found.error, found
 
 
 def overflowing_alike(native: object, exact: Tensor) -> Tensor:

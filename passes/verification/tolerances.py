@@ -14,7 +14,15 @@ from .reference import Reference
 from .reference_runs import epsilon_of
 from .translation import GRADIENT, Quantities, is_gradient
 
-__all__ = ["Measured", "Tolerances", "beside_neighbours", "gradients_within", "learn_response", "within"]
+__all__ = [
+    "Measured",
+    "Tolerances",
+    "beside_neighbours",
+    "gradients_within",
+    "is_drowned",
+    "learn_response",
+    "within",
+]
 
 _EXACT = {
     torch.float64: Tolerance(1e-10, 2e-13),
@@ -226,6 +234,13 @@ def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:
         unit = layer if scale <= share * layer else scale
         units[label] = around if is_gradient(label) and unit <= least else max(unit, least)
     return units
+
+
+def is_drowned(exact: Quantities, native: Quantities) -> bool:
+    """Say whether rounding alone makes more than half of a gradient: no run in these types says how exact one is."""
+    gradients = {label: value for label, value in exact.items() if is_gradient(label)}
+    units = beside_neighbours(gradients, 1.0)
+    return any(_moved(gradients[label], native.get(label))[0] > _NOISE * unit for label, unit in units.items())
 
 
 def _layer(label: str) -> str:

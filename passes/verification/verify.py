@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ...errors import GuardError
 from ..sites import Numerics
 from .demands import (
-    TooFar,
     check_attachment,
     check_bits,
     check_drift,
@@ -26,7 +25,7 @@ from .demands import (
     drifts,
     error_around,
     gaps_and_jumps,
-    judged_twice,
+    judged,
     largest_gap,
     overflowing_alike,
     results_in,
@@ -242,11 +241,11 @@ class _Check:
             allowed = tolerances.for_meaning(before, self.runs.wide, is_derived=sample.data.is_derived)
             return largest_gap(compared, found, allowed, f"({self.checked_in}, {sample.data.value})")
 
-        def learn() -> None:
+        def learn() -> Iterator[None]:
             for run in self._jittered(sample, state, tolerances.wide_epsilon, _ECHOES):
-                tolerances.learn_exact(found, _quantities(run))
+                yield tolerances.learn_exact(found, _quantities(run))
 
-        error, objection = judged_twice(judge, learn)
+        error, objection = judged(judge, learn)
         if objection is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
             self.meaning_error = max(self.meaning_error, error)
         if objection is not None:
@@ -274,14 +273,14 @@ class _Check:
             where = f"(in its own types, {sample.data.value})"
             return largest_gap(expected, found, allowed, where, fewer_infinities=True)
 
-        def learn() -> None:
+        def learn() -> Iterator[None]:
             if exact is None:
                 error = error_around(expected, found, self.budget)
-                self._learn_response(sample, before, error, tolerances, judge)
+                yield from self._learn_response(sample, before, error, tolerances)
             for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
-                tolerances.learn_native(_quantities(exact or run), _quantities(run))
+                yield tolerances.learn_native(_quantities(exact or run), _quantities(run))
 
-        error, objection = judged_twice(judge, learn)
+        error, objection = judged(judge, learn)
         if budget is not None and objection is None:
             error, jump = gaps_and_jumps(expected, found, within(before.exact, budget))
             self.jump = max(self.jump, jump)
@@ -291,20 +290,15 @@ class _Check:
         if self.keeps_meaning and exact is not None:
             self._drift(sample, expected, native, found, state)
 
-    def _learn_response(
-        self, sample: Sample, before: Measured, error: float, tolerances: Tolerances, judge: Callable[[], float]
-    ) -> None:
-        """Note how far gradients of the original move under an error of inputs and state, until it is enough."""
+    def _learn_response(self, sample: Sample, before: Measured, error: float, tolerances: Tolerances) -> Iterator[None]:
+        """Note how far gradients of the original move under an error of inputs and state, run by run."""
         runs, translation = self.reference.original, Translation(self.reference, self.after, self.map_state)
         if runs is None or not error:
             return
         for number in range(_PROBES):
             arguments, state = jittered((sample.arguments, dict(sample.state)), error, runs.wide, number)
             run = runs.exact(arguments, state, like=sample.arguments)
-            tolerances.learn_response(before.exact, translation.quantities(run, sample.state))
-            with suppress(TooFar):
-                judge()
-                return
+            yield tolerances.learn_response(before.exact, translation.quantities(run, sample.state))
 
     def _drift(
         self, sample: Sample, expected: Quantities, native: Quantities, found: Quantities, state: Mapping[str, Tensor]
@@ -348,12 +342,12 @@ class _Check:
             twice = {label: replace(one, absolute=2 * one.absolute) for label, one in allowed.items()}
             return largest_gap(before, found, twice, where, fewer_infinities=True)
 
-        def learn() -> None:
+        def learn() -> Iterator[None]:
             exact = _quantities(self._exact(sample, self.after.state))
             for run in self._jittered(sample, self.after.state, 4 * self.reference.native_epsilon, _PROBES):
-                tolerances.learn_native(exact, _quantities(run))
+                yield tolerances.learn_native(exact, _quantities(run))
 
-        objection = judged_twice(judge, learn)[1]
+        objection = judged(judge, learn)[1]
         if objection is not None:
             raise objection
 

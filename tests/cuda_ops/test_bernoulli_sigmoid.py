@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fxopt.cuda_ops import bernoulli_sigmoid
-from fxopt.cuda_ops.bernoulli_sigmoid.philox import uniform
+from fxopt.cuda_ops.philox import uniform
 
 
 def test_numbers_are_those_of_the_paper():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -132,3 +133,20 @@ def test_what_two_calls_refuse_is_counted_once() -> None:
     once = fxopt.optimize(model, "sync_batchnorm", example_inputs=X)
     twice = fxopt.optimize(once, "sync_batchnorm", example_inputs=X)
     assert str(fxopt.report(twice)).startswith("0 rewrites applied for training, 1 refused\n")
+
+
+def test_what_small_numbers_take_and_what_was_left_for_speed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    fast = fxopt.optimize(model, "quantize{aim=size,budget=0.5}", example_inputs=torch.randn(4, 64))
+    report = fxopt.report(fast)
+    assert report.notes == ("parameters and buffers take 9 KiB, 32.5 KiB before (28%)",)
+    plan = report.record.plan
+    undone = [dataclasses.replace(d, status="undone", reason="no faster: 0.9x") for d in plan.decisions]
+    fast.__dict__["_fxopt_record"] = dataclasses.replace(
+        report.record, plan=dataclasses.replace(plan, decisions=(undone[0], plan.decisions[1]))
+    )
+    assert (
+        fxopt.report(fast)
+        .notes[1]
+        .startswith("one place was not quantized, since that is no faster there; with aim=size")
+    )

@@ -15,9 +15,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.values import user_class
-from ..quantize.replayable import replayable
-from ..quantize.static.batches import calls
-from ..quantize.static.calibration import ranges_of
+from ..calibration import calls, ranges_of, replayable
 from ..quantize.static.candidates import candidates
 
 __all__ = ["Qat"]

@@ -12,13 +12,13 @@ from ...errors import MatchFailure, UsageError
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
-from ...passes.state import QuantizeWeight
+from ...passes.state import QuantizeWeight, StateStep
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer, sites
 from .kernels import lstm_problem
 from .linears import linears
-from .replacing import replace_linear
+from .replacing import put, replace_linear
 from .settings import Settings
 
 __all__ = ["SCHEME"]
@@ -71,10 +71,8 @@ def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
     problem = lstm_problem(lstm, group)
     if problem:
         raise MatchFailure(problem)
-    held: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, weight in _weights(lstm).items():
-        step = QuantizeWeight.of(name, weight, "int8", group=group)
-        values, scales = step.forward([weight.detach()])
-        held[name] = values, scales
-        edit.record_state(step)
-    edit.replace_module("", Int8DynamicLSTM(lstm, held))
+    weights = _weights(lstm)
+    steps: dict[StateStep, Tensor] = {
+        QuantizeWeight.of(name, weight, "int8", group=group): weight for name, weight in weights.items()
+    }
+    put(edit, "", steps, lambda held: Int8DynamicLSTM(lstm, dict(zip(weights, held, strict=True))))

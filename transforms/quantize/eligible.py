@@ -10,12 +10,14 @@ from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, has_state_hooks, submodule
 from ...layers.quantized import ASKED, QuantizedLayer
+from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.program import Program
 from ...tracing.values import qualified
+from ..fold_batchnorm.arithmetic import Fold
 from .settings import Settings
 
 __all__ = ["Layer", "already_quantized", "obstacle", "sites"]
@@ -23,6 +25,10 @@ __all__ = ["Layer", "already_quantized", "obstacle", "sites"]
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
+_FOLDED = (
+    "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
+    "fxopt.restore(model)"
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,9 +108,16 @@ def _weight_problem(layer: Layer, name: str, program: Program) -> str:
         return f"its weight is tied to '{tied[0]}'"
     reads = program.analyses[TensorReads]
     for reader in reads.readers_of(tensor):
-        if reader != layer.name and not (name == "weight" and _only_asks(reads.nodes_of(tensor, reader))):
+        nodes = reads.nodes_of(tensor, reader)
+        if any(isinstance(_function_of(user), Fold) for node in nodes for user in node.users):
+            return _FOLDED
+        if reader != layer.name and not (name == "weight" and _only_asks(nodes)):
             return f"'{reader}' reads its weight"
     return _value_problem(f"'{weight}'", tensor)
+
+
+def _function_of(node: fx.Node) -> object:
+    return node.target.function if isinstance(node.target, Derived) else None
 
 
 def _only_asks(nodes: Sequence[fx.Node]) -> bool:

@@ -1,4 +1,4 @@
-"""The linear layers of a model, however they are spelled."""
+"""Which layers are linear, however they are spelled, and which are convolutions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer
 
-__all__ = ["Linear", "linear_of", "linears"]
+__all__ = ["CONVOLUTIONS", "Linear", "linear_of", "linears"]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Those that `int8_static` takes."""
 
 _ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
 

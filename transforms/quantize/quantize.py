@@ -14,7 +14,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
-from .replayable import replayable
+from ..calibration import replayable
 from .schemes import SCHEMES, scheme_called
 from .settings import READ_BY, Settings
 
@@ -25,7 +25,7 @@ _BUDGETS = {"float8": 0.1, "int4_weight": 0.2}
 
 
 @dataclass(frozen=True)
-class Quantize(Settings, Pass):
+class Quantize(Pass, Settings):
     """Compute linear layers and LSTMs with integers of 8 bits, or hold weights in 8 or 4 bits.
 
     Before: nn.Linear, weights in float32        After: a layer in its place, weights in int8, int4 or float8
@@ -64,6 +64,10 @@ class Quantize(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
+            object.__setattr__(self, "includes", ("fold_batchnorm",))
+            rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
+            object.__setattr__(self, "destroys", rest)
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 

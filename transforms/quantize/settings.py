@@ -25,6 +25,11 @@ class Settings:
     batches: int = 32
     calibration: Any = field(default=None, compare=False, repr=False)
 
+    @property
+    def error_budget(self) -> float:
+        """Return the error that is allowed, relative to the scale; `Quantize` knows the defaults."""
+        raise NotImplementedError
+
 
 READ_BY: Mapping[str, tuple[SchemeName, ...]] = {
     "group_size": ("int4_weight",),

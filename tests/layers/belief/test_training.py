@@ -197,6 +197,15 @@ def test_integers_booleans_and_other_floats_are_converted():
         assert torch.equal(rbm.weight, first.weight)
 
 
+def test_trained_parameters_are_ordinary_and_changed_in_place():
+    rbm = RBM(6, 4, dtype=torch.float64)
+    weight, version = rbm.weight, rbm.weight._version
+    rbm.fit(patterns(), 1)
+    assert rbm.weight is weight and weight._version > version and weight.grad is None
+    rbm.contrastive_loss(patterns(), rbm.gibbs(patterns(), 1)).backward()
+    assert weight.grad is not None and weight.grad.abs().max() > 0
+
+
 class Stream(IterableDataset[Tensor]):
     """Rows whose number nobody knows."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from fxopt.errors import OrderError
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline import check_order
+from fxopt.passes.pipeline import check_order, chosen_passes
 from fxopt.passes.sites import Phase
 
 
@@ -92,3 +92,11 @@ def test_evaluation_and_training_do_not_mix():
         "'fold_batchnorm' and 'sync_batchnorm' cannot be used together: "
         "'fold_batchnorm' needs evaluation mode, 'sync_batchnorm' is for training"
     )
+
+
+def test_a_pass_whose_work_another_includes_runs_behind_it():
+    names = [p.name for p in chosen_passes("prune,fold_batchnorm,quantize{scheme=int8_static},autocast")]
+    assert names == ["prune", "quantize", "fold_batchnorm", "autocast"]
+    assert [p.name for p in chosen_passes("compress")] == ["prune", "fold_batchnorm", "quantize"]
+    a, b, c = a_pass("A"), a_pass("B", includes=("a",)), a_pass("C")
+    assert chosen_passes([a, c, b]) == (c, b, a) and chosen_passes([b, a]) == (b, a)

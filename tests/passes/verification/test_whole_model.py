@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.verification import Original
+from fxopt.passes.verification import Original, demands, tolerances
+from fxopt.passes.verification.whole_model import original
 from fxopt.tracing.values import Inputs
 
 SEEN: list[Tensor] = []
@@ -58,3 +59,54 @@ def test_a_model_that_takes_one_size_is_compared_on_it_in_every_mode() -> None:
     SEEN.clear()
     Original(OneSize(), [Inputs(torch.randn(1, 32, 8))], is_usual=False)
     assert [tuple(x.shape) for x in SEEN] == [(1, 32, 8)]
+
+
+class Rounding(Sized):
+    """The same but for rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e4 - 1e4
+
+
+class Wrong(Sized):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.001
+
+
+@pytest.mark.parametrize("drowns", [False, True])
+@pytest.mark.parametrize(("kind", "looks_further"), [(Rounding, True), (Wrong, False)])
+def test_of_a_smaller_call_that_drowns_in_rounding_float64_tells_and_then_the_examples_do(
+    kind: type[Sized], looks_further: bool, drowns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(original, "_drowns", lambda _: drowns)
+    model, other = Sized(), kind()
+    other.load_state_dict(model.state_dict())
+    runs = Original(model, [Inputs(torch.randn(1, 32, 8))], is_usual=False, gradients=True)
+    SEEN.clear()
+    assert not runs.verdict(other).ok
+    assert any(tuple(seen.shape) == (1, 32, 8) for seen in SEEN) == (drowns and looks_further)
+
+
+def test_a_gradient_drowns_where_rounding_is_more_than_half_of_it() -> None:
+    exact = {"gradient of a.weight": torch.tensor([1.0, -2.0]).double(), "output": torch.ones(2).double()}
+    for move, drowned in ((0.9, False), (1.1, True)):
+        native = {"gradient of a.weight": torch.tensor([1.0, -2.0 + move]), "output": torch.zeros(2)}
+        assert tolerances.is_drowned(exact, native) is drowned
+
+
+def test_no_more_is_learned_of_rounding_than_is_enough() -> None:
+    learned: list[int] = []
+
+    def judge() -> float:
+        if len(learned) < 3:
+            raise demands.TooFar("too far", 0.5)
+        return 0.1
+
+    def learn(count: int):
+        for number in range(count):
+            yield learned.append(number)
+
+    assert demands.judged(judge, lambda: learn(8)) == (0.1, None) and learned == [0, 1, 2]
+    learned.clear()
+    error, objection = demands.judged(judge, lambda: learn(2))
+    assert error == 0.5 and str(objection) == "too far" and learned == [0, 1]

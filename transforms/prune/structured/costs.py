@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from ....tracing.values import tensors_by_name
 from .removal import remove
 from .sites import Chosen, kept_indices, sites_of
 
-__all__ = ["cost_of", "costs", "parameters_left"]
+__all__ = ["Cost", "DoesNotRun", "cost_of", "elements_left"]
 
 _SECONDS = 0.1
 """So long the two models are timed beside each other, at each step."""
@@ -29,44 +28,73 @@ _SECONDS = 0.1
 Cost = Callable[[Sequence[Chosen]], float]
 
 
+class DoesNotRun(Exception):  # a signal between two modules, turned into refusals by one
+    """A model does not run any more once units are gone.
+
+    Attributes:
+        reasons: name of each group at fault -> what its removal alone makes the model raise.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(f"without units of {', '.join(reasons)} the model does not run")
+        self.reasons = reasons
+
+
 def cost_of(program: Program, target: str) -> Cost:
-    """Return the function that says what a model costs where units are kept."""
+    """Return the function that says what a model costs where units are kept.
+
+    Raises:
+        BudgetError: if that takes a run, and there are no example inputs.
+    """
+    if target == "units":
+        return lambda chosen: float(sum(len(each.kept) for each in chosen))
     if target == "parameters":
-        return lambda chosen: float(parameters_left(program.model, chosen))
+        return lambda chosen: float(sum(elements_left(program.model, chosen).values()))
     if not program.whole_calls:
         raise BudgetError(f"target={target} needs example_inputs, on which the model is run")
-    if target == "flops":
-        return lambda chosen: flops(_pruned(program, chosen))
-    baseline = twin(program.model)
-    return lambda chosen: _share_of_time(program, baseline, _pruned(program, chosen).model)
+    measure = _operations(program) if target == "flops" else _share_of_time(program)
+    known: dict[tuple[tuple[int, ...], ...], float] = {}
+
+    def cost(chosen: Sequence[Chosen]) -> float:
+        kept = tuple(each.kept for each in chosen)
+        if kept not in known:
+            known[kept] = _measured(program, chosen, measure)
+        return known[kept]
+
+    return cost
 
 
-def parameters_left(model: nn.Module, chosen: Sequence[Chosen]) -> int:
-    """Return how many parameters a model has where units are kept; nothing is cut for that."""
+def elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
+    """Return how many elements each parameter has where units are kept, by its first name; nothing is cut for that."""
     tensors = tensors_by_name(model)
     gone: dict[tuple[int, int], set[int]] = defaultdict(set)
     for each in chosen:
         kept = set(each.kept)
-        for cut in each.group.cuts:
+        for cut in each.group.cuts if len(kept) < each.group.size else ():
             places = set(range(len(cut.units))) - set(kept_indices(cut.units, kept))
             gone[id(tensors[cut.tensor]), cut.dim].update(places)
-    total = 0
-    for tensor in {id(tensor): tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)}.values():
-        count = 1
+    found: dict[str, int] = {}
+    for name, tensor in model.named_parameters():
+        found[name] = 1
         for dim, size in enumerate(tensor.shape):
-            count *= size - len(gone.get((id(tensor), dim), ()))
-        total += count
-    return total
+            found[name] *= size - len(gone.get((id(tensor), dim), ()))
+    return found
 
 
-def flops(program: Program) -> float:
-    """Return the floating-point operations of the example calls; no data is computed where that can be helped."""
-    model = copied_module(program.model).eval()
+def _operations(program: Program) -> Callable[[nn.Module], float]:
+    """Return what counts a model's floating-point operations: without data, where its code does not look into any."""
+    model = twin(program.model).eval()
     try:
         with fake_tensors():
-            return _counted(model, program)
-    except Exception:  # code that looks into tensors
-        return _counted(model, program)
+            _counted(model, program)
+    except Exception:  # whatever code raises that looks into tensors
+        return lambda model: _counted(copied_module(model).eval(), program)
+
+    def count(model: nn.Module) -> float:
+        with fake_tensors():
+            return _counted(model.eval(), program)
+
+    return count
 
 
 def _counted(model: nn.Module, program: Program) -> float:
@@ -76,34 +104,53 @@ def _counted(model: nn.Module, program: Program) -> float:
     return float(counter.get_total_flops())
 
 
-def costs(program: Program, chosen: Sequence[Chosen]) -> dict[str, list[float]]:
-    """Return what the model costs before and after, as far as that can be counted, for the report."""
-    found = {"parameters": [float(parameters_left(program.model, some)) for some in ((), chosen)]}
-    if program.whole_calls:
-        with suppress(Exception):  # it is the report's alone
-            found["flops"] = [flops(program), flops(_pruned(program, chosen))]
-    return found
+def _share_of_time(program: Program) -> Callable[[nn.Module], float]:
+    """Return what says what a call takes, as a share of what one of the whole model takes; both are timed in turn."""
+    baseline = twin(program.model)
+
+    def share(pruned: nn.Module) -> float:
+        for model in (baseline, pruned):
+            deactivate(all_modules(model))
+        runners = {
+            name: runner(model, program.whole_calls, training=program.training)
+            for name, model in (("before", baseline), ("after", pruned))
+        }
+        return 1 / time_candidates(runners, seconds=_SECONDS).ratio("before", "after").mid
+
+    return share
 
 
-def _share_of_time(program: Program, baseline: nn.Module, pruned: nn.Module) -> float:
-    """Return what a call takes, as a share of what one of the whole model takes; both are timed in turn."""
-    for model in (baseline, pruned):
-        deactivate(all_modules(model))
-    runners = {
-        name: runner(model, program.whole_calls, training=program.training)
-        for name, model in (("before", baseline), ("after", pruned))
-    }
-    return 1 / time_candidates(runners, seconds=_SECONDS).ratio("before", "after").mid
+def _measured(program: Program, chosen: Sequence[Chosen], measure: Callable[[nn.Module], float]) -> float:
+    try:
+        return measure(_pruned(program, chosen))
+    except Exception as error:  # whatever the model's code raises
+        alone = {each.group.name: _raised(program, each, measure) for each in chosen}
+        reasons = {name: raised for name, raised in alone.items() if raised}
+        raise DoesNotRun(reasons or dict.fromkeys(alone, _shown(error))) from error
 
 
-def _pruned(program: Program, chosen: Sequence[Chosen]) -> Program:
-    """Return a program in which the units are gone, on a copy of the model."""
-    copied = Program(
-        twin(program.model), program.inputs, dict(program.opaque), training=program.training,
-    )  # fmt: skip
+def _raised(program: Program, each: Chosen, measure: Callable[[nn.Module], float]) -> str:
+    """Return what the removal of one group's units makes the model raise, or ""."""
+    if len(each.kept) == each.group.size:
+        return ""
+    try:
+        measure(_pruned(program, [each]))
+    except Exception as error:  # as above
+        return _shown(error)
+    return ""
+
+
+def _shown(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"without its units the model does not run: {type(error).__name__}: {first}"
+
+
+def _pruned(program: Program, chosen: Sequence[Chosen]) -> nn.Module:
+    """Return a copy of the model in which the units are gone."""
+    copied = Program(twin(program.model), program.inputs, dict(program.opaque), training=program.training)
     for site in sites_of(program, chosen):
         there = Site.from_json(copied, site.to_json())
         edit = Edit(copied, there, "prune")
         remove(there.read_through(edit.own_graphs), edit)
         edit.finish()
-    return copied
+    return copied.model

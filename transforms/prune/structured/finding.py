@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +14,10 @@ from ....tracing.program import Program
 from ..coupling import Group, Refused, coupling
 from ..settings import Settings
 from .choosing import choose, chosen_for_target
-from .costs import cost_of, costs
+from .costs import Cost, DoesNotRun, cost_of
 from .scores import NoScores, scores_of
 from .sites import Chosen, sites_of
+from .telling import told
 
 __all__ = ["find"]
 
@@ -30,23 +30,31 @@ def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
     scores = scores_of(program, groups, wanted)
     scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
     unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
-    yield from _refusals(unscored)
-    if scored:
-        chosen = _chosen(program, [group for group, _ in scored], [score for _, score in scored], wanted)
-        yield from _with_costs(program, chosen)
+    chosen, cost, failing = _chosen(program, scored, wanted)
+    yield from _refusals((*unscored, *failing))
+    if chosen:
+        yield from told(program.model, chosen, list(sites_of(program, chosen)), wanted, cost)
 
 
-def _with_costs(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
-    """Yield the sites; the first one carries what the whole model costs before and after, for the report."""
-    for number, site in enumerate(sites_of(program, chosen)):
-        known = {} if number else {"costs": costs(program, chosen)}
-        yield replace(site, data={**site.data, **known})
+def _chosen(
+    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Settings
+) -> tuple[list[Chosen], Cost, list[Refused]]:
+    """Return what is kept of each group, by which cost, and the groups without whose units the model does not run."""
+    cost, failing = cost_of(program, wanted.target), list[Refused]()
+    while scored:
+        groups, scores = [group for group, _ in scored], [score for _, score in scored]
+        try:
+            return _for(wanted, groups, scores, cost), cost, failing
+        except DoesNotRun as signal:
+            reasons = signal.reasons
+            failing += [Refused(name, reason) for name, reason in reasons.items()]
+            scored = [(group, score) for group, score in scored if group.name not in reasons]
+    return [], cost, failing
 
 
-def _chosen(program: Program, groups: Sequence[Group], scores: Sequence[Tensor], wanted: Settings) -> list[Chosen]:
+def _for(wanted: Settings, groups: Sequence[Group], scores: Sequence[Tensor], cost: Cost) -> list[Chosen]:
     if wanted.target == "units":
         return choose(groups, scores, wanted.amount, wanted)
-    cost = cost_of(program, wanted.target)
     return chosen_for_target(wanted.amount, lambda share: choose(groups, scores, share, wanted), cost, wanted.target)
 
 

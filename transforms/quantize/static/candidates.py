@@ -14,16 +14,18 @@ from ....passes.sites import Refusal
 from ....tracing.program import Program
 from ....tracing.values import user_class
 from ..eligible import Layer, already_quantized, obstacle
+from ..linears import CONVOLUTIONS, linear_of
 
-__all__ = ["CONVOLUTIONS", "candidates", "is_candidate", "objection"]
+__all__ = ["candidates", "is_candidate", "objection"]
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def is_candidate(module: nn.Module) -> bool:
     """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
-    return isinstance(module, FakeQuantized) or user_class(type(module)) in (nn.Linear, *CONVOLUTIONS)
+    linear = linear_of(module)
+    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.dim)
+    return is_plain or isinstance(module, FakeQuantized)
 
 
 def candidates(

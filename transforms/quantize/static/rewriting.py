@@ -28,7 +28,9 @@ from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
 from ...fold_batchnorm.find import dimensions_wanted
-from .candidates import CONVOLUTIONS, is_candidate, objection
+from ..linears import CONVOLUTIONS
+from ..replacing import put
+from .candidates import is_candidate, objection
 from .members import as_found, members
 from .pools import pooling_of
 
@@ -83,9 +85,8 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in observed.values())
         noted = tuple(float(tensor) for tensor in observed.values())
         step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted)
-    values, scales = step.forward([weight.detach()])
-    edit.replace_module(path, _layer_of(old, values, scales, Range(layer["scale"], layer["zero_point"])))
-    edit.record_state(step)
+    of_input = Range(layer["scale"], layer["zero_point"])
+    put(edit, path, {step: weight}, lambda held: _layer_of(old, *held[0], of_input))
 
 
 def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_input: Range) -> StaticLayer:

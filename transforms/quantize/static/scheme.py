@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -14,9 +14,8 @@ from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....suggest import did_you_mean
 from ....tracing.program import Program
+from ...calibration import calls, ranges_of
 from ..settings import Settings
-from .batches import calls
-from .calibration import ranges_of
 from .candidates import candidates
 from .chains import Chain, Link, chains
 from .rewriting import rewrite
@@ -73,7 +72,7 @@ def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Mo
     yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
     if not ranges:
         return
-    budget: float = cast("Any", settings).error_budget
+    budget = settings.error_budget
     found = sensitivity(program, ranges, _group(settings), data[0], budget) if data else unknown(ranges)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"

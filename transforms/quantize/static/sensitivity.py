@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ....layers.quantized import Range
 from ....tracing.program import Program
 from ....tracing.values import Inputs
-from .calibration import advancing
-from .simulation import Simulation
+from ...calibration import advancing
+from .simulation import RoundedModel
 
 __all__ = ["Sensitivity", "sensitivity", "unknown"]
 
@@ -39,7 +39,7 @@ def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
     """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
-    simulation = Simulation(program, ranges, group, call)
+    simulation = RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
         return Sensitivity(simulation.own_errors, {}, (), whole)

@@ -19,9 +19,9 @@ from ....passes.verification import Tolerance, distance
 from ....tracing.program import Program
 from ....tracing.recording import preserved
 from ....tracing.values import Inputs
-from .batches import run_call
+from ...calibration import run_call
 
-__all__ = ["Simulation", "error_of"]
+__all__ = ["RoundedModel", "error_of"]
 
 _ANY = Tolerance(0.0, float("inf"))
 
@@ -56,7 +56,7 @@ class Layer:
             return error_of(result, self.module.forward(self.range.rounded(x)))
 
 
-class Simulation:
+class RoundedModel:
     """Run a model on one call with some of its layers rounded, and compare.
 
     Args:

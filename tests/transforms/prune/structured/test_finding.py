@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import BudgetError, UsageError
+from fxopt.storage import byte_text
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.prune import Prune
 from fxopt.transforms.prune.coupling import Cut, Group, Refused
@@ -100,6 +101,35 @@ def test_parameters_and_operations_are_targets(decoder: Any, target: Any):
     assert abs(1 - cost(fast) / cost(decoder.model()) - 0.4) < 0.06
 
 
+WRONG = Group("block.bn1", "channels", 8, (Cut("block.bn1.weight", 0, tuple(range(8))),))
+"""Without the convolution before it, which the analysis would not leave out."""
+
+
+def test_what_does_not_run_while_operations_are_counted_is_refused_by_name(residual: Any):
+    residual.couple(residual.groups[0], WRONG)
+    fast = prune(residual, amount=0.3, target="flops", scope="layer")
+    by_status = {decision.status: decision for decision in fxopt.plan(fast).decisions}
+    assert set(by_status) == {"applied", "refused"} and by_status["refused"].label == "block.bn1"
+    assert by_status["refused"].reason.startswith("without its units the model does not run: RuntimeError: ")
+    assert fast.stem.out_channels < 8 and fast.block.bn1.weight.shape == (8,)
+
+
+def test_the_report_says_what_was_reached_where_a_site_was_undone(residual: Any):
+    residual.couple(residual.groups[0], WRONG)
+    fast = prune(residual, scope="layer", target="parameters", amount=0.3)
+    left, whole = (sum(p.numel() for p in model.parameters()) for model in (fast, residual.model()))
+    assert fast.block.bn1.weight.shape == (8,) and fast.stem.out_channels < 8
+    said = str(fxopt.report(fast))
+    assert f"prune: 16 -> {8 + fast.stem.out_channels} units" in said and f" -> {byte_text(4 * left)}" in said
+    assert f"{whole:,} -> {left:,} parameters ({left / whole:.0%}), {byte_text(4 * whole)} -> " in said
+    said = str(fxopt.report(prune(residual, scope="layer", amount=0.5)))
+    assert "prune: asked 0.5 of the units, reached 0.25: undone at block.bn1\n" in f"{said}\n"
+
+
+def test_the_report_says_nothing_of_a_target_that_was_met(residual: Any):
+    assert "asked" not in str(fxopt.report(prune(residual, scope="layer")))
+
+
 def test_latency_is_a_target():
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     group = Group(
@@ -181,11 +211,25 @@ def test_scores_of_the_user(residual: Any, given: Callable[[Tensor], Any]):
     assert kept_of(prune(residual, scores=given(scores))) == {"block.conv1": [1, 3, 4, 7]}
 
 
-def test_scores_of_another_shape_or_that_are_none(residual: Any):
-    with pytest.raises(UsageError, match=r"scores of '.*' have shape \[3\], not"):
-        prune(residual, scores=lambda name, weight: torch.ones(3))
-    with pytest.raises(UsageError, match="scores of 'stem' are not finite"):
-        prune(residual, scores=lambda name, weight: weight * float("nan"))
+def _raising(*_: Any) -> Tensor:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (lambda *_: None, r"what scores= gives for '.*' is of type NoneType; give a tensor of shape \["),
+        (lambda *_: "high", r"what scores= gives for '.*' is of type str; give a tensor"),
+        (lambda *_: torch.ones(3), r"what scores= gives for '.*' has shape \[3\], the parameter \["),
+        (lambda name, weight: weight * float("nan"), "what scores= gives for 'stem.weight' has NaN in it"),
+        (lambda name, weight: weight * float("inf"), "scores of 'stem' are not finite: NaN or infinity is in its"),
+        (_raising, r"the function scores= raises for '.*': ValueError: no"),
+        ({}, "scores is empty; give tensors by name"),
+    ],
+)
+def test_scores_that_are_none_are_refused_by_name(residual: Any, scores: Any, message: str):
+    with pytest.raises(UsageError, match=message):
+        prune(residual, scores=scores)
 
 
 # -- what stays -------------------------------------------------------------------------------------------------------

@@ -375,3 +375,26 @@ def test_text_leaves_the_data_out():
     pass_ = Quantize(scheme="int8_static", observer="minmax", batches=4, calibration=[X])
     assert str(pass_) == "quantize{scheme=int8_static,observer=minmax,batches=4}"
     assert parse(str(pass_)) == (pass_,)
+
+
+def test_norms_fold_into_what_is_quantized_and_into_the_rest(net: nn.Module):
+    fast = fxopt.optimize(
+        net, "prune,fold_batchnorm,quantize{scheme=int8_static,aim=size,keep=[second]}", example_inputs=X, measure=False
+    )
+    assert fxopt.plan(fast).pipeline[1:] == ("quantize{scheme=int8_static,keep=[second],aim=size}", "fold_batchnorm")
+    alone = optimized(fxopt.optimize(net, "prune", example_inputs=X), keep="second")
+    assert is_static(fast.first) and not is_static(fast.second)
+    assert error(run(fast), run(alone)) < 1e-5
+
+    folded = fxopt.optimize(net, "fold_batchnorm", example_inputs=X, measure=False)
+    refused = [d.reason for d in fxopt.plan(optimized(folded)).decisions if d.status == "refused"]
+    assert len(refused) == 2 and all("int8_static folds norms itself: begin with" in reason for reason in refused)
+
+
+def test_a_norm_behind_a_layer_in_floats_is_folded_beside_the_quantized_ones(net: nn.Module):
+    pipeline = "fold_batchnorm,quantize{scheme=int8_static,aim=size,keep=[second]}"
+    fast = fxopt.optimize(net, pipeline, example_inputs=X, measure=False)
+    applied = [(d.pass_name, d.status) for d in fxopt.plan(fast).decisions]
+    assert applied.count(("fold_batchnorm", "applied")) == 1 and ("quantize", "applied") in applied
+    assert error(run(fast), run(optimized(net, keep="second"))) < 1e-4
+    assert error(run(fast), run(net)) < 0.05

@@ -134,9 +134,9 @@ def _linear(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out
 def _attention(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
     """Attention over [batch, heads, length, width]: heads of a query go with those of its key and value."""
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if isinstance(mask, Tensor):
-        follower.keep_whole(follower.get(mask))
     query, key = (follower.keep_whole(follower.get(each), [0, 2, 3]) for each in args[:2])
+    if isinstance(mask, Tensor):
+        _masking(follower, mask, query.of(1))
     value = follower.get(args[2])
     wide = value.of(3)
     own_width = wide is not None and len(wide.dims) == 1
@@ -146,6 +146,14 @@ def _attention(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], 
     results = results_of(out)
     labels = Labels(tuple(results[0].shape), tuple(blocks))
     return [labels]
+
+
+def _masking(follower: Follower, mask: Tensor, query: Block | None) -> None:
+    """Join the heads of a mask that has one for each with those of the query; all else of it stays whole."""
+    head = mask.dim() - 3
+    labels = follower.keep_whole(follower.get(mask), [dim for dim in range(mask.dim()) if dim != head])
+    if head >= 0 and mask.shape[head] > 1:
+        follower.join(query, labels.line(head, follower.atoms, follower.why))
 
 
 def _attending(follower: Follower, query: Block | None, key: Block | None, value: Block | None) -> Block | None:

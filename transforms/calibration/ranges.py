@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from ....compat_quantized import Observer
-from ....errors import CalibrationError
-from ....layers.quantized import Range
-from ....tracing.program import Program
-from ....tracing.recording import preserved
-from ....tracing.values import Inputs
+from ...compat_quantized import Observer
+from ...errors import CalibrationError
+from ...layers.quantized import Range
+from ...tracing.program import Program
+from ...tracing.recording import preserved
+from ...tracing.values import Inputs
 from .batches import run_call
 
 __all__ = ["advancing", "ranges_of"]

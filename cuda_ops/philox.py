@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["uniform"]
+__all__ = ["key_of", "uniform"]
 
 
 def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
@@ -31,3 +31,10 @@ def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
     words = generator.random_raw((count + 1) // 2)
     halves = torch.from_numpy(words.view(np.int32))[:count]
     return halves.bitwise_right_shift_(8).to(torch.float32).mul_(2**-24).add_(0.5).view(tuple(shape))
+
+
+def key_of(seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
+    """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
+    return seed if isinstance(seed, Tensor) else torch.tensor([seed, offset], device=device)

@@ -1,0 +1,97 @@
+"""What gated activations and their gradient are: references, checks, results' shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...errors import UsageError
+from ...operators import OpInfo
+from ..activations import activated, activation_gradient, check_activation
+from ..checks import as_under_autocast, check_one_device, check_one_dtype
+from ..definition import define, looped
+
+__all__ = ["ROWS", "geglu", "swiglu"]
+
+
+def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    return activated(gate, activation).contiguous().mul_(value)
+
+
+def _check(gate: Tensor, value: Tensor, activation: str) -> None:
+    check_one_dtype("gated", gate=gate, value=value)
+    check_one_device("gated", gate=gate, value=value)
+    check_activation("gated", activation)
+    if gate.shape != value.shape:
+        raise UsageError(f"gated: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    gate, value, ctx.activation = inputs
+    ctx.save_for_backward(gate, value)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_gated_backward(grad, *ctx.saved_tensors, ctx.activation), None
+
+
+def _backward_reference(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    of_value = activated(gate, activation).mul_(grad)
+    return activation_gradient(grad * value, gate, activation).contiguous(), of_value.contiguous()
+
+
+def _check_backward(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> None:
+    check_one_dtype("gated_backward", gate=gate, value=value, grad=grad)
+    check_activation("gated_backward", activation)
+
+
+def _fake_backward(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+_gated_backward = define(
+    "gated_backward",
+    _backward_reference,
+    check=_check_backward,
+    fake=_fake_backward,
+    kernel="gated.triton_kernel:gated_backward",
+    batching=looped,
+)
+_gated = define(
+    "gated",
+    _reference,
+    check=_check,
+    kernel="gated.triton_kernel:gated",
+    setup=_setup,
+    backward=_backward,
+    batching=looped,
+)
+ROWS = tuple(OpInfo(f"fxopt::{name}", vectorizable=True) for name in ("gated", "gated_backward"))
+
+
+def swiglu(gate: Tensor, value: Tensor) -> Tensor:
+    """Return `silu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
+
+    Args:
+        gate, value: floating-point tensors of one shape, dtype and device; only these are kept for the backward.
+
+    Raises:
+        UsageError: an argument is not of that form.
+    """
+    return _gated(gate, as_under_autocast(gate, value), "silu")
+
+
+def geglu(gate: Tensor, value: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Return `gelu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
+
+    Args:
+        gate, value: floating-point tensors of one shape, dtype and device.
+        approximate: as of `torch.nn.functional.gelu`.
+
+    Raises:
+        UsageError: an argument is not of that form.
+    """
+    if approximate not in ("none", "tanh"):
+        raise UsageError(f"geglu: approximate is {approximate!r}; pass 'none' or 'tanh'")
+    return _gated(gate, as_under_autocast(gate, value), "gelu" if approximate == "none" else "gelu_tanh")

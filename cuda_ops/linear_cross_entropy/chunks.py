@@ -1,0 +1,125 @@
+"""The loss and its gradients a chunk of rows at a time; only the logits of one chunk are there at once.
+
+The gradients of a chunk are computed right after its losses, from the same logits, as in Liger Kernel's
+`FusedLinearCrossEntropy` (Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Head", "Rows", "gradients", "losses", "rows_in_torch"]
+
+_LOGITS = 2**22
+"""In a chunk, by default: 16 MiB of float32, which is enough rows for the products to be fast."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head with its targets, and how the loss is told to take them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    chunk: int
+
+    @property
+    def starts(self) -> range:
+        """Return where chunks begin."""
+        return range(0, self.x.shape[0], self.step)
+
+    @property
+    def step(self) -> int:
+        """Return how many rows a chunk has."""
+        return self.chunk or max(16, _LOGITS // max(1, self.weight.shape[0]))
+
+    def logits(self, start: int) -> Tensor:
+        """Return the logits of a chunk, in float32 at the least."""
+        found = torch.nn.functional.linear(self.x[start : start + self.step], self.weight, self.bias)
+        return found.to(wide(found.dtype))
+
+    def kept(self, start: int) -> Tensor:
+        """Return which rows of a chunk count."""
+        return self.target[start : start + self.step] != self.ignore_index
+
+
+Rows: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""Take logits, targets that are in range, a scale for each row, the smoothing, and whether gradients are wanted; return
+losses, not scaled, and write the scaled gradients into the logits.
+"""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are taken in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_in_torch(logits: Tensor, target: Tensor, scale: Tensor, smoothing: float, wants_gradients: bool) -> Tensor:
+    """Compute losses of rows, and gradients in the place of the logits."""
+    index = target[:, None]
+    picked = logits.gather(1, index)
+    if smoothing:
+        picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
+    largest = logits.amax(1, keepdim=True)
+    total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    if wants_gradients:
+        logits.mul_(scale[:, None] / total)
+        if smoothing:
+            logits.sub_(scale[:, None] * (smoothing / logits.shape[1]))
+        logits.scatter_add_(1, index, (smoothing - 1) * scale[:, None])
+    return (total.log_() + largest - picked).squeeze(1)
+
+
+def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
+    """Return the loss of each row, zero for those that are ignored."""
+    found = head.x.new_empty(head.x.shape[0], dtype=wide(head.x.dtype))
+    for start in head.starts:
+        kept = head.kept(start)
+        target = head.target[start : start + head.step].where(kept, 0)
+        scale = kept.to(found.dtype)
+        found[start : start + head.step] = rows(head.logits(start), target, scale, head.label_smoothing, False) * scale
+    return found
+
+
+def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sum of the losses and its gradients for x, weight and bias; that of no bias is empty.
+
+    Args:
+        head: the head.
+        upstream: a factor for the gradient of each row; None is one.
+        rows: what computes a chunk.
+    """
+    x, weight, bias = head.x, head.weight, head.bias
+    total = x.new_zeros((), dtype=wide(x.dtype))
+    of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    of_weight = weight.new_zeros(weight.shape, dtype=total.dtype)
+    of_bias = weight.new_zeros(0 if bias is None else weight.shape[0], dtype=total.dtype)
+    for start in head.starts:
+        end = start + head.step
+        kept = head.kept(start).to(total.dtype)
+        scale = kept if upstream is None else kept * upstream[start:end]
+        logits = head.logits(start)
+        target = head.target[start:end].where(kept.bool(), 0)
+        total += (rows(logits, target, scale, head.label_smoothing, True) * kept).sum()
+        narrow = logits.to(x.dtype)
+        torch.mm(narrow, weight, out=of_x[start:end])
+        _accumulate(of_weight, narrow, x[start:end])
+        if bias is not None:
+            of_bias += logits.sum(0)
+        del logits, narrow
+    return total, of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype)
+
+
+def _accumulate(of_weight: Tensor, of_logits: Tensor, x: Tensor) -> None:
+    if of_weight.dtype == x.dtype:
+        of_weight.addmm_(of_logits.t(), x)
+    else:
+        of_weight.add_(of_logits.t() @ x)

@@ -1,0 +1,186 @@
+"""What `linear_cross_entropy` is: references, checks, results' shapes, gradients."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...operators import OpInfo
+from ..checks import check_one_device, check_one_dtype
+from ..definition import define, looped
+from .chunks import Head, gradients, losses, wide
+from .summed import define_sum
+
+__all__ = ["ROWS", "linear_cross_entropy"]
+
+_NAME = "linear_cross_entropy"
+_KERNELS = "linear_cross_entropy.triton_kernel"
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+) -> None:
+    check_one_dtype(_NAME, x=x, weight=weight, bias=bias)
+    check_one_device(_NAME, x=x, weight=weight, bias=bias, target=target)
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise UsageError(f"{_NAME}: weight is {_shape(weight)}, x {_shape(x)}; expected [classes, features]")
+    if target.dtype != torch.int64 or target.shape != x.shape[:-1]:
+        found = f"{target.dtype} of shape {_shape(target)}"
+        raise UsageError(f"{_NAME}: target is {found}; expected int64 of shape {_shape(x[..., 0])}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UsageError(f"{_NAME}: bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
+    if not 0 <= label_smoothing <= 1:
+        raise UsageError(f"{_NAME}: label_smoothing is {label_smoothing}; pass a number from 0 to 1")
+    if chunk < 0:
+        raise UsageError(f"{_NAME}: chunk is {chunk}; pass a number of rows, or 0")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+) -> Tensor:
+    return losses(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk))
+
+
+def _fake_losses(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=wide(x.dtype))
+
+
+def _step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), None)
+
+
+def _fake_step(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_bias = weight.new_empty(0 if bias is None else weight.shape[0])
+    return x.new_empty((), dtype=wide(x.dtype)), x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), grad)[1:]
+
+
+def _check_backward(grad: Tensor, *args: Any) -> None:
+    _check(*args)
+
+
+def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_step(*args)[1:]
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    of_x, of_weight, of_bias = _linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return of_x, of_weight, of_bias if ctx.needs_input_grad[2] else None, None, None, None, None
+
+
+_linear_cross_entropy_backward = define(
+    f"{_NAME}_backward",
+    _backward,
+    check=_check_backward,
+    fake=_fake_backward,
+    kernel=f"{_KERNELS}:linear_cross_entropy_backward",
+    batching=looped,
+)
+_linear_cross_entropy = define(
+    _NAME,
+    _losses,
+    check=_check,
+    fake=_fake_losses,
+    kernel=f"{_KERNELS}:linear_cross_entropy",
+    setup=_keep_arguments,
+    backward=_of_losses,
+    batching=looped,
+)
+_linear_cross_entropy_step = define(
+    f"{_NAME}_step",
+    _step,
+    check=_check,
+    fake=_fake_step,
+    kernel=f"{_KERNELS}:linear_cross_entropy_step",
+    batching=looped,
+)
+_linear_cross_entropy_sum = define_sum(f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step)
+ROWS = tuple(OpInfo(f"fxopt::{_NAME}{ending}", vectorizable=True) for ending in ("", "_sum", "_step", "_backward"))
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """Return `cross_entropy(linear(x, weight, bias), target)` without ever holding all logits.
+
+    The rows are taken in chunks. With `mean` and `sum`, the gradients are computed in the forward, from the logits that
+    are there. With `none`, the backward computes the logits once more, as it does where the forward needed no gradient.
+    Losses are float32 at the least. Under autocast, products are taken in its dtype.
+
+    Args:
+        x: [..., features].
+        weight: [classes, features].
+        target: [...], int64; classes, or `ignore_index`.
+        bias: [classes].
+        ignore_index: the target of rows that do not count, for the mean neither.
+        label_smoothing: the share of the target that goes to all classes alike, from 0 to 1.
+        reduction: of the losses; `none` gives [...].
+        chunk: rows at a time; by default so many that their logits take 16 MiB in float32.
+
+    Raises:
+        UsageError: an argument is not of that form.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"{_NAME}: reduction is {reduction!r}; pass 'mean', 'sum' or 'none'")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check(x, weight, bias, target, ignore_index, label_smoothing, chunk or 0)
+    given = x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias, target.flatten()
+    settings = ignore_index, label_smoothing, chunk or 0
+    if reduction == "none":
+        return _linear_cross_entropy(*given, *settings).view(target.shape)
+    total = _linear_cross_entropy_sum(*given, *settings)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()

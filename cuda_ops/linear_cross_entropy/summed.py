@@ -1,0 +1,66 @@
+"""The sum of the losses, whose gradients are computed in the forward.
+
+Whether they are wanted is known where autograd is reached, not where the function is called: a graph that was captured
+without gradients trains as well as one that was captured with them. So this operator decides there, by a kernel for
+autograd of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..definition import NAMESPACE, looped
+
+__all__ = ["define_sum"]
+
+_ARGUMENTS = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk) "
+    "-> Tensor"
+)
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class _Step(Function):
+    """Compute the sum and its gradients at once; the sum is one number, so its own gradient is one factor."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, *args: Any) -> Tensor:
+        total, *found = step(*args)
+        ctx.save_for_backward(*found)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[1:4]
+        found = zip(ctx.saved_tensors, wanted, strict=True)
+        return None, *((each * grads[0]).to(each.dtype) if needed else None for each, needed in found), *[None] * 4
+
+
+def define_sum(name: str, losses: Any, step: Any) -> Any:
+    """Register the operator, and return what calls it.
+
+    Args:
+        name: of the operator.
+        losses: the operator that gives the loss of each row; its arguments are those of the sum, too.
+        step: the operator that gives the sum and its gradients.
+    """
+
+    def total(*args: Any) -> Tensor:
+        return losses(*args).sum()
+
+    def differentiated(*args: Any) -> Tensor:
+        if torch.is_grad_enabled() and any(each.requires_grad for each in args[:3] if each is not None):
+            return cast("Any", _Step).apply(step, *args)
+        return total(*args)
+
+    _library.define(name + _ARGUMENTS, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, total, "CompositeExplicitAutograd")
+    _library.impl(name, differentiated, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)
+    call = getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", looped(call), lib=_library)
+    return call

@@ -1,0 +1,123 @@
+"""What `rms_norm` and its gradient are: references, checks, results' shapes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...operators import OpInfo
+from ..definition import define, looped
+from .arguments import check_norm, empty_sum, of_scale, statistic
+
+__all__ = ["ROWS", "add_rms_norm", "rms_norm"]
+
+_NAME = "rms_norm"
+
+
+def _reference(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, the sum with the residual, and what each row was multiplied with."""
+    total = x if residual is None else (x + residual).contiguous()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = cast("Tensor", torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=wide))
+    factor = norm.square_().mul_(1 / max(1, x.shape[-1])).add_(eps).rsqrt_()
+    result = (total * factor).contiguous()
+    if weight is not None:
+        result = result.mul_(weight)
+    return result.to(x.dtype), x.new_empty(0) if residual is None else total, factor.contiguous()
+
+
+def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> None:
+    check_norm(_NAME, x, residual, weight=weight)
+
+
+def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), empty_sum(x, residual), statistic(x)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, residual, _ = inputs
+    _, total, factor = output
+    ctx.save_for_backward(x if residual is None else total, weight, factor)
+    ctx.has_sum = residual is not None
+    ctx.mark_non_differentiable(*([factor] if ctx.has_sum else [total, factor]))
+
+
+def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    of_total, of_weight = _rms_norm_backward(grad, of_sum if ctx.has_sum else None, *ctx.saved_tensors)
+    wanted = ctx.needs_input_grad
+    return of_total, of_weight if wanted[1] else None, of_total if wanted[2] else None, None
+
+
+def _backward_reference(
+    grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the sum and of the weight.
+
+    With n = total * factor and g = grad * weight, that of the sum is factor * (g - n * mean(g * n)).
+    """
+    normalized = total * factor
+    scaled = grad if weight is None else grad * weight
+    along = (scaled * normalized).mean(-1, keepdim=True)
+    result = torch.addcmul(scaled.to(factor.dtype), normalized, along, value=-1).mul_(factor)
+    if of_sum is not None:
+        result.add_(of_sum)
+    of_weight = of_scale(normalized.mul_(grad), weight, total)
+    return result.to(total.dtype).contiguous(), of_weight
+
+
+def _check_backward(grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor) -> None:
+    check_norm(f"{_NAME}_backward", total, grad, weight=weight)
+
+
+def _fake_backward(
+    grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    return total.new_empty(total.shape), total.new_empty(0 if weight is None else weight.shape)
+
+
+_rms_norm_backward = define(
+    f"{_NAME}_backward",
+    _backward_reference,
+    check=_check_backward,
+    fake=_fake_backward,
+    kernel="norms.triton_kernel:rms_norm_backward",
+    batching=looped,
+)
+_rms_norm = define(
+    _NAME,
+    _reference,
+    check=_check,
+    fake=_fake,
+    kernel="norms.triton_kernel:rms_norm",
+    setup=_setup,
+    backward=_backward,
+    batching=looped,
+    autocast=torch.float32,
+)
+ROWS = tuple(OpInfo(f"fxopt::{name}", vectorizable=True) for name in (_NAME, f"{_NAME}_backward"))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Return `x / sqrt(mean(x**2) + eps) * weight`, along the last dimension (Zhang and Sennrich, 2019).
+
+    Args:
+        x: [..., features], floating-point; the mean is taken in float32 at the least.
+        weight: [features].
+        eps: what is added to the mean.
+
+    Raises:
+        UsageError: an argument is not of that form.
+    """
+    return _rms_norm(x, weight, None, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Return `rms_norm(x + residual, weight, eps)` and `x + residual`.
+
+    Raises:
+        UsageError: an argument is not of that form.
+    """
+    result, total, _ = _rms_norm(x, weight, residual, eps)
+    return result, total

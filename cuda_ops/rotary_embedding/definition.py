@@ -1,0 +1,82 @@
+"""What `rotary_embedding` is: reference, checks, gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import UsageError
+from ...operators import OpInfo
+from ..checks import as_under_autocast, check_one_device, check_one_dtype
+from ..definition import define, looped
+
+__all__ = ["ROWS", "rotary_embedding"]
+
+_NAME = "rotary_embedding"
+
+
+def _reference(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """Return `x * cos + rotated(x) * sin`; the inverse is the transposed of that: `x * cos - rotated(x * sin)`."""
+    half = x.shape[-1] // 2
+    result = (x * cos).contiguous()
+    first, second = x[..., :half], x[..., half:]
+    sin_first, sin_second = sin[..., :half], sin[..., half:]
+    if inverse:
+        sin_first, sin_second = sin_second, sin_first
+    result[..., :half].addcmul_(second, sin_first, value=1 if inverse else -1)
+    result[..., half:].addcmul_(first, sin_second, value=-1 if inverse else 1)
+    return result
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+    check_one_dtype(_NAME, x=x, cos=cos, sin=sin)
+    check_one_device(_NAME, x=x, cos=cos, sin=sin)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise UsageError(f"{_NAME}: x has shape {tuple(x.shape)}; its last dimension must be even")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dim() > x.dim() or table.shape[-1:] != x.shape[-1:]:
+            found = f"{name} has shape {tuple(table.shape)}"
+            raise UsageError(
+                f"{_NAME}: {found}; expected what broadcasts to {tuple(x.shape)}, its features as they are"
+            )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, *inverse = inputs
+    for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[1:3], strict=True):
+        if needed:
+            raise UsageError(f"{_NAME}: {name} requires a gradient, which this operator does not give; detach it")
+    ctx.inverse = bool(inverse and inverse[0])
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return _rotary_embedding(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+_rotary_embedding = define(
+    _NAME,
+    _reference,
+    check=_check,
+    kernel="rotary_embedding.triton_kernel:rotary_embedding",
+    setup=_setup,
+    backward=_backward,
+    batching=looped,
+)
+ROWS = (OpInfo(f"fxopt::{_NAME}", vectorizable=True, keeps_rank=True),)
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `x` with feature i and feature i + features / 2 turned by an angle (Su et al., RoFormer, 2021).
+
+    That is `x * cos + cat([-x2, x1], -1) * sin` with the halves x1 and x2 of the last dimension.
+
+    Args:
+        x: [..., features], floating-point, of an even number of features.
+        cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. They are constants.
+
+    Raises:
+        UsageError: an argument is not of that form, or `cos` or `sin` requires a gradient.
+    """
+    return _rotary_embedding(x, as_under_autocast(x, cos), as_under_autocast(x, sin))

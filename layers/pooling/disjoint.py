@@ -1,0 +1,107 @@
+"""Node-disjoint triads of a graph: the best ones, found in rounds on scattered extremes.
+
+Nodes are numbered from the best to the worst here, and a triad lists them in this order. The score of a triad is the
+sum of those of its nodes; of triads with equal sums the one whose nodes come first is better. So the order of triads is
+total, and what the rounds take is what a loop over all triads, the best first, would take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["disjoint_triads", "disjoint_wedges"]
+
+
+def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
+    """Return those of some triads that are taken where the best comes first and no node is used twice.
+
+    A triad is taken in a round when it is the best at each of its three nodes; then all go that share a node with it.
+    The rounds end when none is left: after a few where scores are spread at random, and at the worst, where they rise
+    along a chain, after one for each triad.
+
+    Args:
+        triads: nodes (triads, 3), int64, each once.
+        score: of each node, falling (nodes,).
+
+    Returns:
+        The triads that were taken, the best first (taken, 3).
+    """
+    left, taken = _best_first(triads.sort(1).values, score), [triads[:0]]
+    while left.numel():
+        taken.append(_winners(left, len(score)))
+        left = left[_free(taken[-1], len(score))[left].all(1)]
+    return _best_first(torch.cat(taken), score)
+
+
+def disjoint_wedges(edge_index: Tensor, score: Tensor) -> Tensor:
+    """Return what `disjoint_triads` takes of all connected triads, open and closed, in memory for the edges alone.
+
+    There are as many as sums of squared degrees, so they are not listed. The best one that has a node in the middle and
+    an edge there joins the edge to the best other neighbour; whatever wins a round is one of these.
+
+    Args:
+        edge_index: each edge in both directions, without self-loops, sorted (2, edges), int64.
+        score: of each node, falling (nodes,).
+
+    Returns:
+        The triads that were taken, the best first (taken, 3).
+    """
+    taken = [edge_index.new_empty((0, 3))]
+    while True:
+        best = _best_wedges(edge_index)
+        if not best.numel():
+            return _best_first(torch.cat(taken), score)
+        taken.append(_winners(_best_first(_promising(best, score), score), len(score)))
+        edge_index = edge_index[:, _free(taken[-1], len(score))[edge_index].all(0)]
+
+
+def _best_wedges(edge_index: Tensor) -> Tensor:
+    """Return, for each edge but a node's first, the triad of both that has the node in the middle."""
+    middle, end = edge_index
+    is_first = torch.ones_like(middle, dtype=torch.bool)
+    is_first[1:] = middle[1:] != middle[:-1]
+    place = torch.arange(len(middle), device=middle.device)
+    best = end[(place * is_first).cummax(0).values] if len(middle) else end
+    return torch.stack([middle, end, best], 1)[~is_first].sort(1).values
+
+
+def _promising(triads: Tensor, score: Tensor) -> Tensor:
+    """Return those triads, all that may win among them, that have the highest sum at one of their nodes."""
+    total = _sums(triads, score)
+    each = total[:, None].expand_as(triads)
+    lowest = torch.full_like(score, -torch.inf)
+    highest = lowest.scatter_reduce_(0, triads.reshape(-1), each.reshape(-1), "amax")[triads]
+    return triads[~(each < highest).all(1)]
+
+
+def _best_first(triads: Tensor, score: Tensor) -> Tensor:
+    """Return the triads, the best first."""
+    pair = triads[:, 0] * len(score) + triads[:, 1]
+    if len(score) < 2**21:
+        order = (pair * len(score) + triads[:, 2]).argsort()
+    else:
+        order = triads[:, 2].argsort()
+        order = order[pair[order].argsort(stable=True)]
+    triads = triads[order]
+    return triads[_sums(triads, score).argsort(descending=True, stable=True)]
+
+
+def _sums(triads: Tensor, score: Tensor) -> Tensor:
+    """Return the sums of scores, added in one order, so that a better node never makes a smaller sum."""
+    first, second, third = score[triads].unbind(1)
+    return first + second + third
+
+
+def _winners(triads: Tensor, nodes: int) -> Tensor:
+    """Return those triads, given the best first, that are the best at all of their nodes."""
+    place = torch.arange(len(triads), device=triads.device)[:, None].expand_as(triads)
+    best = place.new_full((nodes,), len(triads)).scatter_reduce_(0, triads.reshape(-1), place.reshape(-1), "amin")
+    return triads[(best[triads] == place).all(1)]
+
+
+def _free(taken: Tensor, nodes: int) -> Tensor:
+    """Return which nodes are in none of the triads."""
+    free = torch.ones(nodes, dtype=torch.bool, device=taken.device)
+    free[taken.reshape(-1)] = False
+    return free

@@ -1,0 +1,112 @@
+"""Sums of products over triples, as an operator that is its own gradient, to any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .structures import TYPES, typed_triples
+from .triangles import OrientedGraph
+
+__all__ = ["CLOSED", "sums_by_type"]
+
+CLOSED: Final = "closed"
+"""Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
+
+_ROLES = 4
+
+
+def sums_by_type(
+    p: Tensor, q: Tensor, r: Tensor, graph: tuple[Tensor, Tensor, int], structure: str, cap: int, memory_limit: int
+) -> Tensor:
+    """Return for each graph and type of triple the sum of p q r over the triples: [graphs * types, C].
+
+    Args:
+        p, q, r: [rows, C] each, rows for oriented edges with `CLOSED` and else for nodes.
+        graph: oriented edges [2, m], the graph of each node, and the number of graphs.
+        structure: `CLOSED`, "distance" or "codegree".
+        cap: the last number that is a colour of its own.
+        memory_limit: bytes for what is computed on the way.
+    """
+    edges, batch, count = graph
+    cells = p.new_zeros(count * (1 if structure == CLOSED else TYPES[structure](cap)), p.shape[1])
+    sums = triple_products(p, q, r, cells, edges, batch, structure, cap, memory_limit, [False, False, False, True])
+    return sums[3]
+
+
+@torch.library.custom_op("fxopt::triple_products", mutates_args=())
+def triple_products(
+    p: Tensor,
+    q: Tensor,
+    r: Tensor,
+    g: Tensor,
+    edges: Tensor,
+    batch: Tensor,
+    structure: str,
+    cap: int,
+    memory_limit: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the sum of p q r g over all triples: for each of the four the products of the others.
+
+    g has a row for each graph and type. What is not wanted is zero.
+    """
+    tables = (p, q, r, g)
+    sums = tuple(torch.zeros_like(table) for table in tables)
+    rows = max(1, memory_limit // (8 * (_ROLES + 3) * max(1, p.shape[1])))
+    for whole in _places(edges, batch, structure, cap, memory_limit):
+        for first in range(0, whole.shape[1], rows):
+            _add_products(tables, whole[:, first : first + rows], wanted, sums)
+    return sums[0], sums[1], sums[2], sums[3]
+
+
+def _add_products(tables: tuple[Tensor, ...], places: Tensor, wanted: list[bool], sums: tuple[Tensor, ...]) -> None:
+    needed = [any(is_wanted and role != own for role, is_wanted in enumerate(wanted)) for own in range(_ROLES)]
+    values = [
+        table.index_select(0, place) if need else None
+        for table, place, need in zip(tables, places, needed, strict=True)
+    ]
+    for role, is_wanted in enumerate(wanted):
+        if is_wanted:
+            first, second, third = (value for other, value in enumerate(values) if other != role and value is not None)
+            sums[role].index_add_(0, places[role], (first * second).mul_(third))
+
+
+def _places(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
+    """Yield the rows [4, t] of p, q, r and g that each triple multiplies."""
+    if structure != CLOSED:
+        yield from typed_triples(edges, batch, structure, cap, memory_limit)
+        return
+    graph = OrientedGraph(edges, len(batch))
+    for found in graph.triangles(memory_limit):
+        yield torch.cat([graph.order[found], batch[edges[0, graph.order[found[:1]]]]])
+
+
+@triple_products.register_fake
+def _like_inputs(p: Tensor, q: Tensor, r: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(table) for table in (p, q, r, g))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch calls it so
+    ctx.save_for_backward(*inputs[:6])
+    ctx.settings, ctx.wanted = inputs[6:9], inputs[9]
+
+
+def _backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+    """Return the gradients: with one of the four exchanged for what comes from above, the operator again."""
+    tables, graph = list(ctx.saved_tensors[:_ROLES]), ctx.saved_tensors[_ROLES:]
+    gradients: list[Tensor | None] = [None] * _ROLES
+    for role in (role for role in range(_ROLES) if ctx.wanted[role]):
+        wanted = [other != role and ctx.needs_input_grad[other] for other in range(_ROLES)]
+        exchanged = [upstream[role].contiguous() if other == role else table for other, table in enumerate(tables)]
+        parts = triple_products(*exchanged, *graph, *ctx.settings, wanted)
+        for other in (other for other in range(_ROLES) if wanted[other]):
+            known = gradients[other]
+            gradients[other] = parts[other] if known is None else known + parts[other]
+    return (*gradients, *[None] * 6)
+
+
+triple_products.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,242 @@
+"""Coarsening of graphs: disjoint triads of nodes, chosen by a learned score, become one node each."""
+
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import inits, resolver
+from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn.pool.connect import Connect, ConnectOutput
+from torch_geometric.nn.pool.pool import pool_edge  # pyright: ignore[reportUnknownVariableType]
+from torch_geometric.nn.pool.select import Select, SelectOutput
+from torch_geometric.utils import remove_self_loops, to_undirected
+
+from ...errors import UsageError
+from .disjoint import disjoint_triads, disjoint_wedges
+from .triangles import check_edges, triangles
+
+__all__ = ["ContractEdges", "RO3TriadPooling", "SelectTriads"]
+
+Pooled = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
+
+
+class SelectTriads(Select):
+    """Put disjoint triads of nodes into clusters, those with the highest scores first; other nodes stay alone.
+
+    The arguments are those of `RO3TriadPooling`.
+
+    Shape:
+        - x: (nodes, in_channels); edge_index: (2, edges); batch: (nodes,)
+        - a `SelectOutput`: `cluster_index` of each node, and as `weight` the gate of its cluster, 1 for a node alone
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        ratio: float = 0.5,
+        triads: Literal["closed", "all"] = "closed",
+        min_score: float | None = None,
+        nonlinearity: str | Callable[[Tensor], Tensor] = "tanh",
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check(in_channels, ratio, triads)
+        self.in_channels, self.ratio, self.triads, self.min_score = in_channels, ratio, triads, min_score
+        self.act: Callable[[Tensor], Tensor] = resolver.activation_resolver(nonlinearity)
+        self.weight = nn.Parameter(torch.empty(1, in_channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as that of `SelectTopK` is drawn."""
+        inits.uniform(self.in_channels, self.weight)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> SelectOutput:
+        x = x.view(-1, 1) if x.dim() == 1 else x
+        score = (x * F.normalize(self.weight, dim=1)).sum(1)
+        taken = self._taken(score.detach(), edge_index, batch)
+        gate = self.act(score[taken].mean(1))
+        if self.min_score is not None:
+            enough = gate > self.min_score
+            taken, gate = taken[enough], gate[enough]
+        nodes, members = torch.arange(len(x), device=x.device), taken.reshape(-1)
+        first = nodes.scatter(0, members, taken.amin(1).repeat_interleave(3))
+        weight = torch.ones_like(score).scatter(0, members, gate.repeat_interleave(3))
+        cluster = ((first == nodes).cumsum(0) - 1)[first]
+        return SelectOutput(nodes, len(x), cluster, len(x) - 2 * len(taken), weight)
+
+    def _taken(self, score: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        """Return the triads that become clusters (triads, 3)."""
+        order = _best_first(score, batch)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        edges = to_undirected(remove_self_loops(place[edge_index])[0], num_nodes=len(order))
+        falling = score[order].to(torch.promote_types(score.dtype, torch.float32))
+        if self.triads == "all":
+            found = disjoint_wedges(edges, falling)
+        else:
+            found = disjoint_triads(triangles(edges, len(order)).t(), falling)
+        return order[found if self.min_score is not None else found[self._within(found, batch[order])]]
+
+    def _within(self, found: Tensor, batch: Tensor) -> Tensor:
+        """Return which of the triads, the best first, are left when each graph is to keep a part of its nodes."""
+        nodes = batch.bincount()
+        least = (
+            torch.full_like(nodes, self.ratio) if isinstance(self.ratio, int) else (self.ratio * nodes).ceil().long()
+        )
+        room = (nodes - least).clamp(min=0) // 2
+        graph = batch[found[:, 0]]
+        return _place_in_group(graph) < room[graph]
+
+
+class ContractEdges(Connect):
+    """Join edges that lead between the same clusters, and sum their features; edges inside a cluster go.
+
+    Shape:
+        - edge_index: (2, edges); edge_attr: (edges, *) or None
+        - a `ConnectOutput` with edges between clusters, sorted
+    """
+
+    def forward(
+        self,
+        select_output: SelectOutput,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+    ) -> ConnectOutput:
+        pooled = cast("tuple[Tensor, Tensor | None]", pool_edge(select_output.cluster_index, edge_index, edge_attr))
+        return ConnectOutput(*pooled, self.get_pooled_batch(select_output, batch))
+
+
+class RO3TriadPooling(nn.Module):
+    r"""Coarsen graphs: triads of nodes with high scores become one node each, other nodes stay.
+
+    With :math:`\mathbf{y} = \mathbf{X}\mathbf{p} / \|\mathbf{p}\|` a triad :math:`\{i, j, k\}` has the score
+    :math:`(y_i + y_j + y_k) / 3`. No two of the triads that are taken share a node: the one with the highest score is
+    taken first, until none is left or a graph has as few nodes as `ratio` asks for. In the place of a triad there is
+
+    .. math::
+        \mathbf{x}^{\prime} = \sigma\big((y_i + y_j + y_k) / 3\big) \cdot
+        \mathrm{aggr}(\mathbf{x}_i, \mathbf{x}_j, \mathbf{x}_k)
+
+    Edges between the same nodes are joined and their features summed; self-loops go, also those that were there.
+    The direction of edges does not matter for what is a triad. Apart from tied scores the result does not depend on
+    the order of nodes; ties are broken by a node's place in its graph.
+
+    This is a design of fxopt's own, after relational pooling (Murphy et al., 2019, https://arxiv.org/abs/1903.02541)
+    and edge contraction (Diehl, 2019, https://arxiv.org/abs/1905.10990).
+
+    Args:
+        in_channels: size of each node's features.
+        ratio: what part of a graph's nodes is kept at least, as a float, or how many, as an int. As a triad becomes one
+            node, no less than a third is ever kept. Not read where `min_score` is given.
+        triads: `"closed"` takes triangles, `"all"` three connected nodes.
+        min_score: where given, all disjoint triads with a higher gate are taken.
+        multiplier: what features are multiplied by after pooling.
+        nonlinearity: :math:`\sigma`, a name or a callable.
+        aggr: how features of a triad are joined: the name of an aggregation of PyTorch Geometric, or one.
+        device, dtype: of the parameter.
+
+    Shape:
+        - x: (nodes, in_channels); edge_index: (2, edges); edge_attr: (edges, *) or None; batch: (nodes,) or None;
+          attn: (nodes, in_channels) or None, scored in the place of x
+        - x, edge_index, edge_attr and batch of the new graphs, then perm: for each new node the first of the nodes that
+          it stands for; score: its gate, 1 for a node that stayed. `select` gives the clusters.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        ratio: float = 0.5,
+        triads: Literal["closed", "all"] = "closed",
+        min_score: float | None = None,
+        multiplier: float = 1.0,
+        nonlinearity: str | Callable[[Tensor], Tensor] = "tanh",
+        aggr: str | Aggregation = "sum",
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.ratio, self.triads = in_channels, ratio, triads
+        self.min_score, self.multiplier = min_score, multiplier
+        self.select = SelectTriads(in_channels, ratio, triads, min_score, nonlinearity, device=device, dtype=dtype)
+        self.reduce: Aggregation = resolver.aggregation_resolver(aggr)
+        self.connect = ContractEdges()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        self.select.reset_parameters()
+        self.reduce.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        attn: Tensor | None = None,
+    ) -> Pooled:
+        batch = edge_index.new_zeros(len(x)) if batch is None else batch
+        if batch.dtype != torch.int64 or batch.shape != x.shape[:1]:
+            raise UsageError(
+                f"batch is {list(batch.shape)} {batch.dtype}; give one torch.int64 for each of {len(x)} nodes"
+            )
+        check_edges(edge_index, len(x))
+        if attn is not None and len(attn) != len(x):
+            raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
+        chosen = self.select(x if attn is None else attn, edge_index, batch)
+        perm = _first_of_each(chosen.cluster_index, chosen.num_clusters)
+        score = chosen.weight[perm]
+        joined = self.reduce(x, chosen.cluster_index, dim_size=chosen.num_clusters, dim=0)
+        joined = joined * score.view(-1, *[1] * (x.dim() - 1)) * self.multiplier
+        graphs = self.connect(chosen, edge_index, edge_attr, batch)
+        return joined, graphs.edge_index, graphs.edge_attr, graphs.batch, perm, score
+
+    def extra_repr(self) -> str:
+        limit = f"ratio={self.ratio}" if self.min_score is None else f"min_score={self.min_score}"
+        return f"{self.in_channels}, {limit}, triads={self.triads!r}, multiplier={self.multiplier}"
+
+
+def _check(in_channels: int, ratio: float, triads: str) -> None:
+    if triads not in ("closed", "all"):
+        raise UsageError(f"RO3TriadPooling: triads={triads!r}; use 'closed' or 'all'")
+    fits = ratio >= 1 if isinstance(ratio, int) else 0 <= ratio <= 1
+    if isinstance(ratio, bool) or not fits:
+        raise UsageError(
+            f"RO3TriadPooling: ratio={ratio!r}; give a part of the nodes, such as 0.5, or a number of nodes"
+        )
+    if in_channels < 1:
+        raise UsageError(f"RO3TriadPooling: in_channels={in_channels}; give the number of features of a node")
+
+
+def _best_first(score: Tensor, batch: Tensor) -> Tensor:
+    """Return the nodes, those with the highest scores first.
+
+    Ties are broken by a scrambled place in the graph: by the place itself, neighbours in a path of equal nodes would be
+    taken one after another, in a round each.
+    """
+    place = _place_in_group(batch)
+    mixed = place * 0x5851F42D4C957F2D
+    order = ((mixed ^ (mixed >> 32)) * 0x14057B7EF767814F).argsort(stable=True)
+    return order[score[order].argsort(descending=True, stable=True)]
+
+
+def _place_in_group(group: Tensor) -> Tensor:
+    """Return how many come before each with the same group."""
+    order = group.argsort(stable=True)
+    count = group.bincount()
+    start = count.cumsum(0) - count
+    places = torch.arange(len(group), device=group.device) - start[group[order]]
+    return torch.empty_like(group).scatter_(0, order, places)
+
+
+def _first_of_each(cluster: Tensor, clusters: int) -> Tensor:
+    nodes = torch.arange(len(cluster), device=cluster.device)
+    return cluster.new_full((clusters,), len(cluster)).scatter_reduce_(0, cluster, nodes, "amin")

@@ -1,0 +1,118 @@
+"""The loss of a linear head in chunks against the plain one: values, gradients, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.cuda_ops import linear_cross_entropy
+from fxopt.cuda_ops.linear_cross_entropy.chunks import Head, gradients
+from fxopt.passes.timing import LiveBytes
+
+
+def plain(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    logits = F.linear(x, weight, bias)
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+
+
+def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    x, weight, bias = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((6, 7, 12), (19, 12), (19,)))
+    target = torch.randint(0, 19, (6, 7))
+    return x, weight, target.where(target != 3, -100), bias
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_loss_and_gradients_are_those_of_the_plain_head(reduction: str, smoothing: float, chunk: int | None):
+    x, weight, target, bias = head()
+    got = linear_cross_entropy(x, weight, target, bias, reduction=reduction, label_smoothing=smoothing, chunk=chunk)
+    expected = plain(x, weight, target, bias, reduction=reduction, label_smoothing=smoothing).view(got.shape)
+    torch.testing.assert_close(got, expected)
+    upstream = torch.randn_like(got)
+    given = [x, weight, bias]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, given, upstream), torch.autograd.grad(expected, given, upstream)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear_cross_entropy(x, weight, target, bias, reduction=reduction, label_smoothing=smoothing).view_as(got),
+            got,
+        )
+
+
+def test_gradients_can_be_taken_twice_over():
+    x, weight, target, _ = head()
+    loss = linear_cross_entropy(x, weight, target)
+    first = torch.autograd.grad(2 * loss, x, retain_graph=True)
+    torch.testing.assert_close(first, torch.autograd.grad(2 * loss, x), rtol=0, atol=0)
+
+
+def test_narrow_dtypes_sum_in_float32():
+    x, weight, target, bias = (each.bfloat16() if each.is_floating_point() else each for each in head())
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    got = linear_cross_entropy(x, weight, target, bias, chunk=2)
+    assert got.dtype == torch.float32
+    exact = plain(x.double(), weight.double(), target, bias.double())
+    torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
+    for one, other in zip(torch.autograd.grad(got, [x, weight]), torch.autograd.grad(exact, [x, weight]), strict=True):
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+def test_autocast_takes_products_in_its_dtype():
+    x, weight, target, bias = head(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = linear_cross_entropy(x, weight, target, bias), plain(x, weight, target, bias)
+    torch.testing.assert_close(got, expected.float(), rtol=1e-2, atol=1e-2)
+    assert torch.autograd.grad(got, weight)[0].dtype == torch.float32
+
+
+def test_all_rows_ignored_is_what_torch_says():
+    x, weight, target, _ = head()
+    ignored = torch.full_like(target, -100)
+    assert linear_cross_entropy(x, weight, ignored).isnan()
+    assert linear_cross_entropy(x, weight, ignored, reduction="sum") == 0
+
+
+def test_a_step_takes_a_fifth_of_the_memory_and_less():
+    """Count what is alive at once beside rows, weight and their gradients, operator by operator within the chunks."""
+    rows, features, classes = 512, 8, 32_768
+    x, weight = torch.randn(rows, features), torch.randn(classes, features)
+    target = torch.randint(0, classes, (rows,))
+    beside = 2 * 4 * features * (rows + classes)
+    with LiveBytes() as whole:
+        leaves = [each.requires_grad_() for each in (x, weight)]
+        whole.expect(leaves)
+        torch.autograd.grad(plain(x, weight, target), leaves)
+    with LiveBytes() as chunked, torch.no_grad():
+        chunked.expect(leaves)
+        gradients(Head(x, weight, None, target, -100, 0.0, 32), None)
+    assert (chunked.peak - beside) * 5 <= whole.peak - beside
+
+
+def test_a_graph_captured_without_gradients_computes_them_in_the_forward():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(12, 19)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return linear_cross_entropy(x, self.head.weight, target, self.head.bias)
+
+    model = Loss()
+    x, _, target, _ = head(torch.float32)
+    with torch.no_grad():
+        captured = fxopt.capture(model, (x.detach(), target)).model
+    with torch.profiler.profile() as profile:
+        got = torch.autograd.grad(captured(x, target), captured.head.weight)
+    called = {event.key for event in profile.key_averages() if event.key.startswith("fxopt::")}
+    assert "fxopt::linear_cross_entropy_step" in called
+    assert "fxopt::linear_cross_entropy_backward" not in called
+    torch.testing.assert_close(
+        got, torch.autograd.grad(plain(x, model.head.weight, target, model.head.bias), model.head.weight)
+    )

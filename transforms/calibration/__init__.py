@@ -1,0 +1,9 @@
+"""Find the ranges of activations, by running a model on data: what `quantize` and `qat` calibrate with."""
+
+from __future__ import annotations
+
+from .batches import calls, run_call
+from .ranges import advancing, ranges_of
+from .replayable import replayable
+
+__all__ = ["advancing", "calls", "ranges_of", "replayable", "run_call"]
