@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_plainly_eager, read_by_name
+from ..compat import is_plainly_eager, own_parameters, read_by_name
 from ..errors import UsageError
 from ..passes.state import STATE_MAP, sharded_like
 from ..tracing.graphs import capture_of, install, uninstall
@@ -51,8 +52,23 @@ class Masked(Remade):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         masked = name.rpartition("_")[0]
         if masked in gone_of(cast("nn.Module", self)):  # weight_orig, weight_g: the weight is to be made of these
+            _put_back(cast("nn.Module", self), masked)
             raise _refusal(self, masked)
         cast("Any", super()).register_parameter(name, param)
+
+
+_last_read: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+"""Which parameters were read last outside of forwards: `torch.nn.utils.weight_norm` takes one out before it asks."""
+
+
+def _put_back(module: nn.Module, name: str) -> None:
+    """Put a parameter that was just read, and taken out of the registry itself, back into its place."""
+    registered, known = own_parameters(module), _last_read.get(module, {}).get(name)
+    parameter = None if known is None else known()
+    if name not in registered and isinstance(parameter, nn.Parameter):
+        others = dict(registered)
+        registered.clear()
+        registered.update({name: parameter, **others})
 
 
 def _refusal(module: object, name: str) -> UsageError:
@@ -134,6 +150,7 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     if is_plain:
         _settle(module, name, parameter, gone)
     if not (_forwards.depth or torch.compiler.is_compiling()):
+        _last_read.setdefault(module, {})[name] = weakref.ref(parameter)
         return parameter
     if not (is_plain or (is_own and is_plainly_eager(watched=True))):
         return parameter.masked_fill(gone, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -80,30 +81,30 @@ def choose_way(task: Task) -> Way:
     """
     if not _may_look(task.x):
         return "groups" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
-    ways, pairs = possible_ways(task), task.indices.numel()
-    if len(ways) == 1:
-        return ways[0]
-    trains = _trains(task)
+    if not all(projection.is_stacked for projection in task.projections) or len(task.x) == 0:
+        return possible_ways(task)[0]
+    trains, pairs = _trains(task), task.indices.numel()
     if not trains and pairs <= max(_FEW, task.num_experts) and pairs * _size(task) <= _SMALL:
         return "gathering"
     if len(task.x) == 1 and not (trains and pairs >= task.num_experts):
         return "loop"
-    if "groups" in ways and (_has_kernel(task) if task.x.is_cuda else dtype_in_products(task.x) == torch.float32):
+    can_group = _can_group(task)
+    if can_group and (_has_kernel(task) if task.x.is_cuda else dtype_in_products(task.x) == torch.float32):
         return "groups"
     if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
         return "padding"
-    return "groups" if "groups" in ways else "loop"
+    return "groups" if can_group else "loop"
 
 
 def _trains(task: Task) -> bool:
     """Tell whether a backward pass may follow."""
-    tensors = (task.x, *(projection.stacked()[0] for projection in task.projections))
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    tensors = (task.x, *(projection.weight for projection in task.projections))
+    return torch.is_grad_enabled() and any(cast("Tensor", tensor).requires_grad for tensor in tensors)
 
 
 def _size(task: Task) -> int:
     """Return the bytes of one expert's weights."""
-    weights = (projection.stacked()[0] for projection in task.projections)
+    weights = (cast("Tensor", projection.weight) for projection in task.projections)
     return sum(weight.shape[1] * weight.shape[2] * weight.itemsize for weight in weights)
 
 

@@ -124,8 +124,10 @@ class OrientedGraph:
 
     def nodes(self, edges: Tensor) -> Tensor:
         """Return the nodes [3, t] of triangles that are given by their edges, ascending."""
-        u, v, w = self.source[edges[0]], self.target[edges[0]], self.target[edges[1]]
-        return self.by_rank[torch.stack([u, v, w])].sort(0).values
+        ranks = self.source[edges[0]], self.target[edges[0]], self.target[edges[1]]
+        u, v, w = (self.by_rank.index_select(0, rank) for rank in ranks)
+        low, high = torch.minimum(torch.minimum(u, v), w), torch.maximum(torch.maximum(u, v), w)
+        return torch.stack([low, u + v + w - low - high, high])
 
 
 @dataclass
@@ -162,6 +164,8 @@ def parts(counts: Tensor, limit: int) -> Iterator[tuple[int, int]]:
 def _in_order(columns: Tensor, num_nodes: int) -> Tensor:
     """Return columns of three ascending nodes in lexicographic order."""
     if num_nodes < 2**21:
-        return columns[:, ((columns[0] * num_nodes + columns[1]) * num_nodes + columns[2]).argsort()]
+        keys = ((columns[0] * num_nodes + columns[1]) * num_nodes + columns[2]).sort().values
+        pairs = keys // num_nodes
+        return torch.stack([pairs // num_nodes, pairs % num_nodes, keys % num_nodes])
     columns = columns[:, columns[2].argsort()]
     return columns[:, (columns[0] * num_nodes + columns[1]).argsort(stable=True)]

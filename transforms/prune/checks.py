@@ -15,7 +15,7 @@ from ...passes.contract import check_options_read
 from ...suggest import did_you_mean
 from .settings import Settings
 
-__all__ = ["check_options", "check_scores", "check_weights", "kept_of"]
+__all__ = ["check_options", "check_score", "check_scores", "check_weights", "kept_of"]
 
 
 _GOES_WITH: Mapping[str, tuple[str, ...]] = {
@@ -116,6 +116,8 @@ def check_scores(scores: object, model: nn.Module) -> None:
         UsageError: one is not; by name.
     """
     expect(scores, Mapping, "pass 'prune': scores", "a dictionary: name of a parameter -> tensor of its shape")
+    if not scores:
+        raise UsageError("pass 'prune': scores is empty; give tensors by name, or leave it out")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, score in cast("Mapping[object, object]", scores).items():
         _check_score(name, score, parameters)
@@ -125,10 +127,22 @@ def _check_score(name: object, score: object, parameters: Mapping[str, Tensor]) 
     if not isinstance(name, str) or name not in parameters:
         near = did_you_mean(str(name), parameters)
         raise UsageError(f"pass 'prune': scores names {name!r}, which is no parameter of the model{near}")
+    check_score(f"scores[{name!r}]", score, parameters[name])
+
+
+def check_score(what: str, score: object, parameter: Tensor) -> Tensor:
+    """Return the scores of a parameter.
+
+    Raises:
+        UsageError: they are none of its shape, or cannot be ranked; `what` names them.
+    """
+    shape = list(parameter.shape)
     if not isinstance(score, Tensor):
-        raise UsageError(f"pass 'prune': scores[{name!r}] is of type {type(score).__name__}; give a tensor")
-    if score.shape != parameters[name].shape:
-        shapes = f"has shape {list(score.shape)}, the parameter {list(parameters[name].shape)}"
-        raise UsageError(f"pass 'prune': scores[{name!r}] {shapes}")
+        raise UsageError(f"pass 'prune': {what} is of type {type(score).__name__}; give a tensor of shape {shape}")
+    if score.shape != parameter.shape:
+        raise UsageError(f"pass 'prune': {what} has shape {list(score.shape)}, the parameter {shape}")
+    if score.is_complex():
+        raise UsageError(f"pass 'prune': {what} has complex numbers in it, and cannot be ranked; give real ones")
     if _has_nan(score):
-        raise UsageError(f"pass 'prune': scores[{name!r}] has NaN in it, and cannot be ranked")
+        raise UsageError(f"pass 'prune': {what} has NaN in it, and cannot be ranked")
+    return score

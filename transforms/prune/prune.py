@@ -45,7 +45,7 @@ class Prune(Settings, Pass):
             `batchnorm`, how the loss changes without it (`taylor`, to first order), or `random`.
         target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
             or measured `latency`.
-        round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
+        round_to: keep a multiple of so many channels or hidden units; heads are few, and not rounded.
         loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
             large the outputs are on the example inputs.
         data: of `taylor`: batches, any iterable.

@@ -80,6 +80,17 @@ def test_a_way_gives_what_each_token_by_itself_gives(way, transposed, bias, toke
 
 
 @each_way
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3)])
+def test_without_gradients_it_is_the_same(way, bias, tokens, experts, k):
+    projections = stacked(experts, torch.float32, bias=bias)
+    x, weights, indices = torch.randn(tokens, WIDTH), torch.rand(tokens, k), chosen(tokens, experts, k)
+    with torch.no_grad():
+        output = mixture(x, indices, weights, projections, gated, way)
+    torch.testing.assert_close(output, by_hand(x, indices, weights, projections).detach())
+
+
+@each_way
 def test_an_expert_without_tokens_has_a_gradient_of_zero(way):
     projections = stacked(8, torch.float32)
     x, indices = torch.randn(6, WIDTH), torch.tensor([[1, 2]] * 6)

@@ -76,6 +76,9 @@ def test_what_means_nothing_is_refused(options: dict[str, Any], message: str):
         ),
         ({"scores": {"head.weight": [1.0]}}, r"scores\['head.weight'\] is of type list; give a tensor"),
         ({"scores": {"head.weight": torch.full((2, 4), float("nan"))}}, "has NaN in it"),
+        ({"scores": torch.ones(2, 4).to(torch.complex64)}, "scores is of type Tensor; give a dictionary"),
+        ({"scores": {"head.weight": torch.ones(2, 4).to(torch.complex64)}}, "has complex numbers in it"),
+        ({"scores": {}}, "scores is empty; give tensors by name, or leave it out"),
         ({"scores": [1.0]}, "scores is of type list; give a dictionary"),
     ],
 )

@@ -58,7 +58,6 @@ class Follower:
         requirements: between sizes and what they count.
         statistics: that run over labelled dimensions.
         heads: atoms of attention heads.
-        experts: atoms of experts.
         place: where the run is.
         operator: the operator that runs.
         groups: the number of groups, as the convolution that runs was given it.
@@ -76,7 +75,6 @@ class Follower:
     requirements: list[Requirement] = field(default_factory=list[Requirement])
     statistics: list[Statistic] = field(default_factory=list[Statistic])
     heads: list[Array] = field(default_factory=list[Array])
-    experts: list[Array] = field(default_factory=list[Array])
     replaced: list[tuple[str, Array]] = field(default_factory=list[tuple[str, Array]])
     place: Place = field(default_factory=Place)
     operator: str = ""

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused"]
 
-Kind: TypeAlias = Literal["channels", "heads", "hidden", "experts"]
+Kind: TypeAlias = Literal["channels", "heads", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Group:
 
     Attributes:
         name: of the layer that makes the units.
-        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears, an expert.
+        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears.
         size: how many units there are.
         cuts: the tensors.
         numbers: the sizes in graphs.

@@ -153,9 +153,8 @@ class _Writer:
         return len(np.unique(units[self._grouping.group[units] == group]))
 
     def _kind(self, group: int) -> Kind:
-        for kind, blocks in (("experts", self._follower.experts), ("heads", self._follower.heads)):
-            if any(group in self._grouping.groups_in(self._solution.of(block)) for block in blocks):
-                return cast("Kind", kind)
+        if any(group in self._groups_of(block) for block in self._follower.heads):
+            return "heads"
         dimension = self._follower.dimensions[self._maker(group)]
         module = self._program.module(_layer(dimension))
         return "channels" if isinstance(module, nn.modules.conv._ConvNd) else "hidden"  # pyright: ignore[reportPrivateUsage]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....compat import modules_by_name
-from ....errors import StateError, UsageError
+from ....errors import StateError, UsageError, expect
 from ....layers.masked import gone_of, set_gone, unmask
 from ....passes.driver import Record, record_of, remember
 from ....passes.pipeline import Decision
@@ -41,17 +41,21 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
         kept: name of a weight that has a mask -> True where it stays, in its shape; others keep theirs.
 
     Raises:
-        UsageError: the model is not one that `optimize` returned.
+        UsageError: the model is not one that `optimize` returned, or a mask is no tensor.
         StateError: a name has no mask, or a mask another shape; nothing is changed then.
     """
     record, known = _record(model), masks(model)
+    expect(kept, Mapping, "kept", "a dictionary: name of a weight -> True where it stays")
     for name, flags in kept.items():
+        expect(flags, Tensor, f"the mask of '{name}'", "a tensor: True where the weight stays")
         if name not in known:
             raise StateError(f"'{name}' has no mask in this model{did_you_mean(name, known)}")
         if flags.shape != known[name].shape:
             raise StateError(
                 f"the mask of '{name}' has shape {list(flags.shape)}, the weight {list(known[name].shape)}"
             )
+        if flags.isnan().any():
+            raise StateError(f"the mask of '{name}' has NaN in it; give True where the weight stays")
     gone = {name: ~flags.to(known[name].device, torch.bool) for name, flags in kept.items()}
     for path, module in modules_by_name(model).items():
         mine = {name: gone.get(qualified(path, name), flags) for name, flags in gone_of(module).items()}
@@ -117,5 +121,6 @@ def _decision_with(decision: Decision, left: dict[str, str]) -> Decision:
     changed = {name: left.pop(path) for name, path in mine.items() if path in left}
     if not changed:
         return decision
-    data = {**site["data"], "gone": {**site["data"]["gone"], **changed}}
+    zeros = {name: count for name, count in site["data"].get("zeros", {}).items() if name not in changed}
+    data = {**site["data"], "gone": {**site["data"]["gone"], **changed}, "zeros": zeros}
     return dataclasses.replace(decision, site={**site, "data": data})

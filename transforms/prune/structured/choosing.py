@@ -70,8 +70,8 @@ def _numbers_in(tensor: Tensor) -> list[int]:
 
 
 def _rounded(count: int, group: Group, multiple: int) -> int:
-    """Return the nearest multiple, at least one of it; heads and experts are few, and not rounded."""
-    if multiple == 1 or group.kind in ("heads", "experts") or count == group.size:
+    """Return the nearest multiple, at least one of it; heads are few, and not rounded."""
+    if multiple == 1 or group.kind == "heads" or count == group.size:
         return count
     return min(group.size, max(multiple, round(count / multiple) * multiple))
 

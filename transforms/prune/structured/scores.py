@@ -13,6 +13,7 @@ from ....errors import UsageError
 from ....passes.state import copied_module
 from ....tracing.program import Program
 from ....tracing.values import Inputs, flatten, tensors_by_name
+from ..checks import check_score
 from ..coupling import Cut, Group
 from ..settings import Settings
 
@@ -45,7 +46,7 @@ _Scorer = Callable[[int, Group], Tensor]
 
 def _normalised(scores: Tensor, group: Group) -> Tensor:
     if not scores.isfinite().all():
-        raise UsageError(f"the scores of '{group.name}' are not finite: its weights hold NaN or infinity")
+        raise UsageError(f"the scores of '{group.name}' are not finite: NaN or infinity is in its weights or scores")
     mean = float(scores.mean())
     return scores / mean if mean > 0 else scores
 
@@ -124,12 +125,9 @@ def _given(program: Program, wanted: Settings) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
-        known = cast("Any", scores)
-        found: Any = known.get(name) if isinstance(scores, Mapping) else known(name, tensor.detach())
-        score = torch.zeros_like(tensor) if found is None else torch.as_tensor(found)
-        if score.shape != tensor.shape:
-            raise UsageError(f"the scores of '{name}' have shape {list(score.shape)}, not {list(tensor.shape)}")
-        return score
+        if isinstance(scores, Mapping):
+            return cast("Mapping[str, Tensor]", scores).get(name, torch.zeros_like(tensor))
+        return check_score(f"what scores= gives for '{name}'", _asked(scores, name, tensor), tensor)
 
     def score(_: int, group: Group) -> Tensor:
         if isinstance(scores, Mapping) and not any(cut.tensor in scores for cut in group.cuts):
@@ -137,6 +135,15 @@ def _given(program: Program, wanted: Settings) -> _Scorer:
         return _sums(program.model, group, of)
 
     return score
+
+
+def _asked(scores: Any, name: str, tensor: Tensor) -> Any:
+    """Return what the user's function says of a weight."""
+    try:
+        return scores(name, tensor.detach())
+    except Exception as error:  # whatever it raises
+        raised = f"{type(error).__name__}: {error}"
+        raise UsageError(f"pass 'prune': the function scores= raises for '{name}': {raised}") from error
 
 
 _SCORERS: dict[str, Callable[[Program, Settings], _Scorer]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +189,35 @@ def test_what_reads_a_unit_that_is_zero_matters_no_more(
     for group in analysed(model.eval(), inputs).groups:
         gradients = reading_gradients(model, inputs, group)
         assert gradients and all(gradient.abs().max() < 1e-12 for gradient in gradients), group.name
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_stacked_experts_lose_inner_units_and_the_router_is_refused_by_name(family: str) -> None:
+    experts = {"num_local_experts": 4} if family == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 24}
+    config = getattr(transformers, f"{family}Config")(
+        **_small(vocab_size=20, num_key_value_heads=2, num_experts_per_tok=2, use_cache=False, **experts)
+    )
+    model, ids = getattr(transformers, f"{family}ForCausalLM")(config).eval(), torch.arange(10).view(2, 5)
+    fast = fxopt.optimize(model, Prune(method="structured", scope="layer"), example_inputs=ids)
+    decisions = {decision.label: decision for decision in fxopt.plan(fast).decisions}
+    mixture = "model.layers.0.mlp"
+    assert decisions.pop(f"{mixture}.gate").reason == (
+        f"_softmax in {mixture}.gate, in which a zero counts, too: classes, and whole experts of a router, stay"
+    )
+    assert {decision.status for decision in decisions.values()} == {"applied"}
+    assert decisions[f"{mixture}.experts"].detail == f"12 of 24 hidden of {mixture}.experts"
+    stacked = fast.get_submodule(mixture).experts
+    assert stacked.gate_up_proj.shape == (4, 24, 8) and stacked.down_proj.shape == (4, 8, 12)
+    fast.train()(ids).logits.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::fxopt.errors.StateWarning")
+def test_a_model_with_one_head_left_loads_without_example_inputs(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**_small(vocab_size=20, num_labels=3))
+    ids, kind = torch.arange(10).view(2, 5), transformers.BertForSequenceClassification
+    pass_ = Prune(method="structured", scope="layer", amount=0.75)
+    fast = fxopt.optimize(kind(config).eval(), pass_, example_inputs=ids)
+    assert fast.get_submodule(f"bert.{_ATTENTION}").out_features == 4
+    fxopt.save(fast, tmp_path / "bert.fxopt")
+    loaded = fxopt.load(tmp_path / "bert.fxopt", model=kind(config).eval())
+    assert torch.equal(loaded(ids).logits, fast(ids).logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize, prune, weight_norm
 
 import fxopt
-from fxopt.errors import UsageError
-from fxopt.transforms.prune import Prune, masks, remove_masks
+from fxopt.errors import PassError, PlanError, StateError, UsageError
+from fxopt.passes.state import packed
+from fxopt.transforms.prune import Prune, masks, remove_masks, set_masks
+from fxopt.transforms.prune.masks import sites
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -31,25 +34,87 @@ def pruned(**options: Any) -> Any:
         lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
         lambda layer: nn.utils.parametrizations.weight_norm(layer),
         lambda layer: nn.utils.spectral_norm(layer),
+        weight_norm,  # takes the weight out before it asks
     ],
-    ids=["del", "prune", "parametrize", "parametrizations", "spectral_norm"],
+    ids=["del", "prune", "parametrize", "parametrizations", "spectral_norm", "weight_norm"],
 )
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_masked_weight_stays_where_it_is(take: Callable[[nn.Module], object]):
     fast = pruned()
     before = fast(X)
     with pytest.raises(UsageError, match=r"'weight' of this Linear is masked, .*; take the masks off first: .*remove"):
         take(fast[0])
     assert torch.equal(fast(X), before) and len(masks(fast)) == 2
+    assert [name for name, _ in fast.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     remove_masks(fast)
     take(fast[0])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_weight_that_is_gone_is_an_attribute_that_is_not_there():
     fast = pruned()
-    with pytest.raises(UsageError, match="take the masks off first"):
-        weight_norm(fast[0])
+    del fast[0]._parameters["weight"]
     assert not hasattr(fast[0], "weight") and hasattr(fast[2], "weight")
+
+
+@pytest.mark.parametrize(
+    ("kept", "error", "message"),
+    [
+        ([1], UsageError, "kept is of type list; give a dictionary"),
+        ({"0.weight": None}, UsageError, r"the mask of '0\.weight' is of type NoneType; give a tensor"),
+        ({"0.weight": torch.full((8, 16), torch.nan)}, StateError, r"the mask of '0\.weight' has NaN in it"),
+    ],
+)
+def test_a_mask_that_is_none_is_refused_by_name(kept: Any, error: type[Exception], message: str):
+    fast = pruned()
+    before = masks(fast)
+    with pytest.raises(error, match=message):
+        set_masks(fast, kept)
+    assert all(torch.equal(before[name], flags) for name, flags in masks(fast).items())
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "global"}, {"method": "nm", "scope": None}])
+def test_a_mask_that_leaves_out_what_was_zero_before_is_less_than_was_asked(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing that the model computes tells."""
+    zero, of_all, of_neighbours = (0, 0), sites._of_all, sites._of_neighbours
+
+    def leaving_out(find: Callable[..., dict[str, torch.Tensor]]) -> Any:
+        def found(*arguments: Any) -> dict[str, torch.Tensor]:
+            flags = find(*arguments)
+            flags["0.weight"][zero] = False
+            return flags
+
+        return found
+
+    monkeypatch.setattr(sites, "_of_all", leaving_out(of_all))
+    monkeypatch.setattr(sites, "_of_neighbours", leaving_out(of_neighbours))
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[0].weight.data[zero] = 0
+    given = {"scope": "layer", **options}
+    pass_ = Prune(**{name: value for name, value in given.items() if value is not None})
+    with pytest.raises(PassError, match=r"weights (of '0\.weight' )?are to go, and (its mask takes|the masks take)"):
+        fxopt.optimize(model, pass_, example_inputs=X)
+
+
+def test_a_plan_whose_mask_has_fewer_zeros_than_were_chosen_is_refused():
+    fast = pruned()
+    plan = fxopt.plan(fast)
+    first = plan.decisions[0]
+    gone = ~masks(fast)["0.weight"]
+    gone[tuple(gone.nonzero()[0])] = False
+    data = {**first.site["data"], "gone": {"weight": packed(gone)}}
+    wrong = dataclasses.replace(first, site={**first.site, "data": data})
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    with pytest.raises(PlanError, match="the mask of 'weight' has 63 zeros, and 64 were chosen"):
+        fxopt.optimize(
+            model, Prune(scope="layer"), plan=dataclasses.replace(plan, decisions=(wrong,)), example_inputs=X
+        )
+    changed = masks(fast)
+    changed["0.weight"] = ~gone
+    set_masks(fast, changed)
+    again = fxopt.optimize(model, Prune(scope="layer"), plan=fxopt.plan(fast), example_inputs=X)
+    assert torch.equal(masks(again)["0.weight"], ~gone)
 
 
 @pytest.mark.parametrize("method", ["magnitude", "nm"])

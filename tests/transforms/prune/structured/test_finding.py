@@ -211,11 +211,25 @@ def test_scores_of_the_user(residual: Any, given: Callable[[Tensor], Any]):
     assert kept_of(prune(residual, scores=given(scores))) == {"block.conv1": [1, 3, 4, 7]}
 
 
-def test_scores_of_another_shape_or_that_are_none(residual: Any):
-    with pytest.raises(UsageError, match=r"scores of '.*' have shape \[3\], not"):
-        prune(residual, scores=lambda name, weight: torch.ones(3))
-    with pytest.raises(UsageError, match="scores of 'stem' are not finite"):
-        prune(residual, scores=lambda name, weight: weight * float("nan"))
+def _raising(*_: Any) -> Tensor:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (lambda *_: None, r"what scores= gives for '.*' is of type NoneType; give a tensor of shape \["),
+        (lambda *_: "high", r"what scores= gives for '.*' is of type str; give a tensor"),
+        (lambda *_: torch.ones(3), r"what scores= gives for '.*' has shape \[3\], the parameter \["),
+        (lambda name, weight: weight * float("nan"), "what scores= gives for 'stem.weight' has NaN in it"),
+        (lambda name, weight: weight * float("inf"), "scores of 'stem' are not finite: NaN or infinity is in its"),
+        (_raising, r"the function scores= raises for '.*': ValueError: no"),
+        ({}, "scores is empty; give tensors by name"),
+    ],
+)
+def test_scores_that_are_none_are_refused_by_name(residual: Any, scores: Any, message: str):
+    with pytest.raises(UsageError, match=message):
+        prune(residual, scores=scores)
 
 
 # -- what stays -------------------------------------------------------------------------------------------------------

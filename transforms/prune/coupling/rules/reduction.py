@@ -68,13 +68,15 @@ def _reduced(follower: Follower, labels: Labels, dims: Sequence[int], *, additiv
     return labels
 
 
-def _along(position: int = 1, *, zero: bool = False, fixed_default: bool = False) -> Callable[..., Any]:
+def _along(
+    position: int = 1, *, zero: bool = False, fixed_default: bool = False, because: str = ""
+) -> Callable[..., Any]:
     """Return the rule of what keeps its shape and works along one dimension: softmax, cumsum, sort."""
 
     def rule(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         labels = follower.get(args[0])
         given = args[position] if len(args) > position else kwargs.get("dim", -1 if fixed_default else 0)
-        labels = follower.keep_whole(labels, _dims(labels, given))
+        labels = labels.whole(_dims(labels, given), follower.atoms, follower.why + because)
         results = results_of(out)
         found = [Labels(tuple(each.shape), labels.blocks) for each in results]
         return [each if zero and not n else each.with_zero(False) for n, each in enumerate(found)]
@@ -155,6 +157,9 @@ def _group_norm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any],
     return [found, *(None for _ in out[1:])]
 
 
+_COUNTS = ", in which a zero counts, too: classes, and whole experts of a router, stay"
+_NUMBERS = ", which gives numbers of units, as a router of experts does: these are not followed"
+
 _MOST = "amax amin max min argmax argmin aminmax median mode kthvalue prod any all logsumexp std var std_mean var_mean"
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
@@ -165,10 +170,10 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "norm": _rule(2, additive=True),
     **dict.fromkeys(_MOST.split(), _rule()),
     **dict.fromkeys(("logsumexp", "argmax", "argmin"), _rule(zero=False)),
-    **dict.fromkeys("softmax _softmax log_softmax _log_softmax _safe_softmax".split(), _along()),
+    **dict.fromkeys("softmax _softmax log_softmax _log_softmax _safe_softmax".split(), _along(because=_COUNTS)),
     **dict.fromkeys("cumsum cumprod logcumsumexp".split(), _cumulative),
-    **dict.fromkeys("sort argsort".split(), _along(fixed_default=True)),
-    "topk": _along(2, fixed_default=True),
+    **dict.fromkeys("sort argsort".split(), _along(fixed_default=True, because=_NUMBERS)),
+    "topk": _along(2, fixed_default=True, because=_NUMBERS),
     **dict.fromkeys(
         "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "
         "_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm".split(),
