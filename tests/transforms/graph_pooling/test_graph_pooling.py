@@ -18,7 +18,6 @@ from torch_geometric import nn as pyg
 import fxopt
 from fxopt.errors import StateWarning
 from fxopt.layers import RO3Pooling, RO3TriadPooling
-from fxopt.layers.pooling import SAGTriadPooling
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.graph_pooling import GraphPooling
 
@@ -89,7 +88,7 @@ def test_readouts_pool_over_triples(name):
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("pool", "kind"), [(pyg.TopKPooling, RO3TriadPooling), (pyg.SAGPooling, SAGTriadPooling)])
+@pytest.mark.parametrize(("pool", "kind"), [(pyg.TopKPooling, "RO3TriadPooling"), (pyg.SAGPooling, "SAGTriadPooling")])
 @pytest.mark.parametrize("source", ["topk,sag", "mean", ""])
 def test_coarsening_pools_triads_with_the_same_scorer(pool, kind, source):
     model = Classifier(pool=pool(WIDTH, ratio=0.4, multiplier=2.0)).eval()
@@ -99,7 +98,7 @@ def test_coarsening_pools_triads_with_the_same_scorer(pool, kind, source):
     if source == "mean":
         assert type(fast.pool) is pool
     else:
-        assert isinstance(fast.pool, kind)
+        assert type(fast.pool).__name__ == kind
         assert (fast.pool.ratio, fast.pool.multiplier, fast.pool.triads) == (0.4, 2.0, "all")
         assert fast.pool.state_dict().keys() == model.pool.state_dict().keys()
     assert hasattr(fast, "ro3_pooling") == (source != "topk,sag")
