@@ -33,7 +33,7 @@ def kernels_in_use() -> str:
     if not torch.cuda.is_available():
         return "CPU reference: no CUDA device"
     broken = f"; reference for {', '.join(_broken)}, which could not be built" if _broken else ""
-    return f"triton {importlib.metadata.version('triton')}{broken}"
+    return f"triton {_version()}{broken}"
 
 
 def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +60,10 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
             return reference(*args, **kwargs)
 
     return compute
+
+
+def _version() -> str:
+    return importlib.metadata.version("triton")
 
 
 @cache

@@ -17,6 +17,14 @@ def test_numbers_are_those_of_the_paper():
     assert [int(word) for word in block.random_raw(4)] == known
 
 
+def test_numbers_are_the_upper_bits_of_halves_of_words():
+    words = np.random.Philox(key=np.array([5, 9], np.uint64)).random_raw(3)
+    halves = np.array([half for word in words for half in (word & (2**32 - 1), word >> 32)], np.int64)
+    expected = (((halves >> 8) ^ 2**23) * 2.0**-24).tolist()
+    for _ in range(2):
+        assert uniform((2, 3), torch.tensor([5, 9])).flatten().tolist() == expected
+
+
 def test_numbers_are_uniform_and_below_one():
     drawn = uniform((100_001,), torch.tensor([5, 0]))
     assert drawn.shape == (100_001,)
