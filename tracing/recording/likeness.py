@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, own_children, own_parameters
 from ..graphs import FOUND, capture_of
-from ..values import PLAIN_TYPES, Inputs, qualified, user_class
+from ..values import PLAIN_TYPES, Cache, Inputs, qualified, user_class
 
 __all__ = ["Alike", "Described", "Likeness"]
 
@@ -155,6 +155,8 @@ class Likeness:
         if isinstance(value, Tensor):
             parts.append((None, value))
             return _form(value)
+        if isinstance(value, Cache) and self._alike is not Alike.TRACED:
+            return kind
         if _holds_more(value):
             return kind if self._alike is Alike.TIMED else _Same(value)
         if isinstance(value, (tuple, list)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -88,13 +88,21 @@ def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) ->
     for name in ranges:
         if name not in chained:
             data = _data(name, ranges[name], None, found)
-            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]))
+            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind([data]))
 
 
 def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found: Sensitivity) -> Site:
     data = [_data(link.name, ranges[link.name], link, found) for link in chain.links]
     nodes = {label: name for number, link in enumerate(chain.links) for label, name in _nodes(number, link)}
-    return Site(program, chain.owner, nodes, chain.specialization, data={"layers": data}, detail=_detail(data))
+    return Site(
+        program, chain.owner, nodes, chain.specialization,
+        data={"layers": data}, detail=_detail(data), kind=_kind(data),
+    )  # fmt: skip
+
+
+def _kind(layers: list[dict[str, Any]]) -> Hashable:
+    """Return what the time that layers take hangs on: not on the numbers that calibration found."""
+    return tuple((layer["output"] is None, layer["contiguous"]) for layer in layers)
 
 
 def _nodes(number: int, link: Link) -> Iterator[tuple[str, str]]:
