@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...compat import version_of
-from ...tracing.values import Cache
+from ...tracing.recording import Cache
 
 __all__ = ["Packing"]
 

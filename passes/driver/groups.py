@@ -105,7 +105,7 @@ def identity(site: Site) -> Hashable:
 
 
 def timed_identity(site: Site) -> Hashable:
-    """Return what `identity` does, but where a site says by its kind what is measured of it: its data may differ then."""
+    """Return what `identity` does, but for the data of a site that says by its kind what is measured of it."""
     return identity(site) if site.kind is None else (identity(dataclasses.replace(site, data={})), site.kind)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .autograd_functions import FunctionCall
-from .caches import Cache
 from .class_cache import cached_by_class
 from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
@@ -39,7 +38,6 @@ __all__ = [
     "PLAIN_TYPES",
     "Absent",
     "Arguments",
-    "Cache",
     "FunctionCall",
     "Inputs",
     "Kept",

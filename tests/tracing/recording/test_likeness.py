@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import Alike, Likeness
-from fxopt.tracing.values import Cache, Inputs, ModelNames, meta_key, tensors_by_name
+from fxopt.tracing.recording import Alike, Cache, Likeness
+from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 
 
 def block() -> nn.Sequential:

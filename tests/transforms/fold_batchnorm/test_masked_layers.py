@@ -128,12 +128,12 @@ def test_without_masks_the_fold_stays():
     assert folds(fast) == 3
     with pytest.raises(fxopt.FxoptError):
         fast.first.stride = (2, 2)  # the graph holds the old one
-    same(pickle.loads(pickle.dumps(fast)))  # noqa: S301  its own
+    same(pickle.loads(pickle.dumps(fast)))
 
 
 def test_copies_pickles_archives_and_the_way_back(tmp_path: Path):
     fast = optimized()
-    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):  # noqa: S301  its own
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         same(other)
         assert len(masks(other)) == 3
     fxopt.save(fast, tmp_path / "model.fxopt", factory="torch.nn:Identity")
