@@ -24,9 +24,10 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_constants",
             "eliminate_dead_code",
             "fold_batchnorm",
+            "fuse_experts",
             "fuse_ensembles",
         ),
-        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"),
+        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"),
         "distributed": (
             "eliminate_common_subexpressions",
             "eliminate_dead_code",

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from .gpu import on_gpu
 
 __all__ = ["NAMESPACE", "BatchingRule", "define", "elementwise", "looped"]
@@ -41,7 +42,7 @@ def define(
         fake: takes the same arguments, and gives empty results; by default the reference, if it runs on fake tensors.
         kernel: the function that computes it on GPUs, as `"module:function"` below `cuda_ops`; imported when called.
         setup: keeps what `backward` needs, as `torch.library.register_autograd` says.
-        backward: computes the gradients of the arguments.
+        backward: computes the gradients of the arguments; without it, asking for them is an error.
         batching: what `torch.func.vmap` does.
         autocast: the dtype that floating-point operands are cast to where autocast is on.
     """
@@ -51,13 +52,19 @@ def define(
     if kernel is not None:
         made.register_kernel("cuda")(_checked(check, on_gpu(kernel, name, reference)))
     call = cast("Function", getattr(getattr(torch.ops, NAMESPACE), name).default)
-    if backward is not None:
-        made.register_autograd(backward, setup_context=setup)
+    made.register_autograd(backward or _without_gradient(name), setup_context=setup)
     if batching is not None:
         made.register_vmap(batching(call))
     for device in ("cpu", "cuda") if autocast is not None else ():
         made.register_autocast(device, cast("torch.dtype", autocast))
     return call
+
+
+def _without_gradient(name: str) -> Function:
+    def refuse(*_: Any) -> Any:
+        raise UsageError(f"{name} has no gradient; for second derivatives, write the operation with those of torch")
+
+    return refuse
 
 
 def _checked(check: Function, compute: Function) -> Function:

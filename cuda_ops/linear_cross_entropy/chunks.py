@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ...errors import UsageError
+
 __all__ = ["Head", "Rows", "gradients", "losses", "rows_in_torch"]
 
 _LOGITS = 2**22
@@ -47,8 +49,19 @@ class Head:
         return found.to(wide(found.dtype))
 
     def kept(self, start: int) -> Tensor:
-        """Return which rows of a chunk count."""
-        return self.target[start : start + self.step] != self.ignore_index
+        """Return which rows of a chunk count; on a GPU, which nobody waits for, a wrong target gives nan.
+
+        Raises:
+            UsageError: a target is no class.
+        """
+        target, classes = self.target[start : start + self.step], self.weight.shape[0]
+        kept = target != self.ignore_index
+        wrong = target[kept & ((target < 0) | (target >= classes))] if target.is_cpu else target[:0]
+        if wrong.numel():
+            raise UsageError(
+                f"linear_cross_entropy: target holds {int(wrong[0])}; pass 0 to {classes - 1}, or {self.ignore_index}"
+            )
+        return kept
 
 
 Rows: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...errors import UsageError
 from ..definition import NAMESPACE, looped
 
 __all__ = ["define_sum"]
@@ -35,6 +36,9 @@ class _Step(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # the gradients found are constants, so those of gradients would be wrong
+            message = "create_graph=True asks for second derivatives; use torch's linear and cross_entropy"
+            raise UsageError(f"linear_cross_entropy: {message}")
         wanted = ctx.needs_input_grad[1:4]
         found = zip(ctx.saved_tensors, wanted, strict=True)
         return None, *((each * grads[0]).to(each.dtype) if needed else None for each, needed in found), *[None] * 4

@@ -19,7 +19,7 @@ def _rows(logits, target, scale, losses, classes, smoothing, GRADIENTS: tl.const
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * classes
     index = tl.load(target + row)
-    picked = tl.load(first + index)
+    picked = tl.load(first + index, (index >= 0) & (index < classes), other=float("nan"))
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     summed = tl.full((), 0.0, tl.float32)

@@ -56,8 +56,8 @@ def triple_products(
     """
     tables = (p, q, r, g)
     sums = tuple(torch.zeros_like(table) for table in tables)
-    rows = max(1, memory_limit // (8 * (_ROLES + 3) * max(1, p.shape[1])))
-    for whole in _places(edges, batch, structure, cap, memory_limit):
+    rows = max(1, memory_limit // 2 // (8 * (_ROLES + 3) * max(1, p.shape[1])))
+    for whole in _places(edges, batch, structure, cap, memory_limit // 2):
         for first in range(0, whole.shape[1], rows):
             _add_products(tables, whole[:, first : first + rows], wanted, sums)
     return sums[0], sums[1], sums[2], sums[3]

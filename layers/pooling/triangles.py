@@ -17,7 +17,7 @@ __all__ = ["MEMORY_LIMIT", "OrientedGraph", "check_edges", "parts", "simple_edge
 MEMORY_LIMIT = 64 * 2**20
 """Bytes that what is computed on the way may take."""
 
-_BYTES_A_WEDGE = 64
+_BYTES_A_WEDGE = 128
 """What a wedge takes while it is looked at: its two edges, its nodes, the key of the edge that would close it."""
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
+from ...tracing.graphs import Capture, Specialization, capture_of, install, uninstall
 from .changes import watching
 from .foreign import run_function
 from .regions import Opener, Wrapper, inline, outline
@@ -57,6 +58,22 @@ class Edit(TreeEdit):
             wrapper: is given the child and returns the module to call in its place.
         """
         return outline(self, nodes, name=name, context=context, wrapper=wrapper)
+
+    def give_graph(self, specialization: Specialization) -> None:
+        """Let the owner run from a graph, where it has none, that other graphs will be put in the place of.
+
+        It holds for some calls only (a loop that was written out, say), so it is not run itself.
+        """
+        owner, name = self.owner, self.site.owner
+        if capture_of(owner) is not None:
+            return
+        opaque = self.program.opaque.pop(name, None)
+        if opaque is not None:
+            self._journal.note(lambda: self.program.opaque.update({name: opaque}))
+        self._journal.note(lambda: uninstall(owner))
+        install(owner, Capture(type(owner), [specialization]))
+        self._journal.accept(owner)
+        self.program.touch()
 
     def inline(self, call: fx.Node) -> list[fx.Node]:
         """Put the graph of a captured child in the place of a call of it; return the new nodes. See `inline`."""

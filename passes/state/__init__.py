@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .bits import packed, unpacked
 from .checkpoints import (
+    ADDED,
     RECORD_KEY,
     SETTLED,
     STATE_MAP,
@@ -20,9 +21,10 @@ from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Mask, Rename, Select, Stack, StateStep
+from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
 
 __all__ = [
+    "ADDED",
     "ELEMENT_WISE",
     "RECORD_KEY",
     "SETTLED",
@@ -38,6 +40,7 @@ __all__ = [
     "Rename",
     "Select",
     "Stack",
+    "StackOfSome",
     "StateMap",
     "StateStep",
     "absent_from_checkpoints",

@@ -34,6 +34,7 @@ class StateStep(ABC):
             not be told apart, and state dicts with zeros are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
         keeps_gradients: whether the new tensors are trained where the old ones were.
+        fills_gradients: whether old tensors that a call leaves alone, without a gradient, get zeros for one.
     """
 
     kind: ClassVar[str]
@@ -41,6 +42,7 @@ class StateStep(ABC):
     idempotent: ClassVar[bool] = False
     is_compact: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = True
+    fills_gradients: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -159,6 +161,14 @@ class Stack(_OfMany):
         return [tensor.contiguous() for tensor in stacked.detach().unbind(0)]
 
     __str__ = StateStep.__str__
+
+
+@dataclass(frozen=True)
+class StackOfSome(Stack):
+    """The same of tensors of which a call may use some only (experts): the others get zeros for a gradient."""
+
+    kind: ClassVar[str] = "stack_of_some"
+    fills_gradients: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

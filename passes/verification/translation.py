@@ -166,12 +166,13 @@ class Translation:
         if not self.reference.gradients:
             return {}
         found = run.parameter_gradients
-        values = {name: _or_zeros(found.get(name), tensor) for name, tensor in self.reference.state.items()}
+        wide = next((gradient.dtype for gradient in found.values() if gradient is not None), None)
+        values = {name: _or_zeros(found.get(name), tensor, wide) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
         everywhere = self._marks_of(frozenset(self.reference.state))
-        mapped, fixed = self.state(values), self._fixed
+        mapped, fixed, filled = self.state(values), self._fixed, self._filled
         return {
-            name: _if_present(name, gradient, marks[name], everywhere[name])
+            name: _if_present(name, gradient, marks[name], everywhere[name], filled=name in filled)
             for name, gradient in mapped.items()
             if name not in fixed and (name in self.after.parameters or bool(marks[name].any()))
         }
@@ -182,6 +183,12 @@ class Translation:
         steps = () if self.steps is None else self.steps.steps
         return {name for step in steps if not step.keeps_gradients for name in step.targets}
 
+    @property
+    def _filled(self) -> set[str]:
+        """Return the new names of what gets zeros where parts of it had no gradient."""
+        steps = () if self.steps is None else self.steps.steps
+        return {name for step in steps if step.fills_gradients for name in step.targets}
+
     def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
         """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""
         if present not in self._marks:
@@ -191,8 +198,10 @@ class Translation:
         return self._marks[present]
 
 
-def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor) -> Tensor | None:
-    if torch.equal(marks, everywhere):  # a mask leaves zeros where nothing can have a gradient
+def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor, *, filled: bool) -> Tensor | None:
+    if (filled and bool(marks.any())) or torch.equal(
+        marks, everywhere
+    ):  # a mask leaves zeros where nothing can have a gradient
         return gradient
     if not bool(marks.any()):
         return None
@@ -211,8 +220,11 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
 
 
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape) if gradient is None else gradient
+def _or_zeros(gradient: Tensor | None, like: Tensor, wide: torch.dtype | None) -> Tensor:
+    if gradient is not None:
+        return gradient
+    dtype = wide if wide is not None and torch.promote_types(wide, like.dtype) == wide else like.dtype
+    return torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
 
 
 def _is_float(tensor: Tensor) -> bool:

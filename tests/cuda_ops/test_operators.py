@@ -287,6 +287,30 @@ def test_under_autocast_probabilities_and_logs_are_float32():
         assert cuda_ops.add(x, x).dtype == torch.bfloat16
 
 
+def second_derivative(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), x)
+
+
+def test_second_derivatives_are_right_or_refused():
+    x = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    for call in (
+        cuda_ops.log_clip,
+        lambda x: cuda_ops.add(x * x, x),
+        lambda x: cuda_ops.bernoulli_sigmoid(x, seed=0)[0],
+    ):
+        assert torch.autograd.gradgradcheck(call, x)
+    target = torch.tensor([0, 1, 2])
+    refused = [
+        (lambda x: cuda_ops.swiglu(x, x), "gated_backward has no gradient"),
+        (cuda_ops.rms_norm, "rms_norm_backward has no gradient"),
+        (lambda x: cuda_ops.linear_cross_entropy(x, x, target), "create_graph=True asks for second derivatives"),
+    ]
+    for call, message in refused:
+        with pytest.raises(fxopt.UsageError, match=message):
+            second_derivative(call, x)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -314,6 +338,7 @@ def test_under_autocast_probabilities_and_logs_are_float32():
             "rotary_embedding: sin requires a gradient, which this operator does not give; detach it",
         ),
         (lambda x: cuda_ops.linear_cross_entropy(x, x.t(), x[:, 0].long()), r"weight is \(4, 3\), x \(3, 4\)"),
+        (lambda x: cuda_ops.linear_cross_entropy(x, x, x[:, 0].long() + 3), "target holds 3; pass 0 to 2, or -100"),
         (lambda x: cuda_ops.linear_cross_entropy(x, x, x[:, 0]), "target is torch.float32 of shape"),
         (lambda x: cuda_ops.linear_cross_entropy(x, x, x[:, 0].long(), reduction="max"), "reduction is 'max'; pass"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..trace import BY_DATA
 from .capturing import Opaque
 from .inactive_modules import (
     deactivate,
@@ -11,14 +12,19 @@ from .inactive_modules import (
 )
 from .program import Program, capture_program
 from .shapes import changed_metas
+from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
+    "BY_DATA",
     "Opaque",
     "Program",
+    "Unrolled",
+    "Unroller",
     "capture_program",
     "changed_metas",
     "deactivate",
     "deactivate_type_checkers",
     "type_checkers_around_changes",
     "type_checkers_without_answer",
+    "unrolling",
 ]

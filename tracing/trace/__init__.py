@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .arguments import VARYING
+from .decisions import BY_DATA
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
+from .unrolled import UnrollingTracer
 
-__all__ = ["VARYING", "ModuleTracer", "TracingSession", "with_regions"]
+__all__ = ["BY_DATA", "VARYING", "ModuleTracer", "TracingSession", "UnrollingTracer", "with_regions"]

@@ -13,7 +13,7 @@ from ...compat import all_modules
 from ..guards import Guard, Is, module_at
 from ..proxies import UNKNOWN, ValueProxy
 from ..recording import Call, Change, Changes, Computed, Watch
-from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in
+from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
 from .child_reads import ChildReads
 from .protocol import Tracer
 
@@ -48,6 +48,8 @@ class Children:
             return original(module, *args, **kwargs)
         if not path:
             self._tracer.fail("it calls itself")
+        if self._tracer.opens(module):
+            return user_class(type(module)).forward(module, *args, **kwargs)
         self._questions.note_called(module)
         value, lasting = self._outcome(original, module, args, kwargs)
         self._called.add(module)

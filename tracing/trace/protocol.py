@@ -43,6 +43,10 @@ class Tracer(Recorder, Protocol):
         """Note that the module cannot be captured, and let the forward run on."""
         ...
 
+    def opens(self, child: nn.Module) -> bool:
+        """Say whether a call of a child is traced through, instead of becoming a node."""
+        ...
+
     def note_lasting(self, node: fx.Node, change: Change) -> None:
         """Note what a node changes that outlives the call."""
         ...

@@ -75,7 +75,7 @@ class ModuleTracer:
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
         self.messages = Messages()
-        self.decisions = Decisions(self, self.messages)
+        self.decisions = self._decisions()
         self.changes = Changes()
         self.contexts = OpenContexts(self)
         self.nested = NestedReads(self.module, self._tensor_names)
@@ -99,7 +99,7 @@ class ModuleTracer:
             Exception: whatever the forward raises when it is run on proxies.
         """
         arguments = Arguments(signature, self._placeholder, self.places)
-        forward, outside = type(self.module).forward, OutsideReads(self.module)
+        forward, outside = self.forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
         self.session.wrap_memos(type(self.module))
         self.assignments.begin()
@@ -129,6 +129,18 @@ class ModuleTracer:
         reads = plain - self.nested.compared | self.attributes.questions.read
         volatile = bool(self.assignments.state or self.assignments.nodes)
         return Specialization(guards, self.graph, self.places, frozenset(reads), volatile)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Return the forward that is traced."""
+        return type(self.module).forward
+
+    def opens(self, child: nn.Module) -> bool:
+        """Say whether a call of a child is traced through, instead of becoming a node."""
+        return False
+
+    def _decisions(self) -> Decisions:
+        return Decisions(self, self.messages)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up.

@@ -1,0 +1,125 @@
+"""Experts that were a loop in a user's module, computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...tracing.graphs import PortableGraph
+from ..moe import Linear, Projection, Task, Way, mixture, possible_ways
+from ..vectorized import graph_of_member
+
+__all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
+
+Routing = Literal["chosen", "scores", "mask", "shared", "slots"]
+
+
+def apply_linear(linears: Sequence[Linear], number: int, rows: Tensor) -> Tensor:
+    """Apply one of an expert's linear layers."""
+    return linears[number](rows)
+
+
+def added_to(target: Tensor, found: Tensor) -> Tensor:
+    """Return what a loop made of the tensor that it added its results to."""
+    return target + found.reshape(target.shape).to(target.dtype)
+
+
+def _rows(routing: Tensor) -> Tensor:
+    """Return what is known of tokens with one row for each."""
+    return routing.reshape(-1, routing.shape[-1]) if routing.ndim > 1 else routing.unsqueeze(1)
+
+
+class FusedExperts(nn.Module):
+    """Apply experts to the tokens that chose them; it holds no tensors.
+
+    Args:
+        compute: what an expert computes, of its rows and its linear layers.
+        linears: for each of them whether its weights are [experts, in, out], and whether there is a bias.
+        routing: `chosen`: choices and weights are [tokens, k]; `scores`: the weights [tokens, experts] are those of
+            all experts; `mask`: the choices are a mask [tokens, experts], the weights likewise; `shared`: a mask and
+            weights [tokens, 1]; `slots`: a mask [tokens, slots, experts] and weights [tokens, slots].
+        scale: what results are multiplied by besides.
+        way: how experts are applied; None decides at each call.
+        spare: how many numbers past that of the last expert stand for none.
+    """
+
+    def __init__(
+        self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",
+        scale: float = 1.0, way: Way | None = None, spare: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.compute = compute
+        self.linears, self.routing, self.scale, self.way, self.spare = tuple(linears), routing, scale, way, spare
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs [..., out].
+
+        Args:
+            hidden: inputs of tokens [..., in].
+            chosen: see `routing`.
+            weights: see `routing`; None weighs all alike.
+            tensors: weight and bias of each linear layer, stacked.
+        """
+        projections = list(self._projections(tensors))
+        x = hidden.reshape(-1, hidden.shape[-1])
+        apply = self._by_choice if self.routing in ("chosen", "scores") else self._by_mask
+        found = apply(x, chosen, None if weights is None else _rows(weights), projections)
+        found = found if self.scale == 1.0 else found * self.scale
+        return found.reshape(*hidden.shape[:-1], found.shape[-1])
+
+    def _projections(self, tensors: Sequence[Tensor]) -> Iterator[Projection]:
+        left = iter(tensors)
+        for transposed, has_bias in self.linears:
+            weight = next(left)
+            yield Projection(weight, next(left) if has_bias else None, transposed)
+
+    def _by_choice(self, x: Tensor, chosen: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
+        chosen, valid = _rows(chosen).long(), None
+        if self.spare:
+            experts = len(projections[0].weight)
+            valid = (chosen >= 0) & (chosen < experts)
+            chosen = chosen.clamp(0, experts - 1)
+        weights = self._weights(x, chosen, weights)
+        found = self._mixture(x[: len(chosen)], chosen, weights if valid is None else weights * valid, projections)
+        return found if len(chosen) >= len(x) else F.pad(found, (0, 0, 0, len(x) - len(chosen)))
+
+    def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
+        if weights is None:
+            return x.new_ones(chosen.shape)
+        return weights.gather(1, chosen) if self.routing == "scores" else weights
+
+    def _by_mask(self, x: Tensor, mask: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
+        mask = mask if self.routing == "slots" else _rows(mask).unsqueeze(1)
+        # Loops leave out experts that nobody chose, by the sum of the mask: of counts that are none it may be zero.
+        tokens, slots, chosen = (mask * (mask.sum((0, 1)) > 0)).nonzero(as_tuple=True)
+        if weights is None:
+            own = x.new_ones(len(tokens))
+        else:
+            own = weights[tokens, chosen if self.routing == "mask" else slots]
+        found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections)
+        empty = found.new_zeros(len(x), found.shape[-1])
+        return empty.index_add(0, tokens, found) if len(tokens) else empty  # as in a loop without rounds
+
+    def _mixture(self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:
+        way = self.way
+        if way is not None and way not in possible_ways(Task(x, chosen, projections, self.compute)):
+            way = None
+        return mixture(x, chosen, weights, projections, self.compute, way)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep the graph node by node: pickle would trace its code again."""
+        state = dict(self.__dict__)
+        state["_modules"] = {name: child for name, child in self._modules.items() if name != "compute"}
+        state["_compute"] = dict(self.compute.named_children()), PortableGraph(self.compute.graph)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        children, graph = state.pop("_compute")
+        super().__setstate__(state)
+        self.compute = graph_of_member(children, graph.graph()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.linears)} linears, routing={self.routing!r}, way={self.way!r}"

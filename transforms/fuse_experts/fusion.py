@@ -1,0 +1,132 @@
+"""Compute the experts of a mixture together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from ...compat import has_hooks, modules_by_name
+from ...layers.members import settings_of
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...passes.verification import TensorOwners
+from ...tracing.program import Program
+from ...tracing.values import qualified, user_class
+from .finding import Mixture, find_mixtures, members_of, mixture_at
+from .members import Items
+from .writing import tensor_names, write
+
+__all__ = ["FuseExperts", "Lowering"]
+
+
+class Lowering(enum.Enum):
+    """How experts are applied to the tokens that chose them."""
+
+    AUTO = "auto"
+    """The fastest of the others, measured."""
+    GROUPED = "grouped"
+    """Tokens are sorted by expert, and all groups multiplied by `torch.nn.functional.grouped_mm`."""
+    PADDED = "padded"
+    """Each expert has a block of one length: one batched product."""
+    GATHERED = "gathered"
+    """Weights are copied for each token: for very few of them."""
+    LOOP = "loop"
+    """One expert after another, on stacked parameters that are cut once."""
+
+
+@dataclass(frozen=True)
+class FuseExperts(Pass):
+    """Compute the experts of a mixture together, on stacked parameters.
+
+    Before: for i, expert in enumerate(experts): rows, j = where(chosen == i); y[rows] += w[rows, j] * expert(x[rows])
+    After:  y = mixture(x, chosen, w, stacked_experts.w1_weight, stacked_experts.w2_weight)
+    Refuses: experts that compute different things or hold more than linear layers; with hooks, tied, shared or
+        quantized weights; in training with dropout, or where the examples leave one of separate experts without tokens.
+
+    Options:
+        lowering: `auto` takes the fastest measured; any other name is taken as asked.
+    """
+
+    lowering: Lowering = Lowering.AUTO
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for found in find_mixtures(program):
+            if isinstance(found, Mixture):
+                yield self._examined(found, program)
+            else:
+                yield Refusal(found[1], found[0] or "(root)")
+
+    def _examined(self, mixture: Mixture, program: Program) -> Site | Refusal:
+        owner = mixture.owner
+        reason = _obstacle(mixture, program)
+        if reason is not None:
+            return Refusal(reason, owner or "(root)")
+        auto = self.lowering is Lowering.AUTO
+        choices = ("grouped", "padded", "gathered", "loop") if auto else (self.lowering.value,)
+        return Site(
+            program, owner, {}, choices=choices, phase=Phase.EVAL if mixture.template.idle else None,
+            required=not auto, detail=f"{mixture.count} experts, {len(mixture.template.layers)} linear layers each",
+        )  # fmt: skip
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        write(mixture_at(site.program, site.owner), site.choice or site.choices[0], edit)
+
+
+def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
+    """Return what keeps modules of experts from being computed as one of them is, hooks above all."""
+    hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
+    if hooked is not None:
+        return f"'{hooked}' has hooks"
+    for family in dict.fromkeys((each.container, each.names) for each in members_of(mixture)):
+        items = Items(*family)
+        first, *others = (module.get_submodule(items.path(expert)) for expert in range(items.count))
+        for number, other in enumerate(others, 1):
+            if _settings(other) != _settings(first):
+                return f"experts are set up differently: '{items.path(0)}' and '{items.path(number)}'"
+    return None
+
+
+def _settings(expert: nn.Module) -> list[object]:
+    """Return what a module and those inside it are, but for their tensors."""
+    return [
+        (path, user_class(type(inner)), [(name, getattr(inner, name)) for name in settings_of(inner)])
+        for path, inner in modules_by_name(expert).items()
+    ]
+
+
+def _obstacle(mixture: Mixture, program: Program) -> str | None:
+    module, owners = program.module(mixture.owner), program.analyses[TensorOwners]
+    if mixture.template.idle and program.training:
+        return "its experts draw random numbers in training (dropout)"
+    odd = _unlike(mixture, module)
+    if odd is not None:
+        return odd
+    idle = sorted(set(range(mixture.count)) - mixture.reached)
+    if idle and program.training and not mixture.is_stacked:
+        return (
+            f"the examples leave expert {idle[0]} without tokens: it has no gradient then, and would have zeros, which "
+            "momentum and weight decay act on; give example_inputs that reach every expert"
+        )
+    for names in map(tensor_names, members_of(mixture)):
+        for name in names:
+            others = owners.names(qualified(mixture.owner, name))
+            if len(others) > 1:
+                return f"the parameter '{others[0]}' is tied to '{others[1]}'"
+            holder = module.get_submodule(name.rpartition(".")[0])
+            tensor = getattr(holder, name.rpartition(".")[2], None)
+            if type(tensor) is not nn.Parameter:
+                return f"'{name}' is of type {type(tensor).__name__}, which is not stacked"
+        if len({module.get_parameter(name).requires_grad for name in names}) > 1:
+            return f"experts differ in requires_grad: '{names[0]}' and others"
+        if len({module.get_parameter(name).shape for name in names}) > 1:
+            return f"experts differ in shape: '{names[0]}' and others"
+    return None

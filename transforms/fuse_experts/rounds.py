@@ -1,0 +1,321 @@
+"""The rounds of a loop over experts, in a call that was written out: who gets which tokens, and where results go."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...errors import MatchFailure
+from ...operators import canonical_name
+from ...tracing.values import tensors_in
+from .members import Source, operands
+
+__all__ = ["Joined", "Loop", "Round", "draws", "find_loop", "is_dropout"]
+
+_RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contiguous", "flatten", "float")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One expert applied to its tokens.
+
+    Attributes:
+        experts: the number of the expert, for each of its tokens [n]; several where rows of all were laid side by side.
+        tokens: the numbers of its tokens [n].
+        weights: what its outputs are multiplied by [n], or None.
+        scale: what they are multiplied by besides.
+        rows: the node that gives its tokens' inputs.
+        output: the node that gives its outputs.
+        nodes: what it computes from tensors of its own, `output` included, in order.
+        idle: dropouts behind it.
+    """
+
+    experts: Tensor
+    tokens: Tensor
+    weights: Tensor | None
+    weighting: fx.Node | None
+    scale: float
+    rows: fx.Node
+    output: fx.Node
+    nodes: Sequence[fx.Node]
+    idle: Sequence[fx.Node] = ()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over experts.
+
+    Attributes:
+        rounds: one for each time that an expert was called.
+        target: the node of the tensor that results are added to.
+        result: the node that stands for that tensor after the loop; in place it is `target`.
+        tokens: how many tokens there are.
+        tainted: every node that depends on a tensor of an expert.
+        writes: the nodes that add results to it.
+        joined: see `Joined`.
+        called: the expert of each round; -1 of all.
+    """
+
+    rounds: Sequence[Round]
+    target: fx.Node
+    result: fx.Node
+    tokens: int
+    tainted: frozenset[fx.Node]
+    writes: Sequence[fx.Node]
+    joined: Mapping[fx.Node, Joined]
+    called: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Linear layers of all experts, each of rows of its own, and their results side by side.
+
+    Attributes:
+        rows: the node whose rows are split among them.
+        sizes: how many rows each expert has.
+        first: the layer of one of them.
+    """
+
+    rows: fx.Node
+    sizes: Sequence[int]
+    first: fx.Node
+
+
+@dataclass(frozen=True)
+class _Write:
+    node: fx.Node
+    target: fx.Node
+    tokens: Tensor
+    value: fx.Node
+    in_place: bool
+
+
+class _Search:
+    def __init__(
+        self, owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
+        sources: Mapping[fx.Node, tuple[Source, int]],
+    ) -> None:  # fmt: skip
+        self.owner, self.graph, self.values, self.sources = owner, graph, values, sources
+        self.experts: dict[fx.Node, frozenset[int]] = {}
+        self.joined: dict[fx.Node, Joined] = {}
+        for node in graph.nodes:
+            joined = self._joined(node)
+            if joined is not None:
+                self.joined[node] = joined
+                self.experts[node] = frozenset((_ALL,))
+                continue
+            inputs = [self.experts[used] for used in node.all_input_nodes]
+            own = frozenset((sources[node][1],)) if node in sources else _NOBODY
+            self.experts[node] = own.union(*inputs) if _holds_tensors(values.get(node)) else _NOBODY
+
+    def _joined(self, node: fx.Node) -> Joined | None:
+        """Return what a node joins, if that is the results of linear layers for what was split before."""
+        is_cat = canonical_name(node) == "cat" and bool(operands(node))
+        items = cast("Sequence[fx.Node]", operands(node)[0]) if is_cat else ()
+        if len(items) < 2 or node.kwargs.get("dim", 0) != 0 or operands(node)[1:] not in ((), (0,)):
+            return None
+        if [self.experts.get(item, _NOBODY) - {_ALL} for item in items] != [{number} for number in range(len(items))]:
+            return None
+        parts: list[Any] = [operands(item)[0] for item in items if canonical_name(item) in ("linear", "matmul", "mm")]
+        splits: set[Any] = {operands(part)[0] for part in parts if canonical_name(part) == "getitem"}
+        if len(parts) < len(items) or len(splits) != 1 or canonical_name(split := splits.pop()) != "split":
+            return None
+        rows = operands(split)[0]
+        if [operands(part)[1] for part in parts] != list(range(len(parts))) or self.values[rows].ndim != 2:
+            return None
+        return Joined(rows, [len(self.values[part]) for part in parts], items[0])
+
+    def is_tainted(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and bool(self.experts[node])
+
+    def loop(self) -> Loop | None:
+        writes = [write for node in self.graph.nodes if (write := self._write(node)) is not None]
+        if not any(len(self.experts[write.value]) == 1 for write in writes):
+            return None
+        target = self._root(writes[0])
+        if any(self._root(write) is not target for write in writes):
+            raise MatchFailure("the experts' results are added to several tensors")
+        result = target if writes[0].in_place else writes[-1].node
+        tainted = frozenset(node for node, experts in self.experts.items() if experts)
+        count = self.values[target].shape[:-1].numel()
+        return Loop(
+            [self._round(w) for w in writes],
+            target,
+            result,
+            count,
+            tainted,
+            [w.node for w in writes],
+            self.joined,
+            [next(iter(self.experts[write.value])) for write in writes],
+        )
+
+    def _root(self, write: _Write) -> fx.Node:
+        target = write.target
+        while not write.in_place and canonical_name(target) == "index_add" and self.is_tainted(target):
+            target = operands(target)[0]
+        return target
+
+    # -- where results go
+
+    def _write(self, node: fx.Node) -> _Write | None:
+        name = canonical_name(node)
+        if name == "index_add" or (node.op == "call_method" and node.target == "index_add_"):
+            return self._index_add(node)
+        return self._setitem(node) if name == "setitem" else None
+
+    def _index_add(self, node: fx.Node) -> _Write | None:
+        named: dict[str, Any] = dict(node.kwargs)
+        given = dict(zip(("input", "dim", "index", "source"), operands(node), strict=False)) | named
+        value: Any = given.get("source")
+        if not self.is_tainted(value) or given.get("dim") != 0 or "alpha" in node.kwargs:
+            return None
+        target, index = given["input"], self.values[given["index"]]
+        in_place = node.op == "call_method" and node.target == "index_add_"
+        if self.values[target].ndim != 2:
+            raise MatchFailure("the experts' results are added along the first of several dimensions")
+        return _Write(node, target, index, value, in_place)
+
+    def _setitem(self, node: fx.Node) -> _Write | None:
+        target, key, value = operands(node)[:3]
+        if not self.is_tainted(value) or not isinstance(value, fx.Node):
+            return None
+        if canonical_name(value) == "add" and len(operands(value)) == 2:
+            here = [a for a in operands(value) if self._reads(a, target, key)]
+            rest = [a for a in operands(value) if a not in here]
+            if len(here) == 1 and self.is_tainted(rest[0]):
+                value = rest[0]
+        return _Write(node, target, self._tokens(target, key), value, in_place=True)
+
+    def _reads(self, node: Any, target: fx.Node, key: Any) -> bool:
+        is_item = isinstance(node, fx.Node) and node.target is operator.getitem and operands(node)[0] is target
+        return is_item and (operands(node)[1] is key or operands(node)[1] == key)
+
+    def _tokens(self, target: fx.Node, key: Any) -> Tensor:
+        shape = self.values[target].shape[:-1]
+        numbers = torch.arange(shape.numel(), device=self.values[target].device).view(shape)
+        where = fx.map_arg(key, lambda node: self.values[node])
+        try:
+            return numbers[where].flatten()
+        except (IndexError, RuntimeError) as error:
+            raise MatchFailure(f"the experts' results are written to a part of the features ({error})") from error
+
+    # -- what a round computes
+
+    def _round(self, write: _Write) -> Round:
+        experts = self.experts[write.value]
+        if len(experts) > 1:
+            raise MatchFailure("a result is of several experts")
+        (expert,) = experts
+        count = len(write.tokens)
+        numbers = torch.full_like(write.tokens, expert)
+        output, weighting, scale, idle = self._peeled(write.value, count)
+        nodes = self._slice(output)
+        weights = None if weighting is None else self.values[weighting].reshape(-1)
+        if expert == _ALL:
+            numbers = self._numbers(nodes, count)
+        return Round(numbers, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle)
+
+    def _peeled(self, node: fx.Node, count: int) -> tuple[fx.Node, fx.Node | None, float, list[fx.Node]]:
+        """Return the output of the expert, what it is multiplied by, and dropouts behind that."""
+        weighting, scale, idle = None, 1.0, list[fx.Node]()
+        while True:
+            name = canonical_name(node)
+            if name == "mul" and len(operands(node)) == 2:
+                others = [a for a in operands(node) if not self.is_tainted(a)]
+                if len(others) != 1:
+                    break
+                if isinstance(others[0], (int, float)):
+                    scale *= others[0]
+                elif weighting is None and isinstance(others[0], fx.Node) and self._is_column(others[0], count):
+                    weighting = others[0]
+                else:
+                    break
+                node = next(a for a in operands(node) if self.is_tainted(a))
+            elif name in _RESHAPES and self._keeps(node):
+                node = operands(node)[0]
+            elif is_dropout(node, self.owner):
+                idle += [node] if draws(node, self.owner) else []
+                node = operands(node)[0]
+            else:
+                break
+        return node, weighting, scale, idle
+
+    def _is_column(self, node: fx.Node, count: int) -> bool:
+        value = self.values[node]
+        return isinstance(value, Tensor) and value.numel() == count and value.is_floating_point()
+
+    def _keeps(self, node: fx.Node) -> bool:
+        before = operands(node)[0]
+        if not self.is_tainted(before) or not isinstance(self.values[before], Tensor):
+            return False
+        return [n for n in self.values[node].shape if n != 1] == [n for n in self.values[before].shape if n != 1]
+
+    def _numbers(self, nodes: Sequence[fx.Node], count: int) -> Tensor:
+        """Return the expert of each row, where rows of all are side by side."""
+        sizes = {tuple(self.joined[node].sizes) for node in nodes if node in self.joined}
+        if len(sizes) != 1 or sum(found := sizes.pop()) != count:
+            raise MatchFailure("the experts' linear layers have different rows")
+        return torch.arange(len(found)).repeat_interleave(torch.tensor(found))
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [self.joined[node].rows] if node in self.joined else node.all_input_nodes
+
+    def _slice(self, output: fx.Node) -> list[fx.Node]:
+        wanted, pending = {output}, [output]
+        while pending:
+            for used in self._inputs(pending.pop()):
+                if used not in wanted and self.is_tainted(used):
+                    wanted.add(used)
+                    pending.append(used)
+        return [node for node in self.graph.nodes if node in wanted]
+
+    def _rows(self, nodes: Sequence[fx.Node], count: int) -> fx.Node:
+        inside = set(nodes)
+        reading = [node for node in nodes if node not in self.sources or node.op == "call_module"]
+        outside = (used for node in reading for used in self._inputs(node))
+        found = {u for u in outside if u not in inside and isinstance(self.values[u], Tensor)}
+        rows = [u for u in found if self.values[u].ndim == 2 and self.values[u].shape[0] == count]
+        if len(found) != 1 or len(rows) != 1:
+            raise MatchFailure("an expert reads more than its own tensors and the inputs of its tokens")
+        return rows[0]
+
+
+_NOBODY = frozenset[int]()
+_ALL = -1
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Say whether a value is a tensor, or several: a shape or type of one does not depend on what is in it."""
+    return next(tensors_in(value), None) is not None
+
+
+def is_dropout(node: fx.Node, owner: nn.Module) -> bool:
+    """Say whether a node calls a dropout of elements."""
+    return node.op == "call_module" and type(owner.get_submodule(str(node.target))) is nn.Dropout
+
+
+def draws(node: fx.Node, owner: nn.Module) -> bool:
+    """Say whether a dropout may draw random numbers in training."""
+    return bool(owner.get_submodule(str(node.target)).p)
+
+
+def find_loop(
+    owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
+) -> Loop | None:
+    """Return the loop over experts of a call that was written out, or None where there is none.
+
+    Args:
+        owner: the module.
+        graph: of the call.
+        values: of its nodes.
+        sources: the nodes that read tensors of single experts.
+
+    Raises:
+        MatchFailure: if there is one that does something else than to add weighted outputs of experts.
+    """
+    return _Search(owner, graph, values, sources).loop()

@@ -1,0 +1,197 @@
+"""Which values of a forward say who goes to which expert: those that fit what the loop did with the example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from ...errors import MatchFailure
+from ...layers.experts import Routing
+from .members import operands
+from .rounds import Loop, Round
+
+__all__ = ["RoutedBy", "routing_of"]
+
+
+@dataclass(frozen=True)
+class RoutedBy:
+    """Where a loop has its routing from.
+
+    Attributes:
+        hidden: the node of the inputs of all tokens [..., in].
+        chosen: the node of the choices [..., k], or of a mask [..., experts].
+        weights: the node of what results are multiplied by, or None.
+        kind: see `FusedExperts`.
+        spare: how many numbers past that of the last expert stand for none.
+    """
+
+    hidden: fx.Node
+    chosen: fx.Node
+    weights: fx.Node | None
+    kind: Routing
+    spare: int = 0
+
+
+def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
+    """Return where the routing of a loop comes from.
+
+    Args:
+        loop: the loop.
+        count: how many experts there are.
+        values: of nodes.
+
+    Raises:
+        MatchFailure: if no values fit.
+    """
+    pairs = _Pairs(loop.rounds, count)
+    search = _Search(loop, count, values, pairs)
+    return search.find()
+
+
+_KINDS: Mapping[tuple[str, bool], Routing] = {
+    ("chosen", False): "chosen", ("chosen", True): "scores", ("mask", False): "shared", ("mask", True): "mask",
+}  # fmt: skip
+"""Whether there are choices or a mask, and whether the weights are those of all experts -> see `FusedExperts`."""
+
+
+class _Pairs:
+    """Every token and expert that met, and with which weight, in the order of their numbers."""
+
+    def __init__(self, rounds: Sequence[Round], count: int) -> None:
+        self.count = count
+        tokens = torch.cat([each.tokens for each in rounds])
+        experts = torch.cat([each.experts for each in rounds])
+        self.is_weighted = rounds[0].weights is not None
+        if any((each.weights is not None) is not self.is_weighted for each in rounds):
+            raise MatchFailure("the results of some experts are weighted, and those of others are not")
+        weights = torch.cat([torch.ones_like(r.tokens) if r.weights is None else r.weights for r in rounds])
+        if weights.is_floating_point() and not weights.isfinite().all():
+            raise MatchFailure("the routing weights of the example are not all finite")
+        self.keys, self.weights = _sorted(tokens, experts, weights, count)
+        if len(self.keys) == 0:
+            raise MatchFailure("the examples send no token to any expert")
+
+    def are(self, tokens: Tensor, experts: Tensor, weights: Tensor | None) -> bool:
+        """Say whether these are the same pairs; the weights, too, where there are any."""
+        if len(tokens) != len(self.keys):
+            return False
+        given = torch.ones_like(tokens) if weights is None else weights
+        keys, given = _sorted(tokens, experts, given, self.count)
+        return torch.equal(keys, self.keys) and (
+            weights is None or torch.equal(given.to(self.weights.dtype), self.weights)
+        )
+
+
+def _sorted(tokens: Tensor, experts: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    keys = tokens.long() * count + experts.long()
+    order = weights.argsort(stable=True)
+    order = order[keys[order].argsort(stable=True)]
+    return keys[order], weights[order]
+
+
+class _Search:
+    def __init__(self, loop: Loop, count: int, values: Mapping[fx.Node, Any], pairs: _Pairs) -> None:
+        self.loop, self.count, self.values, self.pairs = loop, count, values, pairs
+        self.tokens = loop.tokens
+        self.before = _ancestors(loop)
+
+    def find(self) -> RoutedBy:
+        hidden = self._hidden()
+        weighted = self.pairs.is_weighted
+        for node, kind, tokens, experts in self._choices():
+            if not self.pairs.are(tokens.flatten(), experts.flatten(), None):
+                continue
+            if not weighted:
+                return RoutedBy(hidden, node, None, kind, self._spare(node, kind))
+            for weights, of_all, given in self._weights(kind, tokens, experts):
+                if self.pairs.are(tokens.flatten(), experts.flatten(), given.flatten()):
+                    found = _KINDS[kind, of_all]
+                    if found == "shared" and self.values[node].shape == (self.tokens, 1, self.count):
+                        found = "slots"
+                    return RoutedBy(hidden, node, weights, found, self._spare(node, kind))
+        if len(self.pairs.keys) == self.tokens * self.count:
+            raise MatchFailure("every token goes to every expert; fuse_ensembles computes that")
+        raise MatchFailure("no tensor in its forward says which experts each token goes to, and with which weight")
+
+    def _hidden(self) -> fx.Node:
+        """Return the node that has the inputs of all tokens, of which the rounds take theirs."""
+        rounds = self.loop.rounds
+        for node in _upwards(rounds[0].rows):
+            if all(self._has_rows(node, each) for each in rounds):
+                return node
+        raise MatchFailure("its experts' inputs are not rows of one tensor")
+
+    def _has_rows(self, node: fx.Node, each: Round) -> bool:
+        value, rows = self.values.get(node), self.values[each.rows]
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[-1] != rows.shape[-1]:
+            return False
+        if value.shape[:-1].numel() != self.tokens or value.dtype != rows.dtype:
+            return False
+        return torch.equal(value.reshape(self.tokens, -1)[each.tokens], rows)
+
+    def _candidates(self) -> Iterator[tuple[fx.Node, Tensor]]:
+        for node in self.before:
+            value = self.values.get(node)
+            if not isinstance(value, Tensor) or not value.ndim or not value.numel():
+                continue
+            if (value.shape if value.ndim == 1 else value.shape[:-1]).numel() == self.tokens:
+                yield node, value.reshape(self.tokens, -1)
+
+    def _choices(self) -> Iterator[tuple[fx.Node, Literal["chosen", "mask"], Tensor, Tensor]]:
+        numbers = torch.arange(self.tokens)
+        for node, value in self._candidates():
+            if value.dtype in (torch.int64, torch.int32) and int(value.min()) >= 0 and int(value.max()) < self.count:
+                yield node, "chosen", numbers.to(value.device).unsqueeze(1).expand(value.shape), value
+        for node, value in self._candidates():
+            if value.shape[1] == self.count and not value.is_floating_point():
+                tokens, experts = value.nonzero(as_tuple=True)
+                yield node, "mask", tokens, experts
+
+    def _weights(self, kind: str, tokens: Tensor, experts: Tensor) -> Iterator[tuple[fx.Node, bool, Tensor]]:
+        """Yield nodes that may have the weights, whether they have those of all experts, and those of the pairs."""
+        floats = [(node, value) for node, value in self._candidates() if value.is_floating_point()]
+        for node, value in floats:
+            if kind == "chosen" and value.shape == tokens.shape:
+                yield node, False, value
+        for node, value in floats:
+            if value.shape[1] == self.count:
+                yield node, True, value[tokens, experts]
+            elif kind == "mask" and value.shape[1] == 1:
+                yield node, False, value[tokens, 0]
+
+    def _spare(self, node: fx.Node, kind: str) -> int:
+        """Return how many more numbers the loop knows than there are experts: those stand for none."""
+        if kind != "chosen":
+            return 0
+        sizes = [user.kwargs.get("num_classes", operands(user)[1:2]) for user in node.users if "one_hot" in user.name]
+        return max([size - self.count for size in sizes if type(size) is int], default=0)
+
+
+def _ancestors(loop: Loop) -> list[fx.Node]:
+    """Return, in order, what the loop's tokens and weights come from."""
+    graph = loop.target.graph
+    found, pending = set[fx.Node](), list[fx.Node]()
+    for write in loop.writes:
+        pending += [used for used in write.all_input_nodes if used not in loop.tainted and used is not loop.target]
+    pending += [each.weighting for each in loop.rounds if each.weighting is not None]
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in loop.tainted:
+            found.add(node)
+            pending += node.all_input_nodes
+    return [node for node in graph.nodes if node in found]
+
+
+def _upwards(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what a node is made from, the nearest first."""
+    seen, pending = {node}, [node]
+    for one in pending:
+        yield one
+        for used in one.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                pending.append(used)

@@ -1,0 +1,197 @@
+"""Write a mixture of experts into the graph of its module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx, nn
+
+from ...layers.experts import FusedExperts, added_to
+from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
+from ...layers.moe import Way
+from ...operators import canonical_name, mutates
+from ...passes.rewriting import Edit
+from ...passes.state import StackOfSome
+from ...tracing.graphs import copy_graph
+from ...tracing.guards import require
+from .finding import Mixture
+from .members import Items, Source, operands
+
+__all__ = ["tensor_names", "write"]
+
+WAYS: dict[str, Way] = {"grouped": "groups", "padded": "padding", "gathered": "gathering", "loop": "loop"}
+
+
+def tensor_names(source: Items) -> list[str]:
+    """Return the names of a family's tensors, as seen from the owner."""
+    return [source.path(expert) for expert in range(source.count)]
+
+
+def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
+    """Let the module compute its experts together.
+
+    Raises:
+        MatchFailure: if something else than its result hangs on the loop.
+    """
+    graph, new = _copied(mixture.unrolled.graph)
+    edit.give_graph(mixture.unrolled.specialization)
+    layers = mixture.template.layers
+    child = edit.add_module(
+        FusedExperts(
+            mixture.template.compute, [(layer.transposed, layer.bias is not None) for layer in layers],
+            routing=mixture.routed.kind, scale=mixture.loop.rounds[0].scale, way=WAYS[lowering],
+            spare=mixture.routed.spare,
+        ),
+        name="mixture",
+    )  # fmt: skip
+    _Rewrite(mixture, graph, new).run(child, _stacked(mixture, edit))
+    edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
+    if mixture.template.idle:
+        edit.hold_in_evaluation(sorted({str(node.target) for node in mixture.template.idle}))
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    copied = copy_graph(graph)
+    return copied, dict(zip(graph.nodes, copied.nodes, strict=True))
+
+
+class _Rewrite:
+    def __init__(self, mixture: Mixture, graph: fx.Graph, new: dict[fx.Node, fx.Node]) -> None:
+        self.mixture, self.graph, self.new = mixture, graph, new
+        self.target, self.result = new[mixture.loop.target], new[mixture.loop.result]
+        self.last = new[mixture.loop.writes[-1]]
+
+    def run(self, child: str, stacks: dict[Source, str | fx.Node]) -> None:
+        routed, loop = self.mixture.routed, self.mixture.loop
+        before = set[fx.Node]()
+        for node in self.graph.nodes:
+            before.add(node)
+            if node is self.last:
+                break
+        with self.graph.inserting_after(self.last):
+            tensors = [self._tensor(stacks, source) for source in self.mixture.sources]
+        anchor = max([self.last, *tensors])
+        weights = None if routed.weights is None else self.new[routed.weights]
+        with self.graph.inserting_after(anchor):
+            call = self.graph.call_module(child, (self.new[routed.hidden], self.new[routed.chosen], weights, *tensors))
+        found = call
+        if not self._is_alike():
+            with self.graph.inserting_after(call):
+                found = self.graph.call_function(added_to, (self.target, call))
+        found.meta["val"] = self.target.meta.get("val")
+        for user in list(self.result.users):
+            if user not in before and user is not found:
+                user.replace_input_with(self.result, found)
+        self._sweep(before, loop)
+
+    def _tensor(self, stacks: dict[Source, str | fx.Node], source: Source) -> fx.Node:
+        known = stacks[source]
+        if isinstance(known, fx.Node):
+            return self.new[known]
+        return self.graph.get_attr(known)
+
+    def _is_alike(self) -> bool:
+        """Say whether the tensor that the loop added to is zeros like the inputs, so that the results are all."""
+        target, values = self.mixture.loop.target, self.mixture.unrolled.values
+        hidden, output = self.mixture.routed.hidden, self.mixture.loop.rounds[0].output
+        if values[target].shape != (*values[hidden].shape[:-1], values[output].shape[-1]) or values[target].any():
+            return False
+        plain = len(operands(target)) == 1 and target.kwargs.get("dtype") is None and operands(target)[0] is hidden
+        return (canonical_name(target) == "zeros_like" and plain) or self._is_made_of_results()
+
+    def _is_made_of_results(self) -> bool:
+        """Say whether the tensor that the loop added to has its type from the loop itself."""
+        seen, pending = set[fx.Node](), [self.mixture.loop.target]
+        while pending:
+            node = pending.pop()
+            pending += [used for used in node.all_input_nodes if used not in seen]
+            seen.add(node)
+        return not seen.isdisjoint(self.mixture.loop.tainted)
+
+    def _sweep(self, before: set[fx.Node], loop: object) -> None:
+        """Take away what only the loop needed.
+
+        Raises:
+            MatchFailure: if it did something else besides.
+        """
+        live = self._live()
+        for node in reversed(self.graph.nodes):
+            if node in live or node.op in ("placeholder", "output"):
+                continue
+            if node.op == "call_function" and node.target is require and _needs(node) <= live:
+                live.add(node)
+                continue
+            self.graph.erase_node(node)
+
+    def _live(self) -> set[fx.Node]:
+        live, pending = set[fx.Node](), [self.graph.output_node()]
+        writes = [self.new[w] for w in self.mixture.loop.writes]
+        while pending:
+            node = pending.pop()
+            if node in live:
+                continue
+            live.add(node)
+            pending += node.all_input_nodes
+            # What is written in place into something that is still read stays, too.
+            pending += [user for user in node.users if _writes_into(user, node) and user not in writes]
+        return live
+
+
+def _needs(check: fx.Node) -> set[fx.Node]:
+    """Return what a check reads that is more than a look at it."""
+    found, pending = set[fx.Node](), list(check.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if canonical_name(node) in ("len", "shape", "eq", "getitem") or node.target is getattr:
+            pending += node.all_input_nodes
+        else:
+            found.add(node)
+    return found
+
+
+def _writes_into(user: fx.Node, node: fx.Node) -> bool:
+    return bool(operands(user)) and operands(user)[0] is node and mutates(user)
+
+
+# -- stacking --------------------------------------------------------------------------------------------------------
+
+
+def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
+    """Stack the parameters that are not yet; return the name or node of each family's stack."""
+    families = list(dict.fromkeys(source for source in mixture.sources if isinstance(source, Items)))
+    found: dict[Source, str | fx.Node] = {s: s.stack for s in mixture.sources if not isinstance(s, Items)}
+    if not families:
+        return found
+    owner, names = edit.owner, dict[Items, str]()
+    for source in families:
+        name = source.inside.replace(".", "_") or "weight"
+        names[source] = name if name not in names.values() else f"{source.container}_{name}".replace(".", "_")
+    old = {source: [owner.get_parameter(name) for name in tensor_names(source)] for source in families}
+    tensors = {names[s]: torch.stack([p.detach() for p in parameters]) for s, parameters in old.items()}
+    trained = {names[source]: parameters[0].requires_grad for source, parameters in old.items()}
+    store = FusedMembers(tensors, trained)
+    child = edit.add_owned(store, name="stacked_experts")
+    for source in families:
+        edit.record_state(StackOfSome(tuple(tensor_names(source)), f"{child}.{names[source]}"))
+    _leave_views(families, names, store, edit)
+    return found | {source: f"{child}.{names[source]}" for source in families}
+
+
+def _leave_views(families: Sequence[Items], names: dict[Items, str], store: FusedMembers, edit: Edit) -> None:
+    views: dict[str, dict[str, tuple[nn.Module, str, int]]] = {}
+    for source in families:
+        for number, path in enumerate(tensor_names(source)):
+            holder, _, last = path.rpartition(".")
+            views.setdefault(holder, {})[last] = (store, names[source], number)
+    undo: list[Callable[[], None]] = []
+    seals = ways_to(views)
+    try:
+        for path in dict.fromkeys((*views, *seals)):
+            module = edit.owner.get_submodule(path)
+            own = {*settings_of(module), "forward"} if path in views else set[str]()
+            sealed = seals.get(path, set[str]()) | own
+            undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))
+    finally:
+        edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
