@@ -161,7 +161,7 @@ class Likeness:
         if isinstance(value, Tensor):
             parts.append((None, value))
             return _form(value)
-        if isinstance(value, Cache) and self._alike is not Alike.TRACED:
+        if issubclass(kind, Cache) and self._alike is not Alike.TRACED:
             return kind
         if _holds_more(value):
             return kind if self._alike is Alike.TIMED else _Same(value)
