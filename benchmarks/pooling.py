@@ -25,8 +25,8 @@ from machine import described
 from torch import Tensor, nn
 from torch_geometric.nn import GINConv, global_mean_pool
 
+from fxopt.cuda_ops.triples import OrientedGraph, simple_edges
 from fxopt.layers import RO3Pooling, triangles
-from fxopt.layers.pooling.triangles import OrientedGraph, simple_edges
 
 SKIPS = (2, 3, 4, 5, 6, 9, 11, 12, 13, 16)
 """Circular skip links of 41 nodes, one class each (Murphy et al., 2019)."""

@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
 from ..definition import define, looped
 
-__all__ = ["ROWS", "rotary_embedding"]
+__all__ = ["rotary_embedding"]
 
 _NAME = "rotary_embedding"
 
@@ -64,7 +63,6 @@ _rotary_embedding = define(
     backward=_backward,
     batching=looped,
 )
-ROWS = (OpInfo(f"fxopt::{_NAME}", vectorizable=True, keeps_rank=True),)
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

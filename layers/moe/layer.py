@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ...errors import UsageError
 from .dispatch import mixture
+from .lowerings import Linear, Projection, dtype_in_products
 from .router import GATES, Gate, Router, RouterOutput
-from .ways import Linear, Projection, dtype_in_products
 
 __all__ = ["MixtureOfExperts"]
 
@@ -172,11 +172,12 @@ def _check_choices(gate: object, activation: object, capacity: object) -> None:
         raise UsageError(f"unknown gate {gate!r}; give one of {', '.join(GATES)}")
     if not callable(activation) and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         raise UsageError(f"unknown activation {activation!r}; give one of {', '.join(_ACTIVATIONS)}, or a function")
-    if capacity is None:
-        return
-    is_number = isinstance(capacity, (int, float)) and not isinstance(capacity, bool)
-    if not (is_number and 0 < capacity < float("inf")):
+    if isinstance(capacity, bool) or not (capacity is None or _is_factor(capacity)):
         raise UsageError(f"capacity={capacity!r} of a MixtureOfExperts; give a factor over 0, such as 1.25, or None")
+
+
+def _is_factor(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < float("inf")
 
 
 def _check_switches(**switches: object) -> None:

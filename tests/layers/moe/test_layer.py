@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,12 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def named(options: dict[str, Any]) -> str:
+    """Return the name of a test case, the same in every process: functions print their address."""
+    return ",".join(f"{option}={getattr(value, '__name__', value)}" for option, value in options.items())
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=named)
 def test_it_gives_what_separate_experts_give(options):
     torch.manual_seed(0)
     layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, **{"top_k": 2, **options}).double().eval()
