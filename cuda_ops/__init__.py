@@ -1,31 +1,24 @@
-"""Operators of fxopt: each has a reference that is the truth on every device, a gradient, and a kernel for GPUs.
+"""Operators of fxopt: a reference each, which is the truth on every device; for most a gradient and a kernel for GPUs.
 
 They are `torch.ops.fxopt.*`, and functions here. Importing this needs neither a GPU nor Triton nor a compiler.
 """
 
 from torch import ops
 
-from ..operators import register_operator
-from .add import ROWS as _ADD
+from . import triples
 from .add import add
-from .bernoulli_sigmoid import ROWS as _BERNOULLI_SIGMOID
 from .bernoulli_sigmoid import bernoulli_sigmoid
-from .bias_act import ROWS as _BIAS_ACT
 from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
-from .gated import ROWS as _GATED
+from .definition import defined
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
 from .gpu import kernels_in_use
 from .kernels import Kernel
-from .linear_cross_entropy import ROWS as _LINEAR_CROSS_ENTROPY
 from .linear_cross_entropy import linear_cross_entropy
-from .log_clip import ROWS as _LOG_CLIP
 from .log_clip import log_clip
-from .norms import ROWS as _NORMS
 from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .norms.spellings import KERNELS as _OF_NORMS
-from .rotary_embedding import ROWS as _ROTARY_EMBEDDING
 from .rotary_embedding import rotary_embedding
 from .rotary_embedding.spellings import KERNELS as _OF_ROTARY_EMBEDDING
 
@@ -47,22 +40,10 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "swiglu",
+    "triples",
 ]
 
-_TABLE = (
-    *_ADD,
-    *_BERNOULLI_SIGMOID,
-    *_BIAS_ACT,
-    *_GATED,
-    *_LINEAR_CROSS_ENTROPY,
-    *_LOG_CLIP,
-    *_NORMS,
-    *_ROTARY_EMBEDDING,
-)
-NAMES = tuple(row.name for row in _TABLE)
+NAMES = defined()
 """Their qualified names; all only compute, so exported programs may hold them."""
 KERNELS = (*_OF_NORMS, *_OF_GATED, *_OF_ROTARY_EMBEDDING, *_OF_BIAS_ACT)
 """Operators that can take the place of what users write, in the order in which they are looked for."""
-
-for _row in _TABLE:
-    register_operator(_row)

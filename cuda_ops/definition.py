@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
-__all__ = ["NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "elementwise", "looped", "times"]
+__all__ = [
+    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise", "looped",
+    "times",
+]  # fmt: skip
 
 NAMESPACE = "fxopt"
 Function: TypeAlias = Callable[..., Any]
 BatchingRule: TypeAlias = Callable[[Function], Function]
 """From an operator to what `torch.library.register_vmap` takes."""
+
+_NAMES: list[str] = []
 
 
 def define(
@@ -31,6 +37,8 @@ def define(
     backward: Function | None = None,
     batching: BatchingRule | None = None,
     autocast: torch.dtype | None = None,
+    schema: str | None = None,
+    **known: Any,
 ) -> Function:
     """Register an operator `fxopt::NAME`, and return what calls it.
 
@@ -45,8 +53,10 @@ def define(
         backward: computes the gradients of the arguments; without it, asking for them is an error.
         batching: what `torch.func.vmap` does.
         autocast: the dtype that floating-point operands are cast to where autocast is on.
+        schema: without the name, where the reference is written for any arguments.
+        known: further fields of its row in the operator table, as `OpInfo` has them.
     """
-    schema = torch.library.infer_schema(reference, mutates_args=())
+    schema = schema or torch.library.infer_schema(reference, mutates_args=())
     made = torch.library.custom_op(f"{NAMESPACE}::{name}", _checked(check, reference), mutates_args=(), schema=schema)
     made.register_fake(_checked(check, fake or reference))
     if kernel is not None:
@@ -57,6 +67,7 @@ def define(
         made.register_vmap(batching(call))
     for device in ("cpu", "cuda") if autocast is not None else ():
         made.register_autocast(device, cast("torch.dtype", autocast))
+    describe(name, batching, **known)
     return call
 
 
@@ -98,6 +109,18 @@ def by_reference(reference: Function) -> Differentiated:
 def times(own: Tensor, other: Tensor) -> Tensor:
     """Return a product, in the memory of the first factor unless its gradient may be asked for."""
     return own * other if own.requires_grad else own.mul_(other)
+
+
+def describe(name: str, batching: BatchingRule | None, **known: Any) -> None:
+    """Write the row of an operator into the operator table."""
+    known = {"elementwise": batching is elementwise, "vectorizable": batching is not None, **known}
+    register_operator(OpInfo(f"{NAMESPACE}::{name}", **known))
+    _NAMES.append(f"{NAMESPACE}::{name}")
+
+
+def defined() -> tuple[str, ...]:
+    """Return the qualified names of the operators that are made by now."""
+    return tuple(_NAMES)
 
 
 def _without_gradient(name: str) -> Function:

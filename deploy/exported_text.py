@@ -14,7 +14,9 @@ from ..errors import ArchiveError
 __all__ = ["check_program"]
 
 _NAME = re.compile(r"[\w.\-+]*")
-_STRING = re.compile(r"[\w.,>\- ]*")
+_STRING = re.compile(
+    r"[\w.,>\- ]*|Runtime assertion failed for expression [\w <>=+*()]+ on node '\w+'"  # of sizes that data decides
+)
 _TARGET = re.compile(
     r"torch\.ops\.aten\.(?!(from_file|save|load|set_\w*|_?resize\w*|sparse_resize\w*|\w+_unsafe|_unsafe_masked\w*|_print|warn|"
     r"data|record_stream|_?pin_memory|requires_grad_|retain_grad|_cufft\w*)\b)\w+(\.\w+)?|"
@@ -36,6 +38,7 @@ _FUNCTIONS = re.compile(
     r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|Mod|Abs|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|Piecewise|floor|ceiling|"
     r"sqrt|FloorDiv|ModularIndexing|Where|PythonMod|CleanDiv|CeilToInt|FloorToInt|CeilDiv|LShift|RShift|PowByNatural|"
     r"FloatPow|FloatTrueDiv|IntTrueDiv|IsNonOverlappingAndDenseIndicator|TruncToFloat|TruncToInt|RoundToInt|"
+    r"GreaterThan|LessThan|StrictGreaterThan|StrictLessThan|Equality|Unequality|"
     r"RoundDecimal|ToFloat|Identity|size|stride|storage_offset|dim|item|min|max"
 )
 _SYMBOL = re.compile(r"[a-z]\d+|oo|true|false|L|args|kwargs")

@@ -455,13 +455,13 @@ def test_names_of_passes_are_checked_before_torch_is_loaded(zoo: Path, arguments
 def test_names_of_passes_are_completed():
     from fxopt.prechecks import complete_name, complete_pipeline
 
-    assert complete_name("fuse") == ["fuse_ensembles"]
+    assert complete_name("fuse_en") == ["fuse_ensembles"]
     assert complete_pipeline("inf") == ["inference"]
-    assert complete_pipeline("fold_constants, fuse") == ["fold_constants, fuse_ensembles"]
+    assert complete_pipeline("fold_constants, fuse_en") == ["fold_constants, fuse_ensembles"]
     assert complete_pipeline("fuse_ensembles{low") == []
     done = subprocess.run(
         [sys.executable, "-c", "from fxopt.cli import app; app(prog_name='fxopt')"],
-        env={**os.environ, "_FXOPT_COMPLETE": "complete_bash", "COMP_WORDS": "fxopt passes fuse", "COMP_CWORD": "2"},
+        env={**os.environ, "_FXOPT_COMPLETE": "complete_bash", "COMP_WORDS": "fxopt passes fuse_en", "COMP_CWORD": "2"},
         capture_output=True,
         text=True,
         check=False,

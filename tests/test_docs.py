@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_is_marked_as_such(page: Path):
     text = page.read_text(encoding="utf-8")
-    known = {"python", "sh", "mermaid", "text", "toml", "json", "{toctree}", "{eval-rst}", "diff"}
+    known = {"python", "sh", "mermaid", "text", "toml", "json", "{toctree}", "{eval-rst}", "{math}", "diff"}
     assert {line[3:].strip() for line in text.splitlines() if re.match(r"```.", line)} <= known
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operators import OpInfo
 from ..checks import check_floating, check_one_device
 from ..definition import define, elementwise
 
-__all__ = ["ROWS", "add"]
+__all__ = ["add"]
 
 
 def _reference(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
@@ -51,7 +50,6 @@ _add = define(
     backward=_backward,
     batching=elementwise,
 )
-ROWS = (OpInfo("fxopt::add", elementwise=True, vectorizable=True),)
 
 
 def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:

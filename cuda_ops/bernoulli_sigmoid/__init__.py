@@ -1,5 +1,5 @@
 """`bernoulli_sigmoid`: probabilities of binary units and a sample of them, reproducible from a seed."""
 
-from .definition import ROWS, bernoulli_sigmoid
+from .definition import bernoulli_sigmoid
 
-__all__ = ["ROWS", "bernoulli_sigmoid"]
+__all__ = ["bernoulli_sigmoid"]

@@ -7,18 +7,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...operators import OpInfo
 from ..checks import check_key, check_one_device, check_one_dtype, check_vector
 from ..definition import define, looped
 from ..philox import key_of, uniform
 
-__all__ = ["ROWS", "bernoulli_sigmoid"]
+__all__ = ["bernoulli_sigmoid"]
 
 _NAME = "bernoulli_sigmoid"
 
 
 def _reference(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare in float32 at the least; a probability of a narrower dtype is rounded after that."""
+    """Compare in float32 at the least; a probability of a narrower dtype is rounded after that.
+
+    This draws nothing from torch's generators: the key decides, and where that is drawn stands in the graph.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) if bias is None else x.to(wide) + bias
     probability = torch.sigmoid(logits).contiguous()
@@ -61,8 +63,6 @@ _bernoulli_sigmoid = define(
     batching=looped,
     autocast=torch.float32,
 )
-ROWS = (OpInfo("fxopt::bernoulli_sigmoid", vectorizable=True),)
-"""It draws nothing from torch's generators: the key decides, and where that is drawn stands in the graph."""
 
 
 def bernoulli_sigmoid(

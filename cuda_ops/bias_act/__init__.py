@@ -1,5 +1,5 @@
 """`bias_act`: bias, activation, dropout and residual in one pass over the data."""
 
-from .definition import ROWS, bias_act
+from .definition import bias_act
 
-__all__ = ["ROWS", "bias_act"]
+__all__ = ["bias_act"]

@@ -7,13 +7,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..activations import BY_RESULT, activated, activated_in_place, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_key, check_one_device, check_one_dtype, check_vector
 from ..definition import by_reference, define, looped
 from ..philox import key_of, uniform
 
-__all__ = ["ROWS", "bias_act"]
+__all__ = ["bias_act"]
 
 _NAME = "bias_act"
 
@@ -101,7 +100,6 @@ _bias_act = define(
     backward=_backward,
     batching=looped,
 )
-ROWS = tuple(OpInfo(f"fxopt::{name}", vectorizable=True) for name in (_NAME, f"{_NAME}_backward"))
 
 
 def bias_act(

@@ -1,5 +1,5 @@
 """`swiglu` and `geglu`: an activated gate times a value."""
 
-from .definition import ROWS, geglu, swiglu
+from .definition import geglu, swiglu
 
-__all__ = ["ROWS", "geglu", "swiglu"]
+__all__ = ["geglu", "swiglu"]

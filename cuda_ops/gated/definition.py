@@ -7,12 +7,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..activations import activated, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
 from ..definition import by_reference, define, looped, times
 
-__all__ = ["ROWS", "geglu", "swiglu"]
+__all__ = ["geglu", "swiglu"]
 
 
 def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
@@ -68,7 +67,6 @@ _gated = define(
     backward=_backward,
     batching=looped,
 )
-ROWS = tuple(OpInfo(f"fxopt::{name}", vectorizable=True) for name in ("gated", "gated_backward"))
 
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, looped
 from .chunks import Head, gradients, losses, wide
 from .summed import define_sum
 
-__all__ = ["ROWS", "linear_cross_entropy"]
+__all__ = ["linear_cross_entropy"]
 
 _NAME = "linear_cross_entropy"
 _KERNELS = "linear_cross_entropy.triton_kernel"
@@ -139,7 +138,6 @@ _linear_cross_entropy_step = define(
     batching=looped,
 )
 _linear_cross_entropy_sum = define_sum(f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step)
-ROWS = tuple(OpInfo(f"fxopt::{_NAME}{ending}", vectorizable=True) for ending in ("", "_sum", "_step", "_backward"))
 
 
 def linear_cross_entropy(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...errors import UsageError
-from ..definition import NAMESPACE, looped
+from ..definition import NAMESPACE, describe, looped
 
 __all__ = ["define_sum"]
 
@@ -67,4 +67,5 @@ def define_sum(name: str, losses: Any, step: Any) -> Any:
     torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)
     call = getattr(getattr(torch.ops, NAMESPACE), name).default
     torch.library.register_vmap(f"{NAMESPACE}::{name}", looped(call), lib=_library)
+    describe(name, looped)
     return call

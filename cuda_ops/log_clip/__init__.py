@@ -1,5 +1,5 @@
 """`log_clip`: the log of an input clipped below, whose gradient does not vanish where it was clipped."""
 
-from .definition import ROWS, log_clip
+from .definition import log_clip
 
-__all__ = ["ROWS", "log_clip"]
+__all__ = ["log_clip"]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, elementwise
 
-__all__ = ["ROWS", "log_clip"]
+__all__ = ["log_clip"]
 
 
 def _reference(x: Tensor, minimum: float) -> Tensor:
@@ -83,10 +82,6 @@ _log_clip = define(
     backward=_backward,
     batching=elementwise,
     autocast=torch.float32,
-)
-ROWS = (
-    OpInfo("fxopt::log_clip", elementwise=True, keeps_rank=True, vectorizable=True),
-    OpInfo("fxopt::log_clip_backward", elementwise=True, vectorizable=True),
 )
 
 

@@ -7,11 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...operators import OpInfo
 from ..definition import by_reference, define, looped, times
 from .arguments import check_norm, empty_sum, of_scale, statistic
 
-__all__ = ["ROWS", "add_layer_norm", "layer_norm"]
+__all__ = ["add_layer_norm", "layer_norm"]
 
 _NAME = "layer_norm"
 
@@ -167,7 +166,6 @@ _layer_norm = define(
     batching=looped,
     autocast=torch.float32,
 )
-ROWS = tuple(OpInfo(f"fxopt::{name}", vectorizable=True) for name in (_NAME, f"{_NAME}_backward"))
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

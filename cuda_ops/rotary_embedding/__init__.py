@@ -1,5 +1,5 @@
 """`rotary_embedding`: positions as rotations of pairs of features."""
 
-from .definition import ROWS, rotary_embedding
+from .definition import rotary_embedding
 
-__all__ = ["ROWS", "rotary_embedding"]
+__all__ = ["rotary_embedding"]

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...operators import OpInfo
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
 from ..definition import define, looped
 
-__all__ = ["ROWS", "rotary_embedding"]
+__all__ = ["rotary_embedding"]
 
 _NAME = "rotary_embedding"
 
@@ -72,7 +71,6 @@ _rotary_embedding = define(
     backward=_backward,
     batching=looped,
 )
-ROWS = (OpInfo(f"fxopt::{_NAME}", vectorizable=True, keeps_rank=True),)
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

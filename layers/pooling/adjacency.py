@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .products import CLOSED, sums_by_type
+from ...cuda_ops.triples import CLOSED, sums_by_type
 
-__all__ = ["sums_by_edges"]
+__all__ = ["sums_by_edges", "weights_of"]
 
 
 def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, limit: int) -> Tensor:
@@ -39,3 +39,12 @@ def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_
     closed = sums_by_type(at_u, at_v, at_u, (edges, batch, num_graphs), CLOSED, 0, limit)
     one, two = pairs - 2 * wedges + 3 * closed, wedges - 3 * closed
     return torch.stack([total - pairs + wedges - closed, one, two, closed], 1)
+
+
+def weights_of(edges: Tensor, place: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weight of each simple edge, [m, 1]: the mean of those given for it; 1 where none are given."""
+    if given is None:
+        return torch.ones(edges.shape[1], 1, dtype=dtype, device=edges.device)
+    values = torch.stack([given.to(dtype), torch.ones_like(given, dtype=dtype)], 1)
+    sums = values.new_zeros(edges.shape[1] + 1, 2).index_add(0, place, values)[:-1]
+    return sums[:, :1] / sums[:, 1:]

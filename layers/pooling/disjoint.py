@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...cuda_ops.triples import lexicographic
+
 __all__ = ["disjoint_triads", "disjoint_wedges"]
 
 
@@ -77,13 +79,7 @@ def _promising(triads: Tensor, score: Tensor) -> Tensor:
 
 def _best_first(triads: Tensor, score: Tensor) -> Tensor:
     """Return the triads, the best first."""
-    pair = triads[:, 0] * len(score) + triads[:, 1]
-    if len(score) < 2**21:
-        order = (pair * len(score) + triads[:, 2]).argsort()
-    else:
-        order = triads[:, 2].argsort()
-        order = order[pair[order].argsort(stable=True)]
-    triads = triads[order]
+    triads = triads[lexicographic(triads.t(), len(score))]
     return triads[_sums(triads, score).argsort(descending=True, stable=True)]
 
 

@@ -7,12 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ...cuda_ops.triples import MEMORY_LIMIT, NODE_LIMIT, TYPES, check_batch, oriented_edges, sums_by_type
 from ...errors import UsageError, expect
-from .adjacency import sums_by_edges
-from .graphs import oriented_edges, weights_of
-from .products import sums_by_type
-from .structures import NODE_LIMIT, TYPES
-from .triangles import MEMORY_LIMIT
+from .adjacency import sums_by_edges, weights_of
 
 __all__ = ["RO3Pooling"]
 
@@ -167,9 +164,8 @@ class RO3Pooling(nn.Module):
             raise UsageError(f"x is {list(x.shape)} {x.dtype}; give [number of nodes, features] in floats")
         if self.in_channels is not None and x.shape[1] != self.in_channels:
             raise UsageError(f"x has {x.shape[1]} features, in_channels is {self.in_channels}")
-        if batch is not None and (batch.dtype != torch.int64 or batch.shape != x.shape[:1]):
-            found = f"{list(batch.shape)} {batch.dtype}"
-            raise UsageError(f"batch is {found}; give one torch.int64 for each of the {x.shape[0]} nodes")
+        if batch is not None:
+            check_batch(batch, x.shape[0])
         if edge_attr is not None:
             self._check_weights(edge_attr, edge_index)
 

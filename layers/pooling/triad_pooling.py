@@ -17,9 +17,9 @@ from torch_geometric.nn.pool.pool import pool_edge  # pyright: ignore[reportUnkn
 from torch_geometric.nn.pool.select import Select, SelectOutput
 from torch_geometric.utils import remove_self_loops, to_undirected
 
+from ...cuda_ops.triples import check_batch, check_edges, triangles
 from ...errors import UsageError
 from .disjoint import disjoint_triads, disjoint_wedges
-from .triangles import check_edges, triangles
 
 __all__ = ["ContractEdges", "RO3TriadPooling", "SelectTriads"]
 
@@ -184,10 +184,7 @@ class RO3TriadPooling(nn.Module):
         attn: Tensor | None = None,
     ) -> Pooled:
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
-        if batch.dtype != torch.int64 or batch.shape != x.shape[:1]:
-            raise UsageError(
-                f"batch is {list(batch.shape)} {batch.dtype}; give one torch.int64 for each of {len(x)} nodes"
-            )
+        check_batch(batch, len(x))
         check_edges(edge_index, len(x))
         if attn is not None and len(attn) != len(x):
             raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")

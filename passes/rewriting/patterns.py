@@ -192,10 +192,13 @@ def _fit(pattern: Any, value: Any, place: Place, found: Found) -> Iterator[Found
             yield from _all_fit(patterns, cast("list[Any]", value), place, found)
     elif isinstance(pattern, slice):
         if isinstance(value, slice):
-            bounds = [(each.start, each.stop, each.step) for each in (pattern, value)]
-            yield from _all_fit(*bounds, place, found)
+            yield from _all_fit(_bounds(pattern), _bounds(value), place, found)
     elif type(value) is type(pattern) and value == pattern:
         yield found
+
+
+def _bounds(piece: Any) -> list[Any]:
+    return [piece.start, piece.stop, piece.step]
 
 
 def _all_fit(patterns: Any, values: Any, place: Place, found: Found) -> Iterator[Found]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .bits import packed, unpacked
 from .checkpoints import (
+    ADDED,
     RECORD_KEY,
     SETTLED,
     STATE_MAP,
@@ -23,6 +24,7 @@ from .state_map import StateMap
 from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
 
 __all__ = [
+    "ADDED",
     "ELEMENT_WISE",
     "RECORD_KEY",
     "SETTLED",

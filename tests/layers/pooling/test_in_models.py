@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +75,25 @@ def test_the_layer_is_compiled_whole_and_exported():
     torch.testing.assert_close(compiled(x, edges, None, batch, 2), pool(x, edges, None, batch, 2))
     exported = torch.export.export(pool, (x, edges, None, batch, 2)).module()
     torch.testing.assert_close(exported(x, edges, None, batch, 2), pool(x, edges, None, batch, 2))
+
+
+def test_exported_files_hold_the_layer_and_load_again_in_a_new_process(tmp_path: Path):
+    """Loading is what finds the operators: whoever loads need not know of the layer."""
+    given = calls(0, (6, 5))[:2]
+    for structure in ("adjacency", "distance"):
+        pool = RO3Pooling(4, structure, in_channels=3).eval()
+        fxopt.export(pool, tmp_path / f"{structure}.pt2", given)
+        torch.save((given, pool(*given)), tmp_path / f"{structure}.pt")
+    script = """
+import pathlib, sys, torch, fxopt
+for file in pathlib.Path(sys.argv[1]).glob("*.pt2"):
+    given, expected = torch.load(file.with_suffix(".pt"))
+    torch.testing.assert_close(fxopt.load(file)(*given), expected)
+assert "fxopt.layers.pooling" not in sys.modules
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_state_and_dtype_travel():

@@ -222,7 +222,7 @@ def test_wrong_graphs():
     pool = pooling()
     for call, message in (
         ((x, edges + 5), "12 nodes"),
-        ((x, edges, None, torch.zeros(3, dtype=torch.long)), "each of 12 nodes"),
+        ((x, edges, None, torch.zeros(3, dtype=torch.long)), "each of the 12 nodes"),
         ((x, edges, None, None, x[:4]), "attn has 4 rows"),
     ):
         with pytest.raises(fxopt.UsageError, match=message):

@@ -170,8 +170,9 @@ def test_a_preset_stands_for_its_passes():
         found.append(name)
         return FuseEnsembles
 
-    assert parse("autocast,training", remember) == (FuseEnsembles(),) * 4
-    assert found == ["autocast", "eliminate_common_subexpressions", "eliminate_dead_code", "fuse_ensembles"]
+    assert parse("autocast,training", remember) == (FuseEnsembles(),) * 5
+    training = ["eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"]
+    assert found == ["autocast", *training]
 
 
 def test_prints_only_what_differs_from_the_default():

@@ -1,4 +1,4 @@
-"""Sums of products over triples, as an operator that is its own gradient, to any order."""
+"""`triple_products`: sums of products over triples, an operator that is its own gradient, to any order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ...errors import UsageError
+from ..checks import check_one_device, check_one_dtype
+from ..definition import define
 from .structures import TYPES, typed_triples
-from .triangles import OrientedGraph
+from .triangles import OrientedGraph, check_edge_index
 
-__all__ = ["CLOSED", "sums_by_type"]
+__all__ = ["CLOSED", "sums_by_type", "triple_products"]
 
 CLOSED: Final = "closed"
 """Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
 
+_NAME = "triple_products"
 _ROLES = 4
 
 
@@ -37,8 +41,7 @@ def sums_by_type(
     return sums[3]
 
 
-@torch.library.custom_op("fxopt::triple_products", mutates_args=())
-def triple_products(
+def _reference(
     p: Tensor,
     q: Tensor,
     r: Tensor,
@@ -85,12 +88,30 @@ def _places(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit
         yield torch.cat([graph.order[found], batch[edges[0, graph.order[found[:1]]]]])
 
 
-@triple_products.register_fake
+def _check(
+    p: Tensor,
+    q: Tensor,
+    r: Tensor,
+    g: Tensor,
+    edges: Tensor,
+    batch: Tensor,
+    structure: str,
+    cap: int,
+    memory_limit: int,
+    wanted: list[bool],
+) -> None:
+    check_one_dtype(_NAME, p=p, q=q, r=r, g=g)
+    check_one_device(_NAME, p=p, q=q, r=r, g=g, edges=edges, batch=batch)
+    check_edge_index(edges)
+    if structure not in (CLOSED, *TYPES) or cap < 0 or len(wanted) != _ROLES:
+        raise UsageError(f"{_NAME}: no such triples: {structure!r} up to {cap}, for {len(wanted)} of {_ROLES} tables")
+
+
 def _like_inputs(p: Tensor, q: Tensor, r: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(table) for table in (p, q, r, g))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch calls it so
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.settings, ctx.wanted = inputs[6:9], inputs[9]
 
@@ -109,4 +130,4 @@ def _backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
     return (*gradients, *[None] * 6)
 
 
-triple_products.register_autograd(_backward, setup_context=_keep)
+triple_products = define(_NAME, _reference, check=_check, fake=_like_inputs, setup=_keep, backward=_backward)

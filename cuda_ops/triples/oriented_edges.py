@@ -1,4 +1,4 @@
-"""From what a model gives to graphs that can be pooled: checked, simple, oriented."""
+"""`oriented_edges`: from what a model gives to graphs that can be pooled: checked, simple, oriented."""
 
 from __future__ import annotations
 
@@ -8,27 +8,16 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
+from ..definition import define
 from .structures import check_sizes
-from .triangles import OrientedGraph, check_edges, simple_edges
+from .triangles import OrientedGraph, check_batch, check_edge_index, check_nodes, simple_edges
 
-__all__ = ["oriented_edges", "weights_of"]
+__all__ = ["oriented_edges"]
 
 
-@torch.library.custom_op("fxopt::oriented_edges", mutates_args=())
-def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) -> tuple[Tensor, Tensor]:
-    """Return the simple edges [2, m], from low degree to high, and which of them each given edge is; m for self-loops.
-
-    Args:
-        edge_index: [2, E] int64.
-        batch: [n] int64, the graph of each node.
-        num_graphs: how many graphs there are.
-        node_limit: nodes of a graph at most; none where negative.
-
-    Raises:
-        UsageError: an edge or a graph is not there, an edge joins two graphs, or a graph is too large.
-    """
-    check_edges(edge_index, len(batch))
-    _check_batch(edge_index, batch, num_graphs)
+def _reference(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) -> tuple[Tensor, Tensor]:
+    check_nodes(edge_index, len(batch))
+    _check_graphs(edge_index, batch, num_graphs)
     if node_limit >= 0:
         check_sizes(batch, node_limit)
     n = len(batch)
@@ -43,13 +32,17 @@ def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limi
     return oriented, place[position.masked_fill_(low == high, len(graph.order))]
 
 
-@oriented_edges.register_fake
+def _check(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) -> None:
+    check_edge_index(edge_index)
+    check_batch(batch, batch.numel())
+
+
 def _unknown_number(edge_index: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     number = cast("Any", torch.library.get_ctx()).new_dynamic_size()
     return edge_index.new_empty(2, number), edge_index.new_empty(edge_index.shape[1])
 
 
-def _check_batch(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
+def _check_graphs(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
     if not len(batch):
         return
     least, most = (int(bound) for bound in batch.aminmax())
@@ -64,10 +57,19 @@ def _check_batch(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
         raise UsageError(f"edge {edge} of edge_index joins nodes {u} and {v} of two graphs, {batch[u]} and {batch[v]}")
 
 
-def weights_of(edges: Tensor, place: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each simple edge, [m, 1]: the mean of those given for it; 1 where none are given."""
-    if given is None:
-        return torch.ones(edges.shape[1], 1, dtype=dtype, device=edges.device)
-    values = torch.stack([given.to(dtype), torch.ones_like(given, dtype=dtype)], 1)
-    sums = values.new_zeros(edges.shape[1] + 1, 2).index_add(0, place, values)[:-1]
-    return sums[:, :1] / sums[:, 1:]
+_oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, shape="data")
+
+
+def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int = -1) -> tuple[Tensor, Tensor]:
+    """Return the simple edges [2, m], from low degree to high, and which of them each given edge is; m for self-loops.
+
+    Args:
+        edge_index: [2, E] int64.
+        batch: [n] int64, the graph of each node.
+        num_graphs: how many graphs there are.
+        node_limit: nodes of a graph at most; none where negative.
+
+    Raises:
+        UsageError: an edge or a graph is not there, an edge joins two graphs, or a graph is too large.
+    """
+    return _oriented_edges(edge_index, batch, num_graphs, node_limit)

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from ...errors import UsageError
 
-__all__ = ["MEMORY_LIMIT", "OrientedGraph", "check_edges", "parts", "simple_edges", "triangles"]
+__all__ = [
+    "MEMORY_LIMIT",
+    "OrientedGraph",
+    "check_batch",
+    "check_edge_index",
+    "check_edges",
+    "check_nodes",
+    "lexicographic",
+    "parts",
+    "simple_edges",
+    "triangles",
+]
 
 MEMORY_LIMIT = 64 * 2**20
 """Bytes that what is computed on the way may take."""
@@ -43,7 +54,8 @@ def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_
     check_edges(edge_index, num_nodes)
     graph = OrientedGraph(simple_edges(edge_index, num_nodes), num_nodes)
     found = [graph.nodes(edges) for edges in graph.triangles(memory_limit)]
-    return _in_order(torch.cat(found, 1), num_nodes) if found else edge_index.new_empty(3, 0)
+    columns = torch.cat(found, 1) if found else edge_index.new_empty(3, 0)
+    return columns[:, lexicographic(columns, num_nodes)]
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:
@@ -52,15 +64,44 @@ def check_edges(edge_index: Tensor, num_nodes: int) -> None:
     Raises:
         UsageError: they are not.
     """
+    check_edge_index(edge_index)
+    check_nodes(edge_index, num_nodes)
+
+
+def check_edge_index(edge_index: Tensor) -> None:
+    """Make sure that this has the form of edges.
+
+    Raises:
+        UsageError: it has not.
+    """
     if edge_index.dtype != torch.int64 or edge_index.dim() != 2 or edge_index.shape[0] != 2:
         found = f"{list(edge_index.shape)} {edge_index.dtype}"
         raise UsageError(f"edge_index is {found}; give [2, number of edges] torch.int64")
+
+
+def check_nodes(edge_index: Tensor, num_nodes: int) -> None:
+    """Make sure that the nodes of edges are there; on a device this waits for it.
+
+    Raises:
+        UsageError: one is not.
+    """
     if not edge_index.numel():
         return
     least, most = (int(bound) for bound in edge_index.aminmax())
     if least < 0 or most >= operator.index(num_nodes):
         wrong = least if least < 0 else most
         raise UsageError(f"edge_index names node {wrong}, but there are {num_nodes} nodes, counted from 0")
+
+
+def check_batch(batch: Tensor, num_nodes: int) -> None:
+    """Make sure that this has the form of a graph for each node.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if batch.dtype != torch.int64 or batch.shape != (num_nodes,):
+        found = f"{list(batch.shape)} {batch.dtype}"
+        raise UsageError(f"batch is {found}; give one torch.int64 for each of the {num_nodes} nodes")
 
 
 def simple_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -161,11 +202,10 @@ def parts(counts: Tensor, limit: int) -> Iterator[tuple[int, int]]:
         first, done = last, int(ends[last - 1])
 
 
-def _in_order(columns: Tensor, num_nodes: int) -> Tensor:
-    """Return columns of three ascending nodes in lexicographic order."""
+def lexicographic(columns: Tensor, num_nodes: int) -> Tensor:
+    """Return the order [t] of columns [3, t] of nodes, lexicographic; equal columns in any order."""
+    pairs = columns[0] * num_nodes + columns[1]
     if num_nodes < 2**21:
-        keys = ((columns[0] * num_nodes + columns[1]) * num_nodes + columns[2]).sort().values
-        pairs = keys // num_nodes
-        return torch.stack([pairs // num_nodes, pairs % num_nodes, keys % num_nodes])
-    columns = columns[:, columns[2].argsort()]
-    return columns[:, (columns[0] * num_nodes + columns[1]).argsort(stable=True)]
+        return (pairs * num_nodes + columns[2]).argsort()
+    order = columns[2].argsort()
+    return order[pairs[order].argsort(stable=True)]

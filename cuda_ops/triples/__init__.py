@@ -1,0 +1,21 @@
+"""Triples of the nodes of graphs: triangles, types of triples, and sums of products over them."""
+
+from .oriented_edges import oriented_edges
+from .products import CLOSED, sums_by_type
+from .structures import NODE_LIMIT, TYPES
+from .triangles import MEMORY_LIMIT, OrientedGraph, check_batch, check_edges, lexicographic, simple_edges, triangles
+
+__all__ = [
+    "CLOSED",
+    "MEMORY_LIMIT",
+    "NODE_LIMIT",
+    "TYPES",
+    "OrientedGraph",
+    "check_batch",
+    "check_edges",
+    "lexicographic",
+    "oriented_edges",
+    "simple_edges",
+    "sums_by_type",
+    "triangles",
+]

@@ -1,0 +1,240 @@
+"""Pooling is swapped where its edges are known; the rest of the model, its weights and its checkpoints stay."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import nn as pyg
+
+import fxopt
+from fxopt.errors import StateWarning
+from fxopt.layers import RO3Pooling, RO3TriadPooling
+from fxopt.passes.pipeline import parse
+from fxopt.transforms.graph_pooling import GraphPooling
+
+WIDTH = 8
+
+
+def graphs(count=3, size=7):
+    """Return features, edges and the batch vector of random graphs of one size."""
+    nodes = count * size
+    batch = torch.arange(nodes) // size
+    source = torch.randint(0, nodes, (4 * nodes,))
+    target = batch[source] * size + torch.randint(0, size, (4 * nodes,))
+    return torch.randn(nodes, WIDTH), torch.stack([source, target]), batch
+
+
+class Classifier(nn.Module):
+    def __init__(self, readout=pyg.global_mean_pool, pool=None):
+        super().__init__()
+        self.conv, self.head = pyg.GCNConv(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.readout, self.pool, self.contracts = readout, pool, isinstance(pool, pyg.EdgePooling)
+
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        if self.contracts:
+            x, edge_index, batch, _ = self.pool(x, edge_index, batch)
+        elif self.pool is not None:
+            x, edge_index, _, batch, _, _ = self.pool(x, edge_index, None, batch)
+        return self.head(self.readout(x, batch))
+
+
+def swapped(model, options="", **arguments):
+    torch.manual_seed(0)
+    return fxopt.optimize(model, f"graph_pooling{options}", example_inputs=graphs(), time_budget=60, **arguments)
+
+
+def statuses(model):
+    return [decision.status for decision in fxopt.plan(model).decisions]
+
+
+def reasons(model):
+    return [decision.reason for decision in fxopt.plan(model).decisions]
+
+
+READOUTS = {
+    "mean": pyg.global_mean_pool,
+    "add": pyg.global_add_pool,
+    "max": pyg.global_max_pool,
+    "mean module": pyg.MeanAggregation(),
+    "sum module": pyg.SumAggregation(),
+    "max module": pyg.MaxAggregation(),
+}
+
+
+@pytest.mark.parametrize("name", READOUTS)
+def test_readouts_pool_over_triples(name):
+    model = Classifier(READOUTS[name]).eval()
+    before = copy.deepcopy(model.state_dict())
+    fast = swapped(model)
+    assert statuses(fast) == ["applied"]
+    assert isinstance(fast.ro3_pooling, RO3Pooling)
+    text = str(fxopt.graphs(fast)[""])
+    assert "call_module[target=ro3_pooling](args = (%relu, %edge_index, None, %batch, None)" in text
+    assert "call_function[target=torch_geometric.nn.pool.glob" not in text
+    for count in (1, 3, 5):
+        x, edges, batch = graphs(count)
+        pooled = fast.ro3_pooling(model.conv(x, edges).relu(), edges, None, batch)
+        torch.testing.assert_close(fast(x, edges, batch), model.head(pooled))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("pool", "kind"), [(pyg.TopKPooling, "RO3TriadPooling"), (pyg.SAGPooling, "SAGTriadPooling")])
+@pytest.mark.parametrize("source", ["topk,sag", "mean", ""])
+def test_coarsening_pools_triads_with_the_same_scorer(pool, kind, source):
+    model = Classifier(pool=pool(WIDTH, ratio=0.4, multiplier=2.0)).eval()
+    fast = swapped(model, f"{{triads=all,source=[{source}]}}" if source else "{triads=all}")
+    assert set(statuses(fast)) == {"applied"}
+    assert type(model.pool) is pool
+    if source == "mean":
+        assert type(fast.pool) is pool
+    else:
+        assert type(fast.pool).__name__ == kind
+        assert (fast.pool.ratio, fast.pool.multiplier, fast.pool.triads) == (0.4, 2.0, "all")
+        assert fast.pool.state_dict().keys() == model.pool.state_dict().keys()
+    assert hasattr(fast, "ro3_pooling") == (source != "topk,sag")
+    for count in (1, 4):
+        assert fast(*graphs(count)).shape == (count, 3)
+
+
+def test_it_trains_with_the_optimizer_and_goes_back_and_forth():
+    model = Classifier(pool=pyg.TopKPooling(WIDTH))
+    fast = swapped(model)
+    inputs, target = graphs(), torch.tensor([0, 1, 2])
+    optimizer = torch.optim.Adam(fast.parameters(), lr=0.02)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        losses.append(nn.functional.cross_entropy(fast(*inputs), target))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(p.grad is not None and p.grad.any() for n, p in fast.named_parameters() if "before.weight" in n)
+    other = swapped(model)
+    other.load_state_dict(fast.state_dict())
+    torch.testing.assert_close(other(*inputs), fast(*inputs))
+
+
+def test_old_checkpoints_load_and_what_they_lack_is_named():
+    model = Classifier().eval()
+    fast = swapped(model)
+    new = [name for name in fast.state_dict() if name not in model.state_dict()]
+    assert new
+    assert all(name.startswith("ro3_pooling.") for name in new)
+    kept = fast.state_dict()[new[0]].clone()
+    with pytest.warns(StateWarning, match="ro3_pooling.before.weight"):
+        fast.load_state_dict(Classifier().state_dict())
+    assert torch.equal(fast.state_dict()[new[0]], kept)
+
+
+def test_the_seed_decides_the_new_parameters():
+    model = Classifier().eval()
+    one, same, other = (swapped(model, f"{{seed={seed}}}").ro3_pooling.before.weight for seed in (3, 3, 4))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_a_plan_repeats_it_and_a_second_run_finds_nothing():
+    model = Classifier(pool=pyg.TopKPooling(WIDTH)).eval()
+    fast = swapped(model)
+    again = fxopt.optimize(
+        Classifier(pool=pyg.TopKPooling(WIDTH)).eval(), plan=fxopt.plan(fast), example_inputs=graphs()
+    )
+    assert isinstance(again.pool, RO3TriadPooling)
+    assert "applied" not in statuses(swapped(fast))[2:]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class TwoGraphs(Classifier):
+    def forward(self, x, edge_index, batch):
+        return self.head(pyg.global_mean_pool(self.conv(x, edge_index) + self.conv(x, edge_index.flip(0)), batch))
+
+
+class Selecting(Classifier):
+    def forward(self, x, edge_index, batch):
+        kept = batch > 0
+        return self.head(pyg.global_mean_pool(self.conv(x, edge_index)[kept], batch[kept]))
+
+
+class WithoutEdges(Classifier):
+    def forward(self, x, edge_index, batch):
+        return self.head(pyg.global_mean_pool(x, batch))
+
+
+class Flat(Classifier):
+    def forward(self, x, edge_index, batch):
+        return pyg.global_mean_pool(self.conv(x, edge_index).sum(1), batch)
+
+
+class Unpooled(Classifier):
+    def forward(self, x, edge_index, batch):
+        return self.head(self.conv(x, edge_index))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (TwoGraphs(), "several edge_index"),
+        (Selecting(), "no longer those that edge_index names"),
+        (WithoutEdges(), "no message passing"),
+        (Flat(), "1 dimensions"),
+        (Unpooled(), "no graph of this model pools"),
+        (Classifier(pool=pyg.TopKPooling(WIDTH, min_score=0.1)), "min_score"),
+        (Classifier(pool=pyg.EdgePooling(WIDTH)), "returns other things"),
+    ],
+)
+def test_refused_with_a_reason(model, reason):
+    fast = swapped(model.eval())
+    assert "undone" not in statuses(fast)
+    assert any(reason in (found or "") for found in reasons(fast))
+
+
+def test_a_call_without_a_batch_vector_or_with_a_size():
+    class Sized(Classifier):
+        def forward(self, x, edge_index, batch=None):
+            x = self.conv(x, edge_index)
+            return self.head(pyg.global_add_pool(x, batch) if batch is None else pyg.global_add_pool(x, batch, 4))
+
+    x, edges, batch = graphs()
+    model = Sized().eval()
+    fast = fxopt.optimize(model, "graph_pooling", example_inputs=[(x, edges, batch), (x, edges)], time_budget=60)
+    assert set(statuses(fast)) == {"applied"}
+    assert fast(x, edges, batch).shape == (4, 3)
+    assert fast(x, edges).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "ro2"}, "did you mean 'ro3'"),
+        ({"source": "mena"}, "did you mean 'mean'"),
+        ({"structure": "adjacent"}, "structure"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(fxopt.UsageError, match=message):
+        fxopt.optimize(Classifier(), GraphPooling(**options), example_inputs=graphs())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.sampled_from(["mean", "add", "topk", "sag"]), unique=True).map(tuple),
+    st.sampled_from(["adjacency", "distance", "codegree"]),
+    st.sampled_from(["closed", "all"]),
+    st.integers(0, 99),
+)
+def test_its_text_is_read_back(source, structure, triads, seed):
+    options = GraphPooling(source=source, structure=structure, triads=triads, seed=seed)
+    (read,) = parse(str(options))
+    assert asdict(read) == asdict(options)

@@ -1,0 +1,203 @@
+"""The pass: pooling of graphs over triples of nodes in the place of other pooling."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx, nn
+
+from ...errors import StateWarning, UsageError
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ...passes.state import ADDED
+from ...suggest import did_you_mean
+from ...tracing.program import Program
+from ...tracing.values import qualified
+from .edges import COARSENING, edges_before, full_name
+
+__all__ = ["GraphPooling"]
+
+_FUNCTIONS = {"global_mean_pool": "mean", "global_add_pool": "add", "global_max_pool": "max"}
+_AGGREGATIONS = {"MeanAggregation": "mean", "SumAggregation": "add", "MaxAggregation": "max"}
+_READOUTS = ("mean", "add", "max")
+_SOURCES = (*_READOUTS, "topk", "sag", "asap", "edge")
+_BASIC = "torch_geometric.nn.aggr.basic."
+
+
+@dataclass(frozen=True)
+class GraphPooling(Pass):
+    """Pool graphs over triples of nodes: `RO3Pooling` for readouts, `RO3TriadPooling` for coarsening.
+
+    Before: y = global_mean_pool(x, batch)        After: y = self.ro3_pooling(x, edge_index, None, batch)
+    Refuses: a readout before which no edge_index, or more than one, goes into message passing; coarsening that returns
+    other things than `TopKPooling` does.
+
+    The model computes something else then and has new parameters: train it.
+
+    Options:
+        to: `ro3`, what is put in.
+        source: what is replaced: `mean`, `add` and `max` readouts, `topk` and `sag` coarsening; by default all these.
+        structure: of `RO3Pooling`: `adjacency`, `distance` or `codegree`.
+        triads: of `RO3TriadPooling`: `closed` or `all`.
+        seed: of the new parameters.
+    """
+
+    to: str = "ro3"
+    source: tuple[str, ...] = ()
+    structure: Literal["adjacency", "distance", "codegree"] = "adjacency"
+    triads: Literal["closed", "all"] = "closed"
+    seed: int = 0
+
+    numerics: ClassVar[Numerics] = Numerics.SEMANTIC
+    goal: ClassVar[Goal] = Goal.SIZE
+    keeps_form: ClassVar[bool] = False
+    own_forward: ClassVar[OwnForward | None] = OwnForward.WRONG
+    before: ClassVar[tuple[str, ...]] = ("quantize", "ddp", "fsdp")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, str):
+            object.__setattr__(self, "source", (self.source,))
+
+    def check(self, model: nn.Module) -> None:
+        if self.to != "ro3":
+            raise UsageError(f"pass 'graph_pooling': to={self.to!r} is unknown{did_you_mean(str(self.to), ('ro3',))}")
+        options = {"structure": ("adjacency", "distance", "codegree"), "triads": ("closed", "all")}
+        for name, words in options.items():
+            if getattr(self, name) not in words:
+                raise UsageError(f"pass 'graph_pooling': {name}={getattr(self, name)!r}; use one of {', '.join(words)}")
+        for word in self.source:
+            if word not in _SOURCES:
+                raise UsageError(f"pass 'graph_pooling': source={word!r} is unknown{did_you_mean(word, _SOURCES)}")
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        found = [*self._all_found(program), *_unseen(program)]
+        yield from found or [Refusal("no graph of this model pools with PyTorch Geometric's functions or layers", "")]
+
+    def _all_found(self, program: Program) -> Iterator[Site | Refusal]:
+        for owner, capture in program.captures.items():
+            for index, specialization in enumerate(capture.specializations):
+                for node in specialization.graph.nodes:
+                    kind = _kind(program, owner, node)
+                    if kind is not None and (not self.source or kind in self.source):
+                        yield self._found(program, owner, index, node, kind)
+
+    def _found(self, program: Program, owner: str, index: int, node: fx.Node, kind: str) -> Site | Refusal:
+        if kind in _READOUTS:
+            return self._readout(program, owner, index, node)
+        at = qualified(owner, str(node.target))
+        if kind not in ("topk", "sag"):
+            return Refusal("it returns other things than TopKPooling does; use RO3TriadPooling in the model's code", at)
+        if getattr(program.callee(owner, node), "min_score", None) is not None:
+            return Refusal("min_score counts shares of all nodes, which triads do not have", at)
+        data = {"kind": kind}
+        return Site(program, owner, {"pool": node.name}, index, data=data, detail=f"{kind} pooling by triads")
+
+    def _readout(self, program: Program, owner: str, index: int, node: fx.Node) -> Site | Refusal:
+        at, given = qualified(owner, node.name), _given(node)
+        x = given.get("x")
+        shape = getattr(x.meta.get("val"), "shape", None) if isinstance(x, fx.Node) else None
+        if not isinstance(x, fx.Node) or shape is None:
+            return Refusal("how many features its nodes have is not known; give example_inputs", at)
+        if len(shape) != 2:
+            return Refusal(f"its features have {len(shape)} dimensions; RO3Pooling takes [nodes, features]", at)
+        if given.get("ptr") is not None or given.get("dim", -2) not in (-2, 0):
+            return Refusal("it aggregates over ptr or another dimension", at)
+        edges = edges_before(program, owner, x)
+        if isinstance(edges, Refusal):
+            return edges
+        data = {"channels": int(shape[1]), "kind": "readout"}
+        nodes = {"pool": node.name, "edges": edges.name}
+        return Site(program, owner, nodes, index, data=data, detail=f"a readout of {int(shape[1])} channels")
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = site["pool"]
+        if site.data["kind"] != "readout":
+            edit.replace_module(node, self._coarsening(edit.owner.get_submodule(str(node.target))))
+            return
+        given = _given(node)
+        name = edit.add_owned(self._readout_of(site, edit.owner), name="ro3_pooling")
+        batch = given.get("batch")
+        size = given.get("size") if batch is not None else None
+        edges = site["edges"]
+        if edges.op == "call_module":  # coarsening, whose new edges nobody else reads
+            edges = edit.call(operator.getitem, edges, 1)
+        edit.replace(node, edit.call(name, given["x"], edges, None, batch, size, before=node))
+
+    def _coarsening(self, old: Any) -> nn.Module:
+        """Return what pools triads with the scorer of `TopKPooling` or `SAGPooling`, its parameters included."""
+        from ...layers.pooling import RO3TriadPooling, SAGTriadPooling  # PyTorch Geometric takes seconds
+
+        options: dict[str, Any] = {
+            "ratio": old.ratio if old.ratio < 1 else int(old.ratio), "triads": self.triads,
+            "multiplier": old.multiplier, "nonlinearity": old.select.act,
+        }  # fmt: skip
+        if hasattr(old, "gnn"):
+            new = SAGTriadPooling(old.gnn, **options)
+        else:
+            new = RO3TriadPooling(old.in_channels, **options)
+        new.select.weight = old.select.weight
+        return new
+
+    def _readout_of(self, site: Site, beside: nn.Module) -> nn.Module:
+        """Return a new readout with parameters drawn from the seed and the place, where those of the model are."""
+        from ...layers.pooling import RO3Pooling  # PyTorch Geometric takes seconds
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + zlib.crc32(f"{site.owner}/{site.nodes['pool']}".encode()))
+            module = RO3Pooling(site.data["channels"], self.structure)
+        near = next((p for p in beside.parameters() if p.is_floating_point()), None)
+        module = module if near is None else module.to(near)
+        for part in module.modules():
+            added = tuple(name for name, _ in part.named_parameters(recurse=False))
+            if added:
+                part.__dict__[ADDED] = added
+        module.register_load_state_dict_pre_hook(_keep_what_is_missing)
+        return module
+
+
+def _keep_what_is_missing(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a checkpoint from before the pass load: what it lacks keeps its values, and a warning says so."""
+    missing = {prefix + name: tensor for name, tensor in module.state_dict().items() if prefix + name not in state_dict}
+    if missing:
+        state_dict.update(missing)
+        said = ", ".join(missing)
+        warnings.warn(f"the checkpoint has no {said}: they keep their values", StateWarning, stacklevel=2)
+
+
+def _kind(program: Program, owner: str, node: fx.Node) -> str | None:
+    """Return which pooling a node is, or None."""
+    if node.op == "call_function":
+        module = getattr(node.target, "__module__", "")
+        return (
+            _FUNCTIONS.get(getattr(node.target, "__name__", "")) if module == "torch_geometric.nn.pool.glob" else None
+        )
+    if node.op != "call_module":
+        return None
+    called = full_name(program.callee(owner, node))
+    kind = COARSENING.get(called)
+    if kind is None and called.startswith(_BASIC):
+        return _AGGREGATIONS.get(called.removeprefix(_BASIC))
+    return None if kind == "ro3" else kind
+
+
+def _given(node: fx.Node) -> Mapping[str, Any]:
+    """Return the arguments of a readout by the names of `global_mean_pool`, `ptr` and `dim` besides."""
+    is_module = node.op == "call_module"
+    names = ("x", "batch", "ptr", "size", "dim") if is_module else ("x", "batch", "size")
+    other = {"index": "batch", "dim_size": "size"}
+    return {**dict(zip(names, node.args, strict=False)), **{other.get(k, k): v for k, v in node.kwargs.items()}}
+
+
+def _unseen(program: Program) -> Iterable[Refusal]:
+    """Say which modules are not looked into, though they may pool."""
+    for name, opaque in program.opaque.items():
+        module = program.module(name)
+        if type(module).__module__.startswith("torch_geometric.nn.sequential"):
+            yield Refusal(f"it has no graph: {opaque.reason}; write its forward as a module of your own", name)
