@@ -14,8 +14,8 @@ from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
 __all__ = [
-    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise", "looped",
-    "times",
+    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise",
+    "looped", "times",
 ]  # fmt: skip
 
 NAMESPACE = "fxopt"

@@ -16,26 +16,15 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "head_dim": 8}
-BERT: dict[str, Any] = {**SIZES, "intermediate_size": 48}
 T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
 DECODER = {"rms_norm", "swiglu", "rotary_embedding"}
 FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "llama": ("Llama", LLAMA, DECODER),
-    "mistral": ("Mistral", LLAMA, DECODER),
-    "qwen2": ("Qwen2", LLAMA, DECODER),
-    "qwen3": ("Qwen3", LLAMA, DECODER),
-    "phi3": ("Phi3", LLAMA, DECODER),
-    "olmo2": ("Olmo2", LLAMA, DECODER),
     "gemma": ("Gemma", LLAMA, {"rms_norm", "geglu", "rotary_embedding"}),
-    "gemma2": ("Gemma2", LLAMA, {"rms_norm", "geglu", "rotary_embedding"}),
     "olmo": ("Olmo", LLAMA, {"layer_norm", "swiglu", "rotary_embedding"}),
-    "starcoder2": ("Starcoder2", LLAMA, {"layer_norm", "rotary_embedding"}),
-    "gpt_neox": ("GPTNeoX", BERT, {"layer_norm", "rotary_embedding"}),
-    "cohere": ("Cohere", LLAMA, {"layer_norm", "swiglu"}),  # positions of neighbouring features
-    "glm": ("Glm", LLAMA, {"rms_norm", "swiglu"}),  # the same
+    "glm": ("Glm", LLAMA, {"rms_norm", "swiglu"}),  # positions of neighbouring features
     "t5": ("T5Encoder", T5, {"rms_norm"}),
-    "bert": ("Bert", BERT, {"layer_norm"}),
     "gpt2": ("GPT2", GPT2, {"layer_norm", "bias_act"}),
 }
 
@@ -64,10 +53,11 @@ def test_each_family(family: str):
     assert all(status == "applied" for _, status in found)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "t5"])
+@pytest.mark.parametrize("family", ["gemma", "t5"])
 def test_in_bfloat16(family: str):
     _, found = swapped(built(family).bfloat16())
     assert found["rms_norm", "applied"] >= 3
+    assert all(status == "applied" for _, status in found)
 
 
 def test_in_training_gradients_are_the_same():
