@@ -1,4 +1,4 @@
-"""Which kernels swap_kernels finds in families of transformers: `python benchmarks/spellings.py [dtype] [family ...]`."""
+"""Which kernels swap_kernels finds in families of transformers: `spellings.py [dtype] [family ...]`."""
 
 from __future__ import annotations
 

@@ -17,15 +17,17 @@ from .rms_norm import rms_norm
 __all__ = ["KERNELS"]
 
 _Spelling = Callable[..., Tensor]
-_SQUARES: tuple[_Spelling, ...] = (lambda x: x.pow(2), torch.square, lambda x: x * x)
-_DIVISIONS: tuple[_Spelling, ...] = (
+_Square = Callable[[Tensor], Tensor]
+_Division = Callable[[Tensor, Tensor], Tensor]
+_SQUARES: tuple[_Square, ...] = (lambda x: x.pow(2), torch.square, lambda x: x * x)
+_DIVISIONS: tuple[_Division, ...] = (
     lambda x, mean: x * torch.rsqrt(mean),
     lambda x, mean: x / torch.sqrt(mean),
     lambda x, mean: x * torch.pow(mean, -0.5),
 )
 
 
-def _normalized(square: _Spelling, divide: _Spelling) -> tuple[_Spelling, ...]:
+def _normalized(square: _Square, divide: _Division) -> tuple[_Spelling, ...]:
     """Return the spellings of RMS norms with one way to square and one to divide by a root."""
 
     def mean(x: Tensor, eps: float) -> Tensor:
@@ -52,7 +54,7 @@ def _rms_norm(x: Tensor, eps: float, weight: Tensor | None = None, shape: tuple[
     return rms_norm(x, weight, eps)
 
 
-def _centered(square: _Spelling, divide: _Spelling) -> tuple[_Spelling, ...]:
+def _centered(square: _Square, divide: _Division) -> tuple[_Spelling, ...]:
     """Return the spellings of layer norms with one way to square and one to divide by a root."""
 
     def unbiased(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,7 +83,7 @@ def _expect_one_dimension(shape: tuple[int, ...]) -> None:
         raise UsageError(f"the norm goes along {len(shape)} dimensions, and the operator along one")
 
 
-def _each(of: Callable[[_Spelling, _Spelling], tuple[_Spelling, ...]]) -> tuple[_Spelling, ...]:
+def _each(of: Callable[[_Square, _Division], tuple[_Spelling, ...]]) -> tuple[_Spelling, ...]:
     """Return the spellings with each way to square and divide, those of more operations first."""
     kinds = zip(*(of(*ways) for ways in itertools.product(_SQUARES, _DIVISIONS)), strict=True)
     return tuple(itertools.chain.from_iterable(kinds))

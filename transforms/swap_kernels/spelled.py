@@ -65,7 +65,8 @@ def _pattern(value: Any, known: Mapping[fx.Node, Pattern]) -> Any:
     if isinstance(value, fx.Node):
         return known[value] if value in known else _operation(value, known)
     if isinstance(value, slice):
-        return slice(*(_pattern(each, known) for each in (value.start, value.stop, value.step)))
+        piece = cast("Any", value)
+        return slice(*(_pattern(each, known) for each in (piece.start, piece.stop, piece.step)))
     if isinstance(value, (tuple, list)):
         return [_pattern(each, known) for each in cast("list[Any]", value)]
     return _Number(None, value) if type(value) in (int, float) else value
@@ -121,11 +122,8 @@ class _Plain(Pattern):
     kinds: tuple[type, ...] = ()
 
     def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
-        if (
-            isinstance(value, self.kinds)
-            and not isinstance(value, bool)
-            and not any(isinstance(item, fx.Node) for item in _items(value))
-        ):
+        is_plain = isinstance(value, self.kinds) and not isinstance(value, bool)
+        if is_plain and not any(isinstance(item, fx.Node) for item in _items(value)):
             yield from found.holding(str(self.name), value)
 
 
