@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class Masked(Remade):
     view of it, whose gradient is zero in the same places. The masks are no buffers: state dicts, `named_buffers` and
     what processes send each other know nothing of them. What takes a masked parameter out of its place is refused.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         computed = cast("Any", super()).forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class MixtureOfExperts(nn.Module):
     >>> layer(torch.randn(4, 10, 16)).shape
     torch.Size([4, 10, 16])
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class Router(nn.Module):
         normalize: the weights of a token sum to one.
         capacity: see `MixtureOfExperts`.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     noise_weight: nn.Parameter | None
 
