@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from .dispatch import choose_way, combine, mixture, possible_ways
+from .dispatch import choose_lowering, combine, mixture, possible_lowerings
+from .fused import FusedExperts, Routing, added_to, apply_linear
 from .layer import MixtureOfExperts
 from .losses import load_balancing_loss, router_z_loss
+from .lowerings import LOWERINGS, Compute, Linear, Lowering, Projection, Task, loop_over_experts
 from .router import Router, RouterOutput
-from .ways import WAYS, Compute, Linear, Projection, Task, Way, loop_over_experts
 
 __all__ = [
-    "WAYS",
+    "LOWERINGS",
     "Compute",
+    "FusedExperts",
     "Linear",
+    "Lowering",
     "MixtureOfExperts",
     "Projection",
     "Router",
     "RouterOutput",
+    "Routing",
     "Task",
-    "Way",
-    "choose_way",
+    "added_to",
+    "apply_linear",
+    "choose_lowering",
     "combine",
     "load_balancing_loss",
     "loop_over_experts",
     "mixture",
-    "possible_ways",
+    "possible_lowerings",
     "router_z_loss",
 ]

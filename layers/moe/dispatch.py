@@ -1,4 +1,4 @@
-"""Applying experts to the tokens that chose them, in the way that is fast for their number, without the routing."""
+"""Applying experts to the tokens that chose them, as is fast for their number, without the routing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...compat import is_plainly_eager
-from .ways import WAYS, Compute, Projection, Task, Way, dtype_in_products
+from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task, dtype_in_products
 
-__all__ = ["choose_way", "combine", "mixture", "possible_ways"]
+__all__ = ["choose_lowering", "combine", "mixture", "possible_lowerings"]
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
@@ -33,12 +33,12 @@ def mixture(
     weights: Tensor,
     projections: Sequence[Projection],
     compute: Compute,
-    way: Way | None = None,
+    lowering: Lowering | None = None,
 ) -> Tensor:
     """Return the weighted sum of the outputs of the experts that each token chose.
 
-    The ways differ by rounding only. Without `way`, shapes, dtypes and how many tokens the busiest expert has decide;
-    code that is traced, compiled or exported takes one way whatever the data.
+    The lowerings differ by rounding only. Without `lowering`, or where it is not possible, shapes, dtypes and how many
+    tokens the busiest expert has decide; code that is traced, compiled or exported takes one whatever the data.
 
     Args:
         x: tokens [tokens, in].
@@ -46,13 +46,15 @@ def mixture(
         weights: what the output of each of them counts [tokens, k].
         projections: the linear layers of all experts, in the order that `compute` wants them.
         compute: what an expert computes: rows and its projections -> rows.
-        way: one of `possible_ways`.
+        lowering: the one to take, where it is possible.
 
     Returns:
         [tokens, out], in the dtype that the experts give.
     """
     task = Task(x, indices, projections, compute)
-    return combine(WAYS[way or choose_way(task)](task), weights)
+    if lowering is None or lowering not in possible_lowerings(task):
+        lowering = choose_lowering(task)
+    return combine(LOWERINGS[lowering](task), weights)
 
 
 def combine(outputs: Tensor, weights: Tensor) -> Tensor:
@@ -62,38 +64,38 @@ def combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return (outputs * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)
 
 
-def possible_ways(task: Task) -> list[Way]:
-    """Return the ways in which a task can be done: what shapes, strides, dtypes and the device allow."""
+def possible_lowerings(task: Task) -> list[Lowering]:
+    """Return the lowerings that can do a task: what shapes, strides, dtypes and the device allow."""
     if len(task.x) == 0:
-        return ["gathering"]
+        return ["gathered"]
     if not all(projection.is_stacked for projection in task.projections):
         return ["loop"]
-    ways: list[Way] = ["loop", "padding", "blocks", "gathering"]
-    return [*ways, "groups"] if _can_group(task) else ways
+    lowerings: list[Lowering] = ["loop", "padded", "blocks", "gathered"]
+    return [*lowerings, "grouped"] if _can_group(task) else lowerings
 
 
-def choose_way(task: Task) -> Way:
-    """Return the way to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
+def choose_lowering(task: Task) -> Lowering:
+    """Return the lowering to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
 
     Where the data are not to be looked at, shapes alone decide. Without gradients, few small experts are copied. One
     token calls its experts. With more, float32 on a CPU and what a GPU has a kernel for take `grouped_mm`; the rest
     takes one padded product, if the experts have about as many tokens as each other.
     """
     if not _may_look(task.x):
-        return "groups" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
+        return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
     if not all(projection.is_stacked for projection in task.projections) or len(task.x) == 0:
-        return possible_ways(task)[0]
+        return possible_lowerings(task)[0]
     trains, pairs = _trains(task), task.indices.numel()
     if not trains and pairs <= max(_FEW, task.num_experts) and pairs * _size(task) <= _SMALL:
-        return "gathering"
+        return "gathered"
     if len(task.x) == 1 and not (trains and pairs >= task.num_experts):
         return "loop"
     can_group = _can_group(task)
     if can_group and (_has_kernel(task) if task.x.is_cuda else dtype_in_products(task.x) == torch.float32):
-        return "groups"
+        return "grouped"
     if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
-        return "padding"
-    return "groups" if can_group else "loop"
+        return "padded"
+    return "grouped" if can_group else "loop"
 
 
 def _trains(task: Task) -> bool:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ...errors import UsageError
 from .dispatch import mixture
+from .lowerings import Linear, Projection, is_autocast
 from .router import GATES, Gate, Router, RouterOutput
-from .ways import Linear, Projection, is_autocast
 
 __all__ = ["MixtureOfExperts"]
 

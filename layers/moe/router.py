@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .losses import load_balancing_loss, router_z_loss
-from .ways import is_autocast
+from .lowerings import is_autocast
 
 __all__ = ["GATES", "Gate", "Router", "RouterOutput"]
 

@@ -119,11 +119,12 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the owner's name by default.
-        kind: equal for sites of one owner that are alike, so that what is measured of one holds for all; None is
-            like no other.
+        kind: equal for sites of one owner, or at one place in several, that are alike: what is measured of one holds
+            for all, though their data differ. None is like no other.
         parts: the places in several modules that are rewritten as one; see `Site.over`.
         data: plain values that `find` decided on (kept channels, scales). A plan saves them, and replaying it uses
             them: nothing is decided anew.
+        found: what `find` read off the program there, for `rewrite`; None where a plan is replayed.
         is_there: says whether what was found at the site is still there, once other sites have been rewritten.
         on_read: called before a node is looked up, while the site is rewritten: copies of graphs are handed out then.
     """
@@ -141,6 +142,7 @@ class Site:
     kind: Hashable = None
     parts: tuple[Site, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    found: Any = field(default=None, repr=False, compare=False)
     is_there: Callable[[Site], bool] | None = field(default=None, repr=False, compare=False)
     on_read: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 

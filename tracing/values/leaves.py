@@ -22,7 +22,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
 
 _LEAF_BASES = (
-    "fxopt.layers.experts.fused.FusedExperts",
+    "fxopt.layers.moe.fused.FusedExperts",
     "fxopt.layers.masked.Masked",
     "fxopt.layers.moe.layer.MixtureOfExperts",
     "fxopt.layers.moe.router.Router",

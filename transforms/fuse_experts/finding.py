@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
 
 from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
-from ...layers.experts import FusedExperts
+from ...layers.moe import FusedExperts
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
@@ -62,17 +61,11 @@ class Mixture:
         return all(isinstance(source, Slices) for source in self.sources)
 
 
-_KNOWN: WeakKeyDictionary[Program, dict[str, Mixture]] = WeakKeyDictionary()
-"""What was found in programs that are being rewritten."""
-
-
 def find_mixtures(program: Program) -> Iterator[Mixture | tuple[str, str]]:
     """Yield mixtures; where there is one that cannot be computed otherwise, name of the module and why."""
-    known = _KNOWN[program] = {}
     names = [name for name in program.names.modules if _may_mix(program, name)]
     for name, found in _looked_at(program, names):
         if isinstance(found, Mixture):
-            known[name] = found
             yield found
         elif found is not None:
             yield name, found
@@ -84,15 +77,12 @@ def mixture_at(program: Program, owner: str) -> Mixture:
     Raises:
         MatchFailure: if there is none.
     """
-    known = _KNOWN.setdefault(program, {})
-    if owner not in known:
-        if not program.inputs:
-            raise MatchFailure("a loop over experts is read off a call; give example_inputs")
-        ((_, found),) = _looked_at(program, [owner])
-        if not isinstance(found, Mixture):
-            raise MatchFailure(found or "there is no loop over experts")
-        known[owner] = found
-    return known[owner]
+    if not program.inputs:
+        raise MatchFailure("a loop over experts is read off a call; give example_inputs")
+    ((_, found),) = _looked_at(program, [owner])
+    if not isinstance(found, Mixture):
+        raise MatchFailure(found or "there is no loop over experts")
+    return found
 
 
 def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | str | None]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import nn
 
 from ...compat import has_hooks, modules_by_name
+from ...layers import moe
 from ...layers.members import settings_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -75,10 +76,12 @@ class FuseExperts(Pass):
         return Site(
             program, owner, {}, choices=choices, phase=Phase.EVAL if mixture.template.idle else None,
             required=not auto, detail=f"{mixture.count} experts, {len(mixture.template.layers)} linear layers each",
+            found=mixture,
         )  # fmt: skip
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        write(mixture_at(site.program, site.owner), site.choice or site.choices[0], edit)
+        found = site.found if isinstance(site.found, Mixture) else mixture_at(site.program, site.owner)
+        write(found, cast("moe.Lowering", site.choice or site.choices[0]), edit)
 
 
 def _unlike(mixture: Mixture, module: nn.Module) -> str | None:

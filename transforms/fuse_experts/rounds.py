@@ -95,7 +95,7 @@ class _Write:
     in_place: bool
 
 
-class _Search:
+class _Reader:
     def __init__(
         self, owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
         sources: Mapping[fx.Node, tuple[Source, int]],
@@ -318,4 +318,4 @@ def find_loop(
     Raises:
         MatchFailure: if there is one that does something else than to add weighted outputs of experts.
     """
-    return _Search(owner, graph, values, sources).loop()
+    return _Reader(owner, graph, values, sources).loop()

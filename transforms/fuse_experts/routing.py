@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import MatchFailure
-from ...layers.experts import Routing
+from ...layers.moe import Routing
 from .members import operands
 from .rounds import Loop, Round
 

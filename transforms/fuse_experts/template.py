@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, own_tensor
 from ...errors import MatchFailure
-from ...layers.experts import apply_linear
+from ...layers.moe import apply_linear
 from ...operators import canonical_name, info_of, operator_info, operator_of_module
 from ...tracing.values import all_tensors
 from .members import Items, Source, operands
@@ -22,7 +22,6 @@ __all__ = ["Layer", "Template", "description", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""
-_PICKS = ("getitem", "reshape", "view", "index_select", "flatten")
 _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "identity")
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
-from ...layers.experts import FusedExperts, added_to
 from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
-from ...layers.moe import Way
+from ...layers.moe import FusedExperts, Lowering, added_to
 from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit
 from ...passes.state import StackOfSome
@@ -21,27 +20,21 @@ from .members import Items, Source, operands
 
 __all__ = ["tensor_names", "write"]
 
-WAYS: dict[str, Way] = {"grouped": "groups", "padded": "padding", "gathered": "gathering", "loop": "loop"}
-
 
 def tensor_names(source: Items) -> list[str]:
     """Return the names of a family's tensors, as seen from the owner."""
     return [source.path(expert) for expert in range(source.count)]
 
 
-def write(mixture: Mixture, lowering: str, edit: Edit) -> None:
-    """Let the module compute its experts together.
-
-    Raises:
-        MatchFailure: if something else than its result hangs on the loop.
-    """
+def write(mixture: Mixture, lowering: Lowering, edit: Edit) -> None:
+    """Let the module compute its experts together."""
     graph, new = _copied(mixture.unrolled.graph)
     edit.give_graph(mixture.unrolled.specialization)
     layers = mixture.template.layers
     child = edit.add_module(
         FusedExperts(
             mixture.template.compute, [(layer.transposed, layer.bias is not None) for layer in layers],
-            routing=mixture.routed.kind, scale=mixture.loop.rounds[0].scale, way=WAYS[lowering],
+            routing=mixture.routed.kind, scale=mixture.loop.rounds[0].scale, lowering=lowering,
             spare=mixture.routed.spare,
         ),
         name="mixture",
@@ -64,7 +57,7 @@ class _Rewrite:
         self.last = new[mixture.loop.writes[-1]]
 
     def run(self, child: str, stacks: dict[Source, str | fx.Node]) -> None:
-        routed, loop = self.mixture.routed, self.mixture.loop
+        routed = self.mixture.routed
         before = set[fx.Node]()
         for node in self.graph.nodes:
             before.add(node)
@@ -84,7 +77,7 @@ class _Rewrite:
         for user in list(self.result.users):
             if user not in before and user is not found:
                 user.replace_input_with(self.result, found)
-        self._sweep(before, loop)
+        self._sweep()
 
     def _tensor(self, stacks: dict[Source, str | fx.Node], source: Source) -> fx.Node:
         known = stacks[source]
@@ -110,12 +103,8 @@ class _Rewrite:
             seen.add(node)
         return not seen.isdisjoint(self.mixture.loop.tainted)
 
-    def _sweep(self, before: set[fx.Node], loop: object) -> None:
-        """Take away what only the loop needed.
-
-        Raises:
-            MatchFailure: if it did something else besides.
-        """
+    def _sweep(self) -> None:
+        """Take away what only the loop needed."""
         live = self._live()
         for node in reversed(self.graph.nodes):
             if node in live or node.op in ("placeholder", "output"):

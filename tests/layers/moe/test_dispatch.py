@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxopt.layers.moe import WAYS, Projection, Task, choose_way, loop_over_experts, mixture, possible_ways
+from fxopt.layers.moe import (
+    LOWERINGS,
+    Projection,
+    Task,
+    choose_lowering,
+    loop_over_experts,
+    mixture,
+    possible_lowerings,
+)
 
 WIDTH, HIDDEN = 16, 24
-each_way = pytest.mark.parametrize("way", WAYS)
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 
 
 def gated(rows: Tensor, linears: Any) -> Tensor:
@@ -61,40 +69,40 @@ def gradients(output: Tensor, x: Tensor, weights: Tensor, projections: list[Proj
     return [output, *found]
 
 
-@each_way
+@each_lowering
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 1), (7, 4, 4), (5, 12, 3), (40, 3, 2)])
-def test_a_way_gives_what_each_token_by_itself_gives(way, transposed, bias, tokens, experts, k):
+def test_a_lowering_gives_what_each_token_by_itself_gives(lowering, transposed, bias, tokens, experts, k):
     torch.manual_seed(0)
-    dtype = torch.float32 if way == "groups" else torch.float64
+    dtype = torch.float32 if lowering == "grouped" else torch.float64
     projections = stacked(experts, dtype, bias=bias, transposed=transposed)
     x, weights = torch.randn(tokens, WIDTH, dtype=dtype), torch.rand(tokens, k, dtype=dtype)
     x.requires_grad_(), weights.requires_grad_()
     indices = chosen(tokens, experts, k)
-    output = mixture(x, indices, weights, projections, gated, way)
+    output = mixture(x, indices, weights, projections, gated, lowering)
     expected = by_hand(x, indices, weights, projections)
     pairs = zip(gradients(output, x, weights, projections), gradients(expected, x, weights, projections), strict=True)
     for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 if way == "groups" else 1e-12)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 if lowering == "grouped" else 1e-12)
 
 
-@each_way
+@each_lowering
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3)])
-def test_without_gradients_it_is_the_same(way, bias, tokens, experts, k):
+def test_without_gradients_it_is_the_same(lowering, bias, tokens, experts, k):
     projections = stacked(experts, torch.float32, bias=bias)
     x, weights, indices = torch.randn(tokens, WIDTH), torch.rand(tokens, k), chosen(tokens, experts, k)
     with torch.no_grad():
-        output = mixture(x, indices, weights, projections, gated, way)
+        output = mixture(x, indices, weights, projections, gated, lowering)
     torch.testing.assert_close(output, by_hand(x, indices, weights, projections).detach())
 
 
-@each_way
-def test_an_expert_without_tokens_has_a_gradient_of_zero(way):
+@each_lowering
+def test_an_expert_without_tokens_has_a_gradient_of_zero(lowering):
     projections = stacked(8, torch.float32)
     x, indices = torch.randn(6, WIDTH), torch.tensor([[1, 2]] * 6)
-    output = mixture(x, indices, torch.rand(6, 2), projections, gated, way)
+    output = mixture(x, indices, torch.rand(6, 2), projections, gated, lowering)
     output.sum().backward()
     for projection in projections:
         for tensor in projection[:2]:
@@ -103,12 +111,12 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(way):
             assert tensor.grad[2].any()
 
 
-@each_way
-def test_all_tokens_may_choose_the_same_expert(way):
+@each_lowering
+def test_all_tokens_may_choose_the_same_expert(lowering):
     projections = stacked(6, torch.float32)
     x, indices, weights = torch.randn(9, WIDTH), torch.full((9, 1), 5), torch.rand(9, 1)
     expected = by_hand(x, indices, weights, projections)
-    torch.testing.assert_close(mixture(x, indices, weights, projections, gated, way), expected)
+    torch.testing.assert_close(mixture(x, indices, weights, projections, gated, lowering), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -121,13 +129,13 @@ def test_no_tokens_give_no_rows_and_gradients_of_zero(dtype):
     assert not any(tensor.grad.any() for p in projections for tensor in p[:2])
 
 
-@each_way
+@each_lowering
 @pytest.mark.parametrize("tokens", [1, 24])
-def test_autocast_computes_in_16_bits_and_trains_the_originals(way, tokens):
+def test_autocast_computes_in_16_bits_and_trains_the_originals(lowering, tokens):
     projections = stacked(4, torch.float32)
     x, indices, weights = torch.randn(tokens, WIDTH), chosen(tokens, 4, 2), torch.rand(tokens, 2)
     with torch.autocast("cpu", torch.bfloat16):
-        output = mixture(x, indices, weights, projections, gated, way)
+        output = mixture(x, indices, weights, projections, gated, lowering)
     assert output.dtype == torch.bfloat16
     expected = by_hand(x, indices, weights, projections)
     torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05 * expected.detach().abs().max().item())
@@ -139,8 +147,8 @@ def test_a_nan_stays_with_its_token():
     projections = stacked(4, torch.float32)
     x, indices, weights = torch.randn(12, WIDTH), chosen(12, 4, 2), torch.rand(12, 2)
     x[3] = float("nan")
-    for way in WAYS:
-        output = mixture(x, indices, weights, projections, gated, way)
+    for lowering in LOWERINGS:
+        output = mixture(x, indices, weights, projections, gated, lowering)
         assert output.isnan().any(1).tolist() == [token == 3 for token in range(12)]
 
 
@@ -149,11 +157,19 @@ def test_separate_weights_are_for_the_loop():
     apart = [Projection([*p.weight], [*p.bias]) for p in together]
     x, indices, weights = torch.randn(12, WIDTH), chosen(12, 4, 2), torch.rand(12, 2)
     task = Task(x, indices, apart, gated)
-    assert possible_ways(task) == ["loop"]
-    assert choose_way(task) == "loop"
+    assert possible_lowerings(task) == ["loop"]
+    assert choose_lowering(task) == "loop"
     torch.testing.assert_close(
         mixture(x, indices, weights, apart, gated), mixture(x, indices, weights, together, gated)
     )
+
+
+def test_a_lowering_that_is_not_possible_is_not_taken():
+    projections = stacked(4, torch.float64)
+    x, indices, weights = torch.randn(12, WIDTH).double(), chosen(12, 4, 2), torch.rand(12, 2).double()
+    assert "grouped" not in possible_lowerings(Task(x, indices, projections, gated))
+    output = mixture(x, indices, weights, projections, gated, "grouped")
+    torch.testing.assert_close(output, by_hand(x, indices, weights, projections))
 
 
 def test_the_loop_calls_no_expert_without_tokens():
@@ -178,18 +194,18 @@ def test_grouped_products_are_taken_only_where_torch_has_them(dtype, width, may)
     task = Task(
         torch.randn(12, width, dtype=dtype), chosen(12, 4, 2), projections, lambda rows, linears: linears[0](rows)
     )
-    assert ("groups" in possible_ways(task)) is may
-    assert choose_way(task) in possible_ways(task)
+    assert ("grouped" in possible_lowerings(task)) is may
+    assert choose_lowering(task) in possible_lowerings(task)
 
 
 def test_one_busy_expert_is_not_padded_for():
     projections = stacked(32, torch.float64)
     x = torch.randn(64, WIDTH, dtype=torch.float64)
-    assert choose_way(Task(x, torch.arange(64).remainder(32)[:, None], projections, gated)) == "padding"
-    assert choose_way(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
+    assert choose_lowering(Task(x, torch.arange(64).remainder(32)[:, None], projections, gated)) == "padded"
+    assert choose_lowering(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
 
 
-def test_tracing_takes_the_way_whose_shapes_need_no_data():
+def test_tracing_takes_the_lowering_whose_shapes_need_no_data():
     projections = stacked(8, torch.float32)
     x, indices, weights = torch.randn(12, WIDTH), chosen(12, 8, 2), torch.rand(12, 2)
     traced = torch.fx.experimental.proxy_tensor.make_fx(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import SPELLINGS, Block, Dense, Mixture, Named, Plain, Where
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import fxopt
+from fxopt.passes import timing
 from fxopt.passes.pipeline import parse
 from fxopt.testing import assert_equivalent
+from fxopt.tracing.graphs import capture_of
 from fxopt.transforms.fuse_experts import FuseExperts, Lowering
 
 FUSE = "fuse_experts{lowering=padded}"
@@ -65,19 +68,45 @@ def test_every_lowering_computes_the_same(lowering: str) -> None:
         torch.testing.assert_close(fast(x_of(2, 9)), model(x_of(2, 9)))
 
 
-def test_the_measured_choice_is_kept() -> None:
-    model = made(Where)
-    fast = fxopt.optimize(model.eval(), "fuse_experts", example_inputs=(x_of(3, 12),))
+def lowering_of(model: nn.Module) -> str | None:
+    """Return the lowering of what was fused in a model."""
+    found = (module for module in model.modules() if type(module).__name__ == "FusedExperts")
+    return next((str(module.lowering) for module in found), None)
+
+
+@pytest.mark.parametrize(("fastest", "status"), [("gathered", "applied"), ("loop", "applied"), (None, "undone")])
+def test_the_fastest_lowering_is_taken(fastest: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_candidates(candidates: Mapping[str, timing.Runner], **_: object) -> timing.Timings:
+        return timing.Timings([{n: 0.5 + (lowering_of(run.module) != fastest) for n, run in candidates.items()}] * 20)
+
+    monkeypatch.setattr(timing, "time_candidates", time_candidates)
+    model = made(Where).eval()
+    fast = fxopt.optimize(model, "fuse_experts", example_inputs=(x_of(3, 12),))
     (decision,) = fxopt.plan(fast).decisions
-    assert decision.status in ("applied", "undone") and "lowerings" in decision.figures
+    assert (decision.status, lowering_of(fast)) == (status, fastest)
+    assert set(decision.figures["lowerings"]) >= {"grouped", "padded", "gathered", "loop"}
+
+
+def called(model: nn.Module, *args: object) -> set[str]:
+    """Return the names of the modules that a call calls."""
+    seen = set[nn.Module]()
+    handle = register_module_forward_pre_hook(lambda module, _: seen.add(module))
+    try:
+        model(*args)
+    finally:
+        handle.remove()
+    return {name for name, module in model.named_modules() if module in seen}
 
 
 def test_no_graph_runs_the_loop_any_more() -> None:
-    fast = fused(made(Where))
-    with fxopt.recording(fast) as calls:
-        fast(x_of(2, 3))
-    assert len(calls) == 1
-    assert all(not capture.misses for capture in fxopt.capture(fast, (x_of(2, 3),)).captures.values())
+    model = made(Where)
+    plain = fxopt.optimize(model.eval(), (), example_inputs=(x_of(3, 12),), measure=False)
+    for other in (model, plain):
+        assert {"experts.0", "experts.0.w1"} <= called(other, x_of(4, 16))
+    fast = fused(model)
+    found = called(fast, x_of(4, 16))
+    assert "mixture" in found and not any(name.startswith("experts") for name in found)
+    assert not capture_of(fast).misses
 
 
 def test_tokens_that_go_nowhere() -> None:

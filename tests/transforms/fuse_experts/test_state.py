@@ -93,7 +93,19 @@ def test_archives(model: nn.Module, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(x_of(2, 5)), model(x_of(2, 5)))
 
 
-def test_what_is_undone_leaves_nothing_behind(model: nn.Module) -> None:
-    fast = fxopt.optimize(model, "fuse_experts{lowering=padded}", example_inputs=(x_of(3, 12),), measure=False)
-    plain = fxopt.optimize(model, [], example_inputs=(x_of(3, 12),), measure=False)
-    assert fxopt.restore(fast).state_dict().keys() == plain.state_dict().keys()
+def test_what_is_undone_leaves_nothing_behind(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fxopt.transforms.fuse_experts.writing.FusedExperts.forward", lambda self, hidden, *_: hidden * 2
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    call = {"example_inputs": (x_of(3, 12),), "measure": False, "inplace": True, "optimizer": optimizer}
+    before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    undone = fxopt.optimize(model, FUSE, **call)
+    assert [d.status for d in fxopt.plan(undone).decisions] == ["undone"]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [held for held, _ in before.values()]
+    assert [name for name, _ in undone.named_parameters()] == list(before)
+    for name, parameter in undone.named_parameters():
+        assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
+    back = fxopt.restore(undone)
+    assert [(name, type(module)) for name, module in back.named_modules()] == modules

@@ -1,4 +1,4 @@
-"""The ways in which experts can be applied to the tokens that chose them: all equal, each fast somewhere."""
+"""How experts can be applied to the tokens that chose them: all lowerings are equal, each is fast somewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...compat import autocast_dtype as dtype_in_products
 from ...compat import is_autocast
 
 __all__ = [
-    "WAYS",
+    "LOWERINGS",
     "Compute",
     "Linear",
+    "Lowering",
     "Projection",
     "Task",
-    "Way",
     "dtype_in_products",
     "is_autocast",
     "loop_over_experts",
@@ -36,7 +36,7 @@ It is called with the rows of one expert or of many, in two dimensions or three.
 stand for no token.
 """
 
-Way = Literal["loop", "groups", "padding", "blocks", "gathering"]
+Lowering = Literal["loop", "grouped", "padded", "blocks", "gathered"]
 
 
 class Projection(NamedTuple):
@@ -178,7 +178,7 @@ def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Call
     return done.index_select(0, places).view(tokens, k, done.shape[-1])
 
 
-def _by_loop(task: Task) -> Tensor:
+def _looped(task: Task) -> Tensor:
     members = [(*projection.members(), projection.transposed) for projection in task.projections]
 
     def linear(number: int, member: tuple[Sequence[Tensor], Sequence[Tensor] | None, bool], rows: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _by_loop(task: Task) -> Tensor:
     return loop_over_experts(task.x, task.indices, task.num_experts, expert)
 
 
-def _by_groups(task: Task) -> Tensor:
+def _grouped(task: Task) -> Tensor:
     """Sort the pairs by expert, and multiply all groups by `torch.nn.functional.grouped_mm`."""
     pairs = task.pairs
 
@@ -215,7 +215,7 @@ def _batched(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
     return torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight)
 
 
-def _by_gathering(task: Task) -> Tensor:
+def _gathered(task: Task) -> Tensor:
     """Copy the weights for each pair: for very few tokens, and for none."""
     experts, k = task.indices.reshape(-1), task.indices.shape[1]
     rows = task.x.unsqueeze(1).expand(-1, k, -1).reshape(-1, 1, task.x.shape[-1])
@@ -224,7 +224,7 @@ def _by_gathering(task: Task) -> Tensor:
     return outputs.view(*task.indices.shape, outputs.shape[-1])
 
 
-def _by_padding(task: Task) -> Tensor:
+def _padded(task: Task) -> Tensor:
     """Give each expert one block, as long as the tokens of the busiest; multiply all blocks at once."""
     x, pairs, (tokens, k) = task.x, task.pairs, task.indices.shape
     blocks, length = task.num_experts, task.longest
@@ -235,11 +235,11 @@ def _by_padding(task: Task) -> Tensor:
     return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
 
 
-def _by_blocks(task: Task) -> Tensor:
+def _in_blocks(task: Task) -> Tensor:
     """Give each expert as many short blocks as it needs, and copy its weights for each.
 
-    All shapes follow from those of the arguments: nothing waits for the device, and the way can be traced, for any
-    number of tokens. A block is as long as the average number of tokens of an expert, so twice as many blocks as
+    All shapes follow from those of the arguments: nothing waits for the device, and it can be traced, for any number
+    of tokens. A block is as long as the average number of tokens of an expert, so twice as many blocks as
     experts are always enough.
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
@@ -267,11 +267,11 @@ def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
     return first.index_select(0, pairs.experts) + torch.arange(pairs.order.shape[0], device=task.x.device)
 
 
-WAYS: Mapping[Way, Callable[[Task], Tensor]] = {
-    "loop": _by_loop,
-    "groups": _by_groups,
-    "padding": _by_padding,
-    "blocks": _by_blocks,
-    "gathering": _by_gathering,
+LOWERINGS: Mapping[Lowering, Callable[[Task], Tensor]] = {
+    "loop": _looped,
+    "grouped": _grouped,
+    "padded": _padded,
+    "blocks": _in_blocks,
+    "gathered": _gathered,
 }
 """Each gives the outputs of the experts of each token [tokens, k, out]."""

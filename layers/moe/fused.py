@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...tracing.graphs import PortableGraph
-from ..moe import Linear, Projection, Task, Way, mixture, possible_ways
 from ..vectorized import graph_of_member
+from .dispatch import mixture
+from .lowerings import Linear, Lowering, Projection
 
 __all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
 
@@ -42,17 +43,19 @@ class FusedExperts(nn.Module):
             all experts; `mask`: the choices are a mask [tokens, experts], the weights likewise; `shared`: a mask and
             weights [tokens, 1]; `slots`: a mask [tokens, slots, experts] and weights [tokens, slots].
         scale: what results are multiplied by besides.
-        way: how experts are applied; None decides at each call.
+        lowering: how experts are applied where that is possible; None decides at each call.
         spare: how many numbers past that of the last expert stand for none.
     """
 
     def __init__(
         self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",
-        scale: float = 1.0, way: Way | None = None, spare: int = 0,
+        scale: float = 1.0, lowering: Lowering | None = None, spare: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.compute = compute
-        self.linears, self.routing, self.scale, self.way, self.spare = tuple(linears), routing, scale, way, spare
+        self.linears, self.routing, self.scale = tuple(linears), routing, scale
+        self.lowering: Lowering | None = lowering
+        self.spare = spare
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs [..., out].
@@ -104,10 +107,7 @@ class FusedExperts(nn.Module):
         return empty.index_add(0, tokens, found) if len(tokens) else empty  # as in a loop without rounds
 
     def _mixture(self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:
-        way = self.way
-        if way is not None and way not in possible_ways(Task(x, chosen, projections, self.compute)):
-            way = None
-        return mixture(x, chosen, weights, projections, self.compute, way)
+        return mixture(x, chosen, weights, projections, self.compute, self.lowering)
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the graph node by node: pickle would trace its code again."""
@@ -122,4 +122,4 @@ class FusedExperts(nn.Module):
         self.compute = graph_of_member(children, graph.graph()).train(self.training)
 
     def extra_repr(self) -> str:
-        return f"{len(self.linears)} linears, routing={self.routing!r}, way={self.way!r}"
+        return f"{len(self.linears)} linears, routing={self.routing!r}, lowering={self.lowering!r}"
