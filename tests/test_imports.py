@@ -41,5 +41,5 @@ def test_fxopt_itself_starts_without_torch():
 
 
 def test_layers_and_operators_are_reached_by_importing_fxopt_alone():
-    code = "import fxopt; print(fxopt.layers.RBM.__name__, fxopt.cuda_ops.add.__name__)"
-    assert in_new_process(code) == "RBM add\n"
+    code = "import fxopt; print(callable(fxopt.layers.RBM), callable(fxopt.cuda_ops.add))"
+    assert in_new_process(code) == "True True\n"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...compat import is_autocast
 from ...errors import UsageError
 from .dispatch import mixture
-from .lowerings import Linear, Projection, is_autocast
+from .lowerings import Linear, Projection
 from .router import GATES, Gate, Router, RouterOutput
 
 __all__ = ["MixtureOfExperts"]

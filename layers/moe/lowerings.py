@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...compat import autocast_dtype as dtype_in_products
-from ...compat import is_autocast
+from ...compat import autocast_dtype
 
 __all__ = [
     "LOWERINGS",
@@ -21,8 +20,6 @@ __all__ = [
     "Lowering",
     "Projection",
     "Task",
-    "dtype_in_products",
-    "is_autocast",
     "loop_over_experts",
 ]
 
@@ -207,7 +204,7 @@ def _grouped(task: Task) -> Tensor:
 
 def as_autocast(tensor: Tensor) -> Tensor:
     """Return a tensor as autocast hands it to products; `grouped_mm` is not on its list."""
-    return tensor.to(dtype_in_products(tensor))
+    return tensor.to(autocast_dtype(tensor))
 
 
 def _batched(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
