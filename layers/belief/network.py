@@ -19,7 +19,7 @@ Value = TypeVar("Value", int, float)
 
 
 class FitOptions(TypedDict, total=False):
-    """What `RBM.fit` takes, the same for each machine."""
+    """What `RBM.fit` takes, the same for each machine; a test compares the two."""
 
     batch_size: int | None
     k: int

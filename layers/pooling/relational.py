@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class RO3Pooling(nn.Module):
     Raises:
         UsageError: an argument does not fit.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class SelectTriads(Select):
         - x: [nodes, in_channels]; edge_index: [2, edges]; batch: [nodes]
         - a `SelectOutput`: `cluster_index` of each node, and as `weight` the gate of its cluster, 1 for a node alone
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class ContractEdges(Connect):
         - a `ConnectOutput` with edges between clusters, sorted
     """
 
+    _fxopt_is_operation: ClassVar[bool] = True
+
     def forward(
         self,
         select_output: SelectOutput,
@@ -151,6 +155,8 @@ class RO3TriadPooling(nn.Module):
         - x, edge_index, edge_attr and batch of the new graphs, then perm: for each new node the first of the nodes that
           it stands for; score: its gate, 1 for a node that stayed. `select` gives the clusters.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,
