@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import UsageError, expect
-from .checks import non_negative, positive_integer
+from ...errors import UsageError, expect, positive_integer
+from .checks import non_negative
 from .units import VisibleUnits
 
 __all__ = ["ContrastiveDivergence", "Options"]

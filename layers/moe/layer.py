@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...compat import autocast_dtype
-from ...errors import UsageError
+from ...errors import UsageError, positive_integer
 from .dispatch import mixture
 from .lowerings import Linear, Projection
 from .router import GATES, Gate, Router, RouterOutput
@@ -165,9 +165,7 @@ class MixtureOfExperts(nn.Module):
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        least = 0 if name == "shared_experts" else 1
-        if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            raise UsageError(f"{name}={size!r} of a MixtureOfExperts; give a whole number of at least {least}")
+        positive_integer(size, f"{name} of a MixtureOfExperts", 0 if name == "shared_experts" else 1)
     if sizes["top_k"] > sizes["num_experts"]:
         raise UsageError(f"top_k={sizes['top_k']} of {sizes['num_experts']} experts; give at most num_experts")
 

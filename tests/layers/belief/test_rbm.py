@@ -171,7 +171,7 @@ def test_a_model_with_machines_is_captured_whole(training: bool):
     ("call", "message"),
     [
         (lambda: RBM(0, 3), "visible is 0; give a whole number, at least 1"),
-        (lambda: RBM(4, 2.0), "hidden is 2.0; give a whole number"),
+        (lambda: RBM(4, 2.0), "hidden is of type float; give a whole number, at least 1"),
         (lambda: RBM(4, 3, "gausian"), "unknown kind 'gausian' of visible units; did you mean 'gaussian'?"),
         (lambda: machine()(torch.zeros(2, 5)), r"4 visible units are needed, the tensor's shape is \[2, 5\]"),
         (lambda: machine()([1.0]), "of type list"),
