@@ -233,7 +233,7 @@ def diff(
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
-    from .arguments import graphs_of, weights_of_both
+    from .arguments import check_model, graphs_of, weights_of_both
     from .reporting.diff import diff_graphs
 
     for model in (a, b):  # before the first one is built

@@ -54,7 +54,7 @@ def check_output(path: Path | None, *models: str, suffix: str = "") -> None:
         suffix: what the names of such files end in, where that matters.
 
     Raises:
-        InputError: the folder is not there, something else than a saved model is, or the name is that of another format.
+        InputError: the folder is not there, something else than a saved model is, or the name is of another format.
     """
     if path is None:
         return

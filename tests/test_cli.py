@@ -409,7 +409,7 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
 def test_where_results_go_is_checked_before_the_work(
     fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ):
-    torch.save({"weight": torch.ones(2)}, zoo / "weights.pt")
+    torch.save({"weight": torch.ones(2)}, zoo / "weights.pt2")
     before = {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()}
     monkeypatch.setattr("fxopt.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
     done = fxopt(*arguments)
