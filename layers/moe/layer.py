@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...compat import autocast_dtype
 from ...errors import UsageError
 from .dispatch import mixture
-from .lowerings import Linear, Projection, dtype_in_products
+from .lowerings import Linear, Projection
 from .router import GATES, Gate, Router, RouterOutput
 
 __all__ = ["MixtureOfExperts"]
@@ -146,7 +147,7 @@ class MixtureOfExperts(nn.Module):
         if not x.dim() or x.shape[-1] != self.dim:
             raise UsageError(f"a MixtureOfExperts of dim={self.dim} was given {list(x.shape)}; give [..., {self.dim}]")
         dtype = self.down_proj.dtype
-        is_cast = x.is_floating_point() and dtype_in_products(x) == dtype_in_products(self.down_proj)
+        is_cast = x.is_floating_point() and autocast_dtype(x) == autocast_dtype(self.down_proj)
         if x.dtype != dtype and not is_cast:
             raise UsageError(f"a MixtureOfExperts in {dtype} was given {x.dtype}; give {dtype}")
 

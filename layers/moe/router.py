@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...compat import is_autocast
 from .losses import load_balancing_loss, router_z_loss
-from .lowerings import is_autocast
 
 __all__ = ["GATES", "Gate", "Router", "RouterOutput"]
 
