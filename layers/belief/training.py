@@ -61,12 +61,8 @@ def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name in names:
         if name not in parameters:
-            computed = (
-                f"{name} is computed from other parameters (a parametrization, or pruning), which fit cannot train"
-            )
-            raise UsageError(
-                f"{computed}; train by contrastive_loss and an optimizer, or make {name} a parameter again"
-            )
+            computed = f"{name} is computed from other parameters (a parametrization, or pruning)"
+            raise UsageError(f"{computed}, which fit cannot train; use contrastive_loss and an optimizer")
     if not any(parameters[name].requires_grad for name in names):
         raise UsageError("all parameters of the RBM are frozen; call requires_grad_() on those that fit is to train")
     return [parameters[name] for name in names]

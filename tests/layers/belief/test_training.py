@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fxopt
@@ -311,7 +312,7 @@ def test_parameters_that_are_computed_are_not_fitted_in_silence():
     pruned = RBM(6, 4)
     prune.random_unstructured(pruned, "weight", 0.5)
     for rbm in (torch.nn.utils.parametrizations.weight_norm(RBM(6, 4)), pruned):
-        with pytest.raises(fxopt.UsageError, match="weight is computed from other parameters .* contrastive_loss"):
+        with pytest.raises(fxopt.UsageError, match=r"weight is computed from other parameters .* contrastive_loss"):
             rbm.fit(patterns())
 
 
