@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import UsageError
+from ...errors import UsageError, positive_integer
+from ...progress_bar import progress_bar
 from ...suggest import did_you_mean
-from .checks import check_values, positive_integer, rows_of_width
+from .checks import check_values, rows_of_width
 from .data import Data, blocks_of
-from .progress import progress_bar
-from .sampling import bernoulli_sigmoid
 from .training import ContrastiveDivergence, Options, trainable
-from .units import KINDS
+from .units import KINDS, drawn
 
 __all__ = ["RBM"]
 
@@ -87,16 +86,16 @@ class RBM(nn.Module):
     @torch.no_grad()
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return a draw of p(h | v), [..., hidden], zeros and ones."""
-        return bernoulli_sigmoid(self._hidden_logits(v), generator)[1]
+        return drawn(self._hidden_logits(v), generator)
 
     def visible_means(self, h: Tensor) -> Tensor:
         """Return the expectations of p(v | h), [..., visible]: probabilities of binary units."""
-        return KINDS[self.kind].mean(self._visible_drive(h))
+        return KINDS[self.kind].mean(self._visible_input(h))
 
     @torch.no_grad()
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return a draw of p(v | h), [..., visible]."""
-        return KINDS[self.kind].sample(self._visible_drive(h), generator)
+        return KINDS[self.kind].sample(self._visible_input(h), generator)
 
     def gibbs_step(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return visible units after hidden ones were drawn for them, and visible ones for those."""
@@ -222,7 +221,7 @@ class RBM(nn.Module):
     def _hidden_logits(self, v: Tensor) -> Tensor:
         return _linear(self._rows(v), self.weight, self.hidden_bias)
 
-    def _visible_drive(self, h: Tensor) -> Tensor:
+    def _visible_input(self, h: Tensor) -> Tensor:
         h = rows_of_width(h, self.hidden, self.weight.dtype, "hidden units")
         return _linear(h, self.weight.t(), self.visible_bias)
 

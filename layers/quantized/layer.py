@@ -25,6 +25,8 @@ class QuantizedLayer(nn.Module):
     The buffers keep their types: `.half()` and the like change the parameters only.
     """
 
+    _fxopt_is_operation: ClassVar[bool] = True
+
     def __init__(self) -> None:
         super().__init__()
         self.packing = Packing()

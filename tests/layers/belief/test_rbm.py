@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.layers import RBM
-from fxopt.layers.belief.sampling import bernoulli_sigmoid, logistic_
+from fxopt.layers.belief.units import KINDS
 
 VISIBLE, HIDDEN = 4, 3
 
@@ -86,12 +86,12 @@ def test_pseudo_likelihood_is_the_sum_over_units_given_the_others():
 
 def test_draws_have_their_probabilities():
     logits = torch.tensor([-30.0, -2.0, 0.0, 1.0, 30.0]).expand(40_000, -1)
-    probability, sample = bernoulli_sigmoid(logits, torch.Generator().manual_seed(0))
-    assert set(sample.unique().tolist()) == {0.0, 1.0}
-    torch.testing.assert_close(probability, torch.sigmoid(logits))
-    torch.testing.assert_close(sample.mean(0), probability[0], atol=0.01, rtol=0)
-    from_noise = (logistic_(torch.empty(40_000, 5), torch.Generator().manual_seed(0)) < logits).float()
-    torch.testing.assert_close(from_noise.mean(0), probability[0], atol=0.01, rtol=0)
+    units, generator = KINDS["bernoulli"], torch.Generator().manual_seed(0)
+    from_noise = logits.clone()
+    units.draw_(from_noise, units.noise_(torch.empty(40_000, 5), generator))
+    for sample in (units.sample(logits, generator), from_noise):
+        assert set(sample.unique().tolist()) == {0.0, 1.0}
+        torch.testing.assert_close(sample.mean(0), torch.sigmoid(logits[0]), atol=0.01, rtol=0)
 
 
 def test_a_long_gibbs_chain_draws_from_the_model():
@@ -172,7 +172,7 @@ def test_a_model_with_machines_is_captured_whole(training: bool):
     ("call", "message"),
     [
         (lambda: RBM(0, 3), "visible is 0; give a whole number, at least 1"),
-        (lambda: RBM(4, 2.0), "hidden is 2.0; give a whole number"),
+        (lambda: RBM(4, 2.0), "hidden is of type float; give a whole number, at least 1"),
         (lambda: RBM(4, 3, "gausian"), "unknown kind 'gausian' of visible units; did you mean 'gaussian'?"),
         (lambda: machine()(torch.zeros(2, 5)), r"4 visible units are needed, the tensor's shape is \[2, 5\]"),
         (lambda: machine()([1.0]), "of type list"),
