@@ -286,7 +286,8 @@ def test_a_call_without_a_batch_vector_or_with_a_size():
     [
         ({"to": "ro2"}, "did you mean 'ro3'"),
         ({"source": "mena"}, "did you mean 'mean'"),
-        ({"structure": "adjacent"}, "structure"),
+        ({"structure": "adjacent"}, "structure='adjacent'; give adjacency, distance or codegree"),
+        ({"triads": "open"}, "triads='open'; give closed or all"),
     ],
 )
 def test_wrong_options(options, message):
