@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import UsageError, expect, positive_integer
 from .checks import non_negative
 from .units import VisibleUnits
 
-__all__ = ["ContrastiveDivergence", "Options"]
+__all__ = ["ContrastiveDivergence", "Options", "trainable"]
 
 _CORNER = 1e6
 _ACTIVITY_DECAY = 0.9
@@ -52,6 +52,22 @@ class Options:
         return not self.momentum and not self.weight_decay and self.sparsity_target is None
 
 
+def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """Return the parameters of these names.
+
+    Raises:
+        UsageError: one is computed from others, or all are frozen.
+    """
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for name in names:
+        if name not in parameters:
+            computed = f"{name} is computed from other parameters (a parametrization, or pruning)"
+            raise UsageError(f"{computed}, which fit cannot train; use contrastive_loss and an optimizer")
+    if not any(parameters[name].requires_grad for name in names):
+        raise UsageError("all parameters of the RBM are frozen; call requires_grad_() on those that fit is to train")
+    return [parameters[name] for name in names]
+
+
 class ContrastiveDivergence:
     """Trains weights and biases in a matrix of its own, block by block; `write` puts them where they came from.
 
@@ -67,12 +83,16 @@ class ContrastiveDivergence:
         self, parameters: Sequence[Tensor], units: VisibleUnits, options: Options, generator: torch.Generator | None
     ) -> None:
         self._parameters, self._units, self._options, self._generator = parameters, units, options, generator
-        weight, visible_bias, hidden_bias = (tensor.detach() for tensor in parameters)
-        self._matrix = weight.new_empty(weight.shape[0] + 1, weight.shape[1] + 1)
-        self._matrix[:-1, :-1], self._matrix[-1, :-1], self._matrix[:-1, -1] = weight, visible_bias, hidden_bias
-        self._matrix[-1, -1] = min(_CORNER, torch.finfo(weight.dtype).max / 4)
+        weight, dtype = parameters[0], torch.promote_types(parameters[0].dtype, torch.float32)
+        self._matrix = weight.new_empty(weight.shape[0] + 1, weight.shape[1] + 1, dtype=dtype)
+        self._parts = self._matrix[:-1, :-1], self._matrix[-1, :-1], self._matrix[:-1, -1]
+        for part, tensor in zip(self._parts, parameters, strict=True):
+            part.copy_(tensor)
+        pairs = zip(self._parts, parameters, strict=True)
+        self._frozen = [(part, part.clone()) for part, tensor in pairs if not tensor.requires_grad]
+        self._matrix[-1, -1] = _CORNER
         self._velocity = torch.zeros_like(self._matrix)
-        self._activity = weight.new_full((weight.shape[0],), options.sparsity_target or 0.0)
+        self._activity = self._matrix.new_full((weight.shape[0],), options.sparsity_target or 0.0)
         self._chains: Tensor | None = None
         self._workspaces: dict[tuple[int, int], _Workspace] = {}
 
@@ -83,13 +103,13 @@ class ContrastiveDivergence:
         Raises:
             UsageError: they are no finite numbers any more.
         """
-        if not bool(torch.isfinite(self._matrix).all()):
+        dtype = self._parameters[0].dtype
+        if not all(bool(torch.isfinite(part.to(dtype)).all()) for part in self._parts):
             rate = f"learning_rate, which is {self._options.learning_rate:g}"
             raise UsageError(f"the training diverges in epoch {epoch}: weights are not finite; lower {rate}")
-        weight, visible_bias, hidden_bias = self._parameters
-        weight.copy_(self._matrix[:-1, :-1])
-        visible_bias.copy_(self._matrix[-1, :-1])
-        hidden_bias.copy_(self._matrix[:-1, -1])
+        for part, parameter in zip(self._parts, self._parameters, strict=True):
+            if parameter.requires_grad:
+                parameter.copy_(part)
 
     @torch.inference_mode()
     def train(self, block: Tensor) -> None:
@@ -142,6 +162,7 @@ class ContrastiveDivergence:
         if options.plain:
             work.weigh_samples()
             self._matrix.addmm_(work.transposed, units, alpha=rate)
+            self._restore_frozen()
             return
         if options.sparsity_target is not None:
             self._activity.lerp_(work.of_data[:, :-1].mean(0), 1 - _ACTIVITY_DECAY)
@@ -149,6 +170,11 @@ class ContrastiveDivergence:
         self._velocity.addmm_(work.transposed, units, beta=options.momentum, alpha=rate)
         self._add_penalties(units[: work.rows])
         self._matrix.add_(self._velocity)
+        self._restore_frozen()
+
+    def _restore_frozen(self) -> None:
+        for part, value in self._frozen:
+            part.copy_(value)
 
     def _add_penalties(self, data: Tensor) -> None:
         options, weights = self._options, self._velocity[:-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,23 @@ def test_the_loss_refuses_what_visible_units_do_not_take(v: Tensor, message: str
         machine().contrastive_loss(v, states(VISIBLE))
     with pytest.raises(fxopt.InputError, match="the batch of samples has"):
         machine().contrastive_loss(states(VISIBLE), v)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, "autocast"])
+def test_draws_in_narrow_dtypes_are_as_rare_as_their_probabilities(narrow: Any):
+    rbm = RBM(1, 1, dtype=torch.float32 if narrow == "autocast" else narrow)
+    for parameter, value in zip(rbm.parameters(), (0.0, -8.0, -8.0), strict=True):
+        torch.nn.init.constant_(parameter, value)
+    units, generator = torch.zeros(200_000, 1, dtype=rbm.weight.dtype), torch.Generator().manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow == "autocast"):
+        for draw in (rbm.sample_visible, rbm.sample_hidden):
+            assert 30 < draw(units, generator).float().sum() < 110  # 67 are expected
+
+
+def test_units_of_another_dtype_are_refused():
+    rbm = RBM(VISIBLE, HIDDEN)
+    for call in (rbm, rbm.free_energy, rbm.sample_hidden, rbm.pseudo_log_likelihood):
+        with pytest.raises(fxopt.UsageError, match=r"in torch.float32 was given torch.float64; give torch.float32"):
+            call(torch.ones(2, VISIBLE, dtype=torch.float64))
+    with pytest.raises(fxopt.UsageError, match=r"give torch.float32"):
+        rbm.visible_means(torch.ones(2, HIDDEN, dtype=torch.float64))
