@@ -9,9 +9,13 @@ from torch import Tensor
 from ...errors import UsageError
 from ..activations import activated, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
-from ..definition import define, looped
+from ..definition import by_reference, define, looped, times
 
 __all__ = ["geglu", "swiglu"]
+
+
+_CALLED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu"}
+"""Activation -> the function that has it; errors name this."""
 
 
 def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
@@ -19,11 +23,12 @@ def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
 
 
 def _check(gate: Tensor, value: Tensor, activation: str) -> None:
-    check_one_dtype("gated", gate=gate, value=value)
-    check_one_device("gated", gate=gate, value=value)
-    check_activation("gated", activation)
+    name = _CALLED.get(activation, "gated")
+    check_one_dtype(name, gate=gate, value=value)
+    check_one_device(name, gate=gate, value=value)
+    check_activation(name, activation)
     if gate.shape != value.shape:
-        raise UsageError(f"gated: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
+        raise UsageError(f"{name}: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
@@ -36,7 +41,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _backward_reference(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    of_value = activated(gate, activation).mul_(grad)
+    of_value = times(activated(gate, activation), grad)
     return activation_gradient(grad * value, gate, activation).contiguous(), of_value.contiguous()
 
 
@@ -56,6 +61,7 @@ _gated_backward = define(
     fake=_fake_backward,
     kernel="gated.triton_kernel:gated_backward",
     batching=looped,
+    **by_reference(_backward_reference),
 )
 _gated = define(
     "gated",

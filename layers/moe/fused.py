@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -46,6 +46,8 @@ class FusedExperts(nn.Module):
         lowering: how experts are applied where that is possible; None decides at each call.
         spare: how many numbers past that of the last expert stand for none.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",

@@ -30,6 +30,18 @@ def test_sigmoid_scores_each_expert_by_itself():
     torch.testing.assert_close(output.probabilities.sum(1), torch.ones(5))
 
 
+def test_sigmoids_that_underflow_are_normalized_all_the_same():
+    router = Router(2, 6, 3, "sigmoid")
+    router.weight.data.copy_(torch.stack([torch.linspace(-160, -92.8, 6), torch.linspace(-7, 8, 6)], 1))
+    logits, indices, weights = routed = router(torch.eye(2))
+    exact = logits.double().sigmoid().gather(1, indices)
+    torch.testing.assert_close(weights.double(), exact / exact.sum(1, keepdim=True), rtol=1e-5, atol=1e-30)
+    output = router.output(*routed)
+    assert all(value.isfinite().all() for value in output)
+    output.load_balancing_loss.backward()
+    assert router.weight.grad.isfinite().all()
+
+
 def test_noise_is_drawn_in_training_only_and_its_scale_learns():
     x, router = torch.randn(5, 8), Router(8, 6, 2, "noisy_topk")
     torch.nn.init.normal_(router.noise_weight)
@@ -54,13 +66,13 @@ def test_it_computes_in_float32_at_least(dtype):
 
 def test_a_full_expert_counts_nothing_for_what_comes_later():
     """All first choices come before all second ones; earlier tokens before later ones."""
-    router = Router(3, 3, 2, normalize=False, capacity=0.75)  # 4 tokens, 8 choices, 3 experts: 2 for each
+    router = Router(3, 3, 2, normalize=False, capacity_factor=0.75)  # 4 tokens, 8 choices, 3 experts: 2 for each
     router.weight.data.copy_(torch.eye(3))
     x = torch.tensor([[3.0, 2.0, 1.0], [2.0, 3.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0]])
     _, indices, weights = router(x)
     assert indices.tolist() == [[0, 1], [1, 0], [0, 1], [0, 2]]
     assert (weights > 0).tolist() == [[True, True], [True, False], [True, False], [False, True]]
-    router.capacity = None
+    router.capacity_factor = None
     kept = weights > 0
     torch.testing.assert_close(weights[kept], router(x)[2][kept])
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....layers.quantized import Range
+from ....progress_bar import progress_bar
 from ....tracing.program import Program
 from ....tracing.values import Inputs
-from ...calibration import advancing
 from .simulation import RoundedModel
 
 __all__ = ["Sensitivity", "sensitivity", "unknown"]
@@ -20,8 +20,8 @@ class Sensitivity:
 
     Attributes:
         own: layer -> by how much its own result is off.
-        alone: layer -> by how much the model's results are off where this layer alone is quantized; empty where all
-            layers together are within the budget.
+        alone: layer -> by how much the model's results are off where this layer alone is quantized, on a smaller call
+            where the model takes one; empty where all layers together are within the budget.
         left: the layers that stay in floats, the most costly first.
         error: by how much the model's results are off with all the others.
     """
@@ -38,16 +38,20 @@ def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
-    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
+    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget.
+
+    In which order they are left out a smaller call says well enough; what is within the budget only the whole one.
+    """
     simulation = RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
         return Sensitivity(simulation.own_errors, {}, (), whole)
     alone: dict[str, float] = {}
-    with advancing("measuring layers", len(ranges)) as advance:
+    small = simulation.on_less()
+    with progress_bar("fxopt: measuring layers", len(ranges)) as move:
         for name in ranges:
-            alone[name] = simulation.error([name])
-            advance()
+            alone[name] = small.error([name])
+            move(1)
     order = sorted(ranges, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.
     wrong, right, error = 0, len(order), 0.0

@@ -260,8 +260,8 @@ def test_refusals_of_one_reason_are_one(residual: Any):
     ("options", "message"),
     [
         ({"round_to": 0}, "round_to=0; give a number of units, 1 or more"),
-        ({"criterion": "size"}, "criterion='size'; use magnitude, batchnorm, taylor or random"),
-        ({"target": "bytes"}, "target='bytes'; use units, parameters, flops or latency"),
+        ({"criterion": "size"}, "criterion='size'; give magnitude, batchnorm, taylor or random"),
+        ({"target": "bytes"}, "target='bytes'; give units, parameters, flops or latency"),
         ({"loss": len}, "loss= and data= are for criterion=taylor"),
         ({"data": [1], "criterion": "taylor"}, "data= needs loss="),
     ],
@@ -282,4 +282,4 @@ def test_groups_that_cut_one_dimension_are_one_site(residual: Any):
     residual.couple(first, second)
     fast = fxopt.optimize(residual.model(), structured(scope="layer"), example_inputs=(residual.x,))
     (decision,) = fxopt.plan(fast).decisions
-    assert decision.detail == "4 of 8 channels of a and of 1 more layers" and decision.status == "undone"
+    assert decision.detail == "removes 4 of 8 channels of a and of 1 more layers" and decision.status == "undone"
