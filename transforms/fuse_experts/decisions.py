@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -87,6 +87,7 @@ def _cuts_rows(node: fx.Node, values: Mapping[fx.Node, Any], shaped: frozenset[f
         return False
     if canonical_name(node) == "getitem":
         key: Any = operands(node)[1]
-        first: Any = key[0] if isinstance(key, tuple) and key else key  # pyright: ignore[reportUnknownVariableType]
+        keys: tuple[Any, ...] = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
+        first = keys[0] if keys else None
         return isinstance(first, slice) and first != slice(None)
     return canonical_name(node) == "narrow" and (*operands(node), node.kwargs.get("dim"))[1] in (0, None)
