@@ -15,10 +15,16 @@ from torch import Tensor
 
 from ...errors import UsageError
 
-__all__ = ["Head", "Rows", "gradients", "losses", "rows_in_torch"]
+__all__ = ["ARGUMENTS", "Head", "Rows", "gradients", "losses", "rows_in_torch"]
 
 _LOGITS = 2**22
 """In a chunk, by default: 16 MiB of float32, which is enough rows for the products to be fast."""
+
+
+ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk"
+)
+"""Those of a head, as all the operators take them."""
 
 
 @dataclass(frozen=True)

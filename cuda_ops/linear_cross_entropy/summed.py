@@ -15,13 +15,10 @@ from torch.autograd import Function
 
 from ...errors import UsageError
 from ..definition import NAMESPACE, describe, looped
+from .chunks import ARGUMENTS
 
 __all__ = ["define_sum"]
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk) "
-    "-> Tensor"
-)
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -61,7 +58,7 @@ def define_sum(name: str, losses: Any, step: Any) -> Any:
             return cast("Any", _Step).apply(step, *args)
         return total(*args)
 
-    _library.define(name + _ARGUMENTS, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, total, "CompositeExplicitAutograd")
     _library.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)

@@ -181,6 +181,8 @@ class RO3Pooling(nn.Module):
         if batch is not None:
             check_batch(batch, x.shape[0])
         if edge_attr is not None:
+            if not edge_attr.is_floating_point() and batch is None and edge_attr.shape == x.shape[:1]:
+                raise UsageError("edge_attr has whole numbers, one for each node: name the graph of each as batch=")
             self._check_weights(edge_attr, edge_index)
 
     def _check_dtype(self, x: Tensor) -> None:

@@ -271,3 +271,9 @@ def test_wrong_types_and_dtypes_are_refused_in_one_line():
     for call, message in calls:
         with pytest.raises(fxopt.UsageError, match=message):
             call()
+
+
+def test_a_batch_vector_in_the_place_of_edge_attr_is_named():
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
+    with pytest.raises(fxopt.UsageError, match="name the graph of each as batch="):
+        RO3Pooling(8)(torch.randn(6, 8), edges, torch.tensor([0, 0, 0, 1, 1, 1]))
