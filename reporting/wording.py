@@ -237,7 +237,8 @@ def left_alone(record: Record) -> list[Left]:
 def _cause(decision: Decision) -> tuple[str, ...]:
     """Return what places are named together by: the reason; where it has figures, equal places may differ in them."""
     pattern = _NUMBER.sub("#", decision.reason)
-    place = _NUMBER.sub("#", decision.label) if pattern != decision.reason else ""
+    may_differ = pattern != decision.reason and decision.status != "skipped"
+    place = _NUMBER.sub("#", decision.label) if may_differ else ""
     return decision.status, decision.pass_name, pattern, place
 
 

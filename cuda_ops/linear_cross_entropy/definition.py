@@ -55,8 +55,9 @@ def _step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fake_step(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_bias = weight.new_empty(0 if bias is None else weight.shape[0])
-    return x.new_empty((), dtype=wide(x.dtype)), x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
+    dtype = wide(x.dtype)
+    of_bias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=dtype)
+    return x.new_empty((), dtype=dtype), x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=dtype), of_bias
 
 
 def _backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +79,9 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x, of_weight, of_bias = _linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return of_x, of_weight, of_bias if ctx.needs_input_grad[2] else None, None, None, None, None
+    dtype = of_x.dtype
+    bias = of_bias.to(dtype) if ctx.needs_input_grad[2] else None
+    return of_x, of_weight.to(dtype), bias, None, None, None, None
 
 
 _linear_cross_entropy_backward = define(
@@ -153,4 +156,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return _linear_cross_entropy(*given, *settings).view(target.shape)
     total = _linear_cross_entropy_sum(*given, *settings)
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (target != ignore_index).sum()
+    return (total / count.clamp(min=1)).where(count > 0, torch.nan)  # of no rows: NaN, with gradients of zero

@@ -29,6 +29,7 @@ class _Step(Function):
     def forward(ctx: Any, step: Any, *args: Any) -> Tensor:
         total, *found = step(*args)
         ctx.save_for_backward(*found)
+        ctx.dtypes = [each.dtype for each in found[:1]] + [args[1].dtype] * 2
         return total
 
     @staticmethod
@@ -37,8 +38,8 @@ class _Step(Function):
             message = "create_graph=True asks for second derivatives; use torch's linear and cross_entropy"
             raise UsageError(f"linear_cross_entropy: {message}")
         wanted = ctx.needs_input_grad[1:4]
-        found = zip(ctx.saved_tensors, wanted, strict=True)
-        return None, *((each * grads[0]).to(each.dtype) if needed else None for each, needed in found), *[None] * 4
+        found = zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
+        return None, *((each * grads[0]).to(dtype) if needed else None for each, needed, dtype in found), *[None] * 4
 
 
 def define_sum(name: str, losses: Any, step: Any) -> Any:

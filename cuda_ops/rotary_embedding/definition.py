@@ -35,7 +35,9 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise UsageError(f"{_NAME}: x has shape {tuple(x.shape)}; its last dimension must be even")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dim() > x.dim() or table.shape[-1:] != x.shape[-1:]:
+        pairs = zip(reversed(table.shape), reversed(x.shape), strict=False)
+        fits = all(size in (1, wanted) for size, wanted in pairs)
+        if table.dim() > x.dim() or table.shape[-1:] != x.shape[-1:] or not fits:
             found = f"{name} has shape {tuple(table.shape)}"
             raise UsageError(
                 f"{_NAME}: {found}; expected what broadcasts to {tuple(x.shape)}, its features as they are"

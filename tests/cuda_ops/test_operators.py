@@ -396,3 +396,8 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
 def test_bad_operands_are_named(call: Callable[[Tensor], object], message: str):
     with pytest.raises(fxopt.UsageError, match=message):
         call(torch.rand(3, 4))
+
+
+def test_rotary_tables_of_more_rows_than_x_are_refused():
+    with pytest.raises(fxopt.UsageError, match=r"cos has shape \(3, 4\); expected what broadcasts to \(1, 4\)"):
+        cuda_ops.rotary_embedding(torch.randn(1, 4), torch.randn(3, 4), torch.randn(3, 4))
