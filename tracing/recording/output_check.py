@@ -121,8 +121,8 @@ def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool
         find: returns a child of the module by its name.
         capture: of the module; its regions are not made yet.
     """
-    if len(capture.specializations) > 1:
-        return True
+    if len(capture.specializations) != 1:
+        return bool(capture.specializations)
     for node in capture.specializations[0].graph.find_nodes(op="call_module"):
         plan = capture.regions.get(str(node.target))
         if plan is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
+from ...compat import modules_by_name
 from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
 from ...operators import canonical_name, mutates
@@ -175,11 +176,17 @@ def _leave_views(families: Sequence[Items], names: dict[Items, str], store: Fuse
             holder, _, last = path.rpartition(".")
             views.setdefault(holder, {})[last] = (store, names[source], number)
     undo: list[Callable[[], None]] = []
-    seals = ways_to(views)
+    containers = {source.container for source in families} - {""}
+    roots = {Items(s.container, s.names).path(number) for s in families for number in range(s.count)}
+    members = {
+        f"{root}.{inside}".rstrip(".") for root in roots for inside in modules_by_name(edit.owner.get_submodule(root))
+    }
+    seals = ways_to((*views, *members))
     try:
-        for path in dict.fromkeys((*views, *seals)):
+        for path in dict.fromkeys((*views, *members, *seals)):
             module = edit.owner.get_submodule(path)
-            own = {*settings_of(module), "forward"} if path in views else set[str]()
+            own = {*settings_of(module), "forward"} if path in (views.keys() | members) else set[str]()
+            own |= {"forward"} if path in containers else set[str]()
             sealed = seals.get(path, set[str]()) | own
             undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))
     finally:

@@ -157,3 +157,22 @@ def test_an_expert_that_no_example_reaches_is_read_all_the_same() -> None:
         each.gate.bias.data[3] = 5.0
     x = torch.randn(9, WIDTH)
     torch.testing.assert_close(fast(x), model(x))
+
+
+def test_experts_are_sealed_whole() -> None:
+    torch.manual_seed(3)
+    model = Loop(lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.LeakyReLU(), nn.Linear(8, WIDTH))).eval()
+    x = torch.randn(24, WIDTH)
+    fast = fxopt.optimize(model, "fuse_experts{lowering=padded}", example_inputs=(x,), measure=False)
+    for path in ("experts", "experts.1", "experts.1.0", "experts.1.1"):
+        with pytest.raises(fxopt.FusedMemberError):
+            fast.get_submodule(path).register_forward_hook(lambda *_: None)
+    with pytest.raises(fxopt.FusedMemberError):
+        fast.experts[1][1].negative_slope = 5.0
+
+
+def test_a_pruned_model_is_fused() -> None:
+    model, x = Loop().eval(), torch.randn(24, WIDTH)
+    pruned = fxopt.optimize(model, "prune{amount=0.5}", example_inputs=(x,), measure=False)
+    fast = fxopt.optimize(pruned, "fuse_experts{lowering=padded}", example_inputs=(x,), measure=False)
+    torch.testing.assert_close(fast(x), pruned(x))
