@@ -14,7 +14,7 @@ from ...layers.moe import FusedExperts
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
-from ...tracing.values import Untraceable, is_container, is_leaf
+from ...tracing.values import Untraceable, is_container, is_leaf, tensors_in
 from .members import Items, Slices, Source, family_of, find_sources
 from .rounds import Loop, find_loop
 from .routing import RoutedBy, routing_of
@@ -96,8 +96,13 @@ def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | 
         for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
             inside = [other for other, what in found.items() if what is not None and f"{other}.".startswith(f"{name}.")]
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
-                found[name] = _Reader(program, name, calls[modules[name]][0], unroller).read()
+                found[name] = _Reader(program, name, max(calls[modules[name]], key=_size), unroller).read()
     return [(name, found.get(name)) for name in names]
+
+
+def _size(call: Call) -> int:
+    """Return how many numbers a call was given: the largest of several says most."""
+    return sum(tensor.numel() for tensor in tensors_in((call.args, call.kwargs)))
 
 
 class _Reader:
