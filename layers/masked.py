@@ -15,9 +15,11 @@ from ..errors import UsageError
 from ..passes.state import STATE_MAP, sharded_like
 from ..tracing.graphs import capture_of, install, uninstall
 from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from .members import seal
 from .quantized import Packing
+from .views import sealed_names
 
-__all__ = ["Masked", "gone_of", "masked_module", "set_gone", "unmask"]
+__all__ = ["Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "set_gone", "unmask"]
 
 _GONE = "_fxopt_gone"
 """In the `__dict__` of a module with masks: name of a parameter -> which of its elements are zero for good."""
@@ -106,6 +108,19 @@ def gone_of(module: nn.Module) -> Mapping[str, Tensor]:
     return vars(module).get(_GONE, {})
 
 
+def gone_attribute(name: str) -> str:
+    """Return the attribute by which graphs read which elements of a parameter are zero, to compute with others' help.
+
+    It is another tensor once the masks are others; without masks, where something still reads it, it is false.
+    """
+    return f"_fxopt_gone_{name}"
+
+
+def has_only_masks(module: nn.Module) -> bool:
+    """Say whether a module is of its user's class but for masks: nothing else was put around it."""
+    return type(module) is _masked_class(user_class(type(module)), tuple(gone_of(module)))
+
+
 def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
     """Give a module with masks other ones; the zeros are there at the next reading."""
     vars(module)[_GONE] = dict(gone)
@@ -121,6 +136,7 @@ def _body(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         "_fxopt_base": user_class(base),
         "_fxopt_recipe": (_remade, (*class_recipe(base), names)),
         **{name: _reading(name) for name in names},
+        **{gone_attribute(name): _reading_gone(name) for name in names},
         **(read_by_name() if issubclass(base, nn.RNNBase) else {}),
     }
 
@@ -134,6 +150,14 @@ def _remade(
 
 def _reading(name: str) -> property:
     return property(lambda module: _read(module, name))
+
+
+def _reading_gone(name: str) -> property:
+    def read(module: nn.Module) -> Tensor:
+        parameter = getattr(module, name)  # puts the zeros there: a graph reads the parameter past the module
+        return _beside(module, name, parameter)
+
+    return property(read)
 
 
 def _read(module: nn.Module, name: str) -> Tensor | None:
@@ -196,10 +220,13 @@ def unmask(module: nn.Module) -> None:
     """Take the masks off a module; the zeros stay as values, and can be trained away."""
     for name in gone_of(module):
         getattr(module, name)  # puts the zeros there
-    capture = capture_of(module)
+    names, capture = list(gone_of(module)), capture_of(module)
     uninstall(module, keep_regions=True)
     object.__setattr__(module, "__class__", user_class(type(module)))
     for key in (_GONE, _SETTLED, STATE_MAP):
         vars(module).pop(key, None)
+    if sealed_names(module):  # a graph computes with its tensors
+        seal(module, ())
+        vars(module).update((gone_attribute(name), torch.zeros((), dtype=torch.bool)) for name in names)
     if capture is not None:
         install(module, capture)

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from ...compat import version_of
+from ...tracing.recording import Cache
 
 __all__ = ["Packing"]
 
 
-class Packing:
+class Packing(Cache):
     """Keep what a function makes of tensors as long as these are the same, unchanged.
 
     It is in no state dict; copies and pickles begin without it. A tensor counts as changed when it is another object,

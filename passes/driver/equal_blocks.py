@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +16,7 @@ from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Numerics, Refusal, Site
 from ..state import StateMap
-from .groups import Group, identity
+from .groups import Group, identity, timed_identity
 
 __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
@@ -75,8 +75,9 @@ class EqualBlocks:
         if pass_.numerics is Numerics.SEMANTIC or not group.owner:
             return None
         likeness, timed = Likeness(Alike.REWRITTEN, self._numbers), Likeness(Alike.TIMED, self._numbers)
-        wanted = step, tuple(map(_wanted, group.sites))
-        key, timed_key = ((wanted, each.whole(module, calls).key) for each in (likeness, timed))
+        wanted = ((step, _wanted(group, each)) for each in (identity, timed_identity))
+        sights = zip(wanted, (likeness, timed), strict=True)
+        key, timed_key = ((of_sites, each.whole(module, calls).key) for of_sites, each in sights)
         return Block(module, likeness.whole(module), self._numbers, key, timed_key)
 
     def precedent(self, block: Block | None) -> Precedent | None:
@@ -101,16 +102,23 @@ class EqualBlocks:
         self._known.setdefault(block.key, None if result is None else Precedent(decision, chosen, result))
 
 
-def _wanted(site: Site) -> Hashable:
-    return identity(site), site.specialization, site.choices, site.choice, site.phase, site.required
+def _wanted(group: Group, identified: Callable[[Site], Hashable]) -> Hashable:
+    return tuple(
+        (identified(site), site.specialization, site.choices, site.choice, site.phase, site.required)
+        for site in group.sites
+    )
 
 
 def kinds_to_time(program: Program, found: Sequence[Group | Refusal]) -> list[int]:
     """Return, for each that a pass found, in how many kinds of blocks it and those after it are; at least one."""
     likeness = Likeness(Alike.TIMED)
-    kinds = [likeness.of(program.module(each.owner)) if isinstance(each, Group) else None for each in found]
-    begun, left = set[int](), list[int]()
+    kinds = [_kind(program, each, likeness) if isinstance(each, Group) else None for each in found]
+    begun, left = set[Hashable](), list[int]()
     for kind in kinds:
         left.append(0 if kind is None or kind in begun else 1)
         begun.update(() if kind is None else (kind,))
     return [max(1, count) for count in reversed(list(itertools.accumulate(reversed(left))))]
+
+
+def _kind(program: Program, group: Group, likeness: Likeness) -> Hashable:
+    return likeness.of(program.module(group.owner)), _wanted(group, timed_identity)

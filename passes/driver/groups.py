@@ -16,6 +16,7 @@ __all__ = [
     "identity",
     "is_like",
     "keeps_function",
+    "timed_identity",
     "with_lowering",
 ]
 
@@ -72,9 +73,9 @@ class Group:
 
     def chosen_as(self, other: Group) -> Group:
         """Return those of the sites that another group has too, with the lowerings that are chosen there."""
-        choices = {identity(site): site.choice for site in other.sites}
-        kept = [site for site in self.sites if identity(site) in choices]
-        return Group(tuple(dataclasses.replace(site, choice=choices[identity(site)]) for site in kept))
+        choices = {timed_identity(site): site.choice for site in other.sites}
+        kept = [site for site in self.sites if timed_identity(site) in choices]
+        return Group(tuple(dataclasses.replace(site, choice=choices[timed_identity(site)]) for site in kept))
 
     def without(self, sites: Iterable[Site]) -> tuple[Site, ...]:
         """Return the other sites, whatever is chosen for those given."""
@@ -101,6 +102,11 @@ def identity(site: Site) -> Hashable:
     inside = len(site.owner)
     parts = ((part.owner[inside:], part.specialization, identity(part)) for part in site.parts)
     return tuple(site.nodes.items()), tuple(parts), repr(site.data)
+
+
+def timed_identity(site: Site) -> Hashable:
+    """Return what `identity` does, but for the data of a site that says by its kind what is measured of it."""
+    return identity(site) if site.kind is None else (identity(dataclasses.replace(site, data={})), site.kind)
 
 
 def with_lowering(site: Site, choice: str | None) -> Site:

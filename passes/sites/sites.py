@@ -119,8 +119,8 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the owner's name by default.
-        kind: equal for sites of one owner that are alike, so that what is measured of one holds for all; None is
-            like no other.
+        kind: equal for sites of one owner, or at one place in several, that are alike: what is measured of one holds
+            for all, though their data differ. None is like no other.
         parts: the places in several modules that are rewritten as one; see `Site.over`.
         data: plain values that `find` decided on (kept channels, scales). A plan saves them, and replaying it uses
             them: nothing is decided anew.

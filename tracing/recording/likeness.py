@@ -14,7 +14,7 @@ from ...compat import modules_by_name, own_buffers, own_children, own_parameters
 from ..graphs import FOUND, capture_of
 from ..values import PLAIN_TYPES, Inputs, qualified, user_class
 
-__all__ = ["Alike", "Described", "Likeness"]
+__all__ = ["Alike", "Cache", "Described", "Likeness"]
 
 _PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -31,6 +31,12 @@ class Alike(enum.Enum):
     """A rewrite does the same to both: other graphs of equal code, and other dataclasses of equal fields, will do."""
     TIMED = "timed"
     """Both take as long: other code of one class, other objects of one type, and other settings of it will do."""
+
+
+class Cache:
+    """What was made of the tensors beside it, and is made again where it is missing: modules are alike all the same."""
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +161,8 @@ class Likeness:
         if isinstance(value, Tensor):
             parts.append((None, value))
             return _form(value)
+        if issubclass(kind, Cache) and self._alike is not Alike.TRACED:
+            return kind
         if _holds_more(value):
             return kind if self._alike is Alike.TIMED else _Same(value)
         if isinstance(value, (tuple, list)):

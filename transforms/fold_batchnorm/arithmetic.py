@@ -33,6 +33,7 @@ class Fold:
         scaled, shifted: the norm has a weight, a bias.
         transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
         groups: of a transposed convolution; of other layers it does not matter.
+        masked: those of the layer's tensors of which elements are zero, whatever is written there.
     """
 
     eps: float
@@ -41,6 +42,7 @@ class Fold:
     shifted: bool
     transposed: bool = False
     groups: int = 1
+    masked: tuple[str, ...] = ()
 
     def __call__(self, weight: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Return weight and bias.
@@ -48,9 +50,10 @@ class Fold:
         Args:
             weight: of the layer.
             rest: its bias, the norm's weight and bias, where there are any, its running mean and variance, each [out],
-                and the number of batches: torch counts that as written to in training, and not the statistics.
+                and the number of batches: torch counts that as written to in training, and not the statistics; and
+                of each that is masked, which elements are zero.
         """
-        wide = self._originals((weight, *rest))
+        wide = self._originals(self._zeroed((weight, *rest)))
         scale = _scale(wide, self.eps)
         bias = _shift(wide) * scale if wide.beta is None else _shift(wide) * scale + wide.beta
         return (wide.weight * self._spread(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
@@ -65,6 +68,16 @@ class Fold:
         """Return what the tensors that the norm computes with are called in it."""
         statistics = ("running_mean", "running_var", "num_batches_tracked")
         return (*["weight"] * self.scaled, *["bias"] * self.shifted, *statistics)
+
+    def _zeroed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors with zeros where masks want them, without the masks."""
+        count = len(tensors) - len(self.masked)
+        gone = dict(zip(self.masked, tensors[count:], strict=True))
+        own = [
+            tensor.masked_fill(gone[name].to(tensor.device), 0) if name in gone else tensor
+            for name, tensor in zip(self.layer_tensors, tensors, strict=False)
+        ]
+        return (*own, *tensors[len(own) : count])
 
     def _originals(self, tensors: tuple[Tensor, ...]) -> _Originals:
         rest = iter([tensor.double() for tensor in tensors[:-1]])

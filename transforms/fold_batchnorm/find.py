@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...compat import own_buffers, own_parameters
+from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.verification import CallSites, TensorOwners, TensorReads
@@ -148,7 +149,7 @@ def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Modul
             return f"the {what} cannot be folded: {reason}"
         if _kind(module) is None and not isinstance(module, also):
             return f"the {what} is a {type(module).__name__}, which has its original forward"
-        if type(module) is not user_class(type(module)):
+        if type(module) is not user_class(type(module)) and not (module is pair.layer and has_only_masks(module)):
             return f"the {what} is part of something fused"
     return None
 

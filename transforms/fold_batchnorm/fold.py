@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_parameters, padding_around
+from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, settings_of, ways_to
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
@@ -34,6 +35,7 @@ class FoldBatchnorm(Pass):
     """Fold evaluation-mode batch norms into the convolutions or linears that feed them.
 
     Before: self.bn(self.conv(x))        After: conv2d(x, *fold(conv.weight, ..., bn.running_var))
+    A layer that `prune` has masked is folded with its zeros, and follows its masks.
     Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
         a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions.
     """
@@ -93,6 +95,7 @@ def _fold(call: Call, edit: Edit) -> None:
     fold = _fold_of(layer, cast("nn.BatchNorm1d", norm))
     tensors = [f"{call.layer.target}.{name}" for name in fold.layer_tensors]
     tensors += [f"{call.norm.target}.{name}" for name in fold.norm_tensors]
+    tensors += [f"{call.layer.target}.{gone_attribute(name)}" for name in fold.masked]
     weight, bias = edit.derive(fold, tensors)
     folded = _call(layer, call.layer, weight, bias, edit)
     folded.meta["source"] = call.layer.meta.get("source")
@@ -108,6 +111,7 @@ def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:
         shifted=own_parameters(norm).get("bias") is not None,
         transposed=isinstance(layer, TRANSPOSED),
         groups=layer.groups if isinstance(layer, TRANSPOSED) else 1,
+        masked=tuple(name for name in gone_of(layer) if own_parameters(layer).get(name) is not None),
     )
 
 

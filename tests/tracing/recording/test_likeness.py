@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import Alike, Likeness
+from fxopt.tracing.recording import Alike, Cache, Likeness
 from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 
 
@@ -98,6 +98,30 @@ def test_objects_of_equal_fields_will_do_for_a_rewrite_but_not_for_a_trace():
     assert keys(Alike.TRACED, with_settings(), with_settings()) == 2
     assert keys(Alike.REWRITTEN, with_settings(), with_settings()) == 1
     assert keys(Alike.REWRITTEN, with_settings(), with_settings(2)) == 2
+
+
+class Kept(Cache):
+    def __init__(self, made: object) -> None:
+        self.made = made
+
+
+def with_a_cache(made: object) -> nn.Sequential:
+    module = block()
+    module.cache = Kept(made)  # pyright: ignore[reportAttributeAccessIssue]
+    return module
+
+
+def test_what_a_module_keeps_of_its_tensors_does_not_tell_it_apart():
+    for alike in (Alike.REWRITTEN, Alike.TIMED):
+        assert keys(alike, with_a_cache(None), with_a_cache(object())) == 1
+    assert keys(Alike.REWRITTEN, with_a_cache(None), with_an_object_of_its_own()) == 2
+    assert keys(Alike.TRACED, with_a_cache(None), with_a_cache(None)) == 2
+
+
+def with_an_object_of_its_own() -> nn.Sequential:
+    module = block()
+    with_an_object(module)
+    return module
 
 
 def test_graphs_of_equal_code_will_do_for_a_rewrite_but_not_for_an_analysis():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from ....passes.sites import Refusal, Site
 from ....suggest import did_you_mean
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
+from ..linears import CONVOLUTIONS
 from ..settings import Settings
 from .candidates import candidates
 from .chains import Chain, Link, chains
@@ -88,13 +89,25 @@ def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) ->
     for name in ranges:
         if name not in chained:
             data = _data(name, ranges[name], None, found)
-            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]))
+            yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]))
 
 
 def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found: Sensitivity) -> Site:
     data = [_data(link.name, ranges[link.name], link, found) for link in chain.links]
     nodes = {label: name for number, link in enumerate(chain.links) for label, name in _nodes(number, link)}
-    return Site(program, chain.owner, nodes, chain.specialization, data={"layers": data}, detail=_detail(data))
+    return Site(
+        program, chain.owner, nodes, chain.specialization,
+        data={"layers": data}, detail=_detail(data), kind=_kind(program, data),
+    )  # fmt: skip
+
+
+def _kind(program: Program, layers: list[dict[str, Any]]) -> Hashable:
+    """Return what the time that layers take hangs on: not on the numbers that calibration found.
+
+    How floats lie in memory is a choice for convolutions only.
+    """
+    moved = (isinstance(program.module(layer["name"]), CONVOLUTIONS) and layer["contiguous"] for layer in layers)
+    return tuple(zip((layer["output"] is None for layer in layers), moved, strict=True))
 
 
 def _nodes(number: int, link: Link) -> Iterator[tuple[str, str]]:
