@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...errors import UsageError
 from .dispatch import mixture
-from .lowerings import Linear, Projection, is_autocast
+from .lowerings import Linear, Projection, dtype_in_products
 from .router import GATES, Gate, Router, RouterOutput
 
 __all__ = ["MixtureOfExperts"]
@@ -81,6 +81,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, shared_experts=shared_experts)
         _check_choices(gate, activation, capacity)
+        _check_switches(gated=gated, bias=bias, normalize=top_k > 1 if normalize is None else normalize)
         self.dim, self.hidden, self.num_experts, self.gated = dim, hidden, num_experts, gated
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.first = "gate_up_proj" if gated else "up_proj"
@@ -145,7 +146,8 @@ class MixtureOfExperts(nn.Module):
         if not x.dim() or x.shape[-1] != self.dim:
             raise UsageError(f"a MixtureOfExperts of dim={self.dim} was given {list(x.shape)}; give [..., {self.dim}]")
         dtype = self.down_proj.dtype
-        if x.dtype != dtype and not (x.is_floating_point() and is_autocast(x)):
+        is_cast = x.is_floating_point() and dtype_in_products(x) == dtype_in_products(self.down_proj)
+        if x.dtype != dtype and not is_cast:
             raise UsageError(f"a MixtureOfExperts in {dtype} was given {x.dtype}; give {dtype}")
 
     def extra_repr(self) -> str:
@@ -168,7 +170,17 @@ def _check_sizes(**sizes: int) -> None:
 def _check_choices(gate: object, activation: object, capacity: object) -> None:
     if gate not in GATES:
         raise UsageError(f"unknown gate {gate!r}; give one of {', '.join(GATES)}")
-    if not callable(activation) and activation not in _ACTIVATIONS:
+    if not callable(activation) and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         raise UsageError(f"unknown activation {activation!r}; give one of {', '.join(_ACTIVATIONS)}, or a function")
-    if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity < float("inf")):
+    if isinstance(capacity, bool) or not (capacity is None or _is_factor(capacity)):
         raise UsageError(f"capacity={capacity!r} of a MixtureOfExperts; give a factor over 0, such as 1.25, or None")
+
+
+def _is_factor(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < float("inf")
+
+
+def _check_switches(**switches: object) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise UsageError(f"{name}={switch!r} of a MixtureOfExperts; give True or False")

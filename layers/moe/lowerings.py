@@ -29,8 +29,8 @@ Linear = Callable[[Tensor], Tensor]
 Compute = Callable[[Tensor, Sequence[Linear]], Tensor]
 """What an expert computes from its tokens and its projections: [..., in] -> [..., out], each row by itself.
 
-It is called with the rows of one expert or of many, in two dimensions or three. In three, some rows are zeros that
-stand for no token.
+It is called with the rows of one expert or of many, in two dimensions or three. In three, a token may stand in several
+rows, of which one counts.
 """
 
 Lowering = Literal["loop", "grouped", "padded", "blocks", "gathered"]
@@ -238,9 +238,10 @@ def _padded(task: Task) -> Tensor:
     """Give each expert one block, as long as the tokens of the busiest; multiply all blocks at once."""
     x, pairs, (tokens, k) = task.x, task.pairs, task.indices.shape
     blocks, length = task.num_experts, task.longest
-    cells = _cells(task, torch.arange(blocks, device=x.device), length)
-    source = torch.full((blocks * length,), tokens, device=x.device).scatter_(0, cells, pairs.order // k)
-    rows = F.pad(x, (0, 0, 0, 1)).index_select(0, source).view(blocks, length, x.shape[-1])
+    numbers = torch.arange(blocks, device=x.device)
+    cells = _cells(task, numbers, length)
+    source = _tokens(task, numbers, torch.zeros_like(numbers), length)
+    rows = x.index_select(0, source.view(-1)).view(blocks, length, x.shape[-1])
     outputs = task.compute(rows, [partial(_batched, *each.stacked()) for each in task.projections]).flatten(0, 1)
     return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
 
@@ -253,28 +254,56 @@ def _in_blocks(task: Task) -> Tensor:
     experts are always enough.
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
-    is_symbolic = isinstance(tokens, torch.SymInt)
-    length = cast("int", torch.sym_max((tokens * k + experts - 1) // experts, 1 + is_symbolic))  # 1 is never symbolic
+    is_symbolic = _is_symbolic(tokens)
+    # Where it is symbolic, it is over 1 by its form, without a maximum, which would be one more guard.
+    length = tokens * k // experts + 2 if is_symbolic else max((tokens * k + experts - 1) // experts, 1)
     blocks = 2 * experts if is_symbolic else min(tokens * k, 2 * experts)
     needed = (pairs.counts + (length - 1)) // length
     ends = needed.cumsum(0)
-    owners = torch.searchsorted(ends, torch.arange(blocks, device=x.device), right=True).clamp(max=experts - 1)
-    cells = _cells(task, ends - needed, length)
+    numbers = torch.arange(blocks, device=x.device).minimum(ends[-1] - 1)  # the last one again where they are spare
+    owners = torch.searchsorted(ends, numbers, right=True)
+    starts = ends - needed
+    cells = _cells(task, starts, length)
     block, place = cells // length, cells % length
-    source = torch.full((blocks, length), tokens, device=x.device).index_put((block, place), pairs.order // k)
-    rows = F.pad(x, (0, 0, 0, 1))[source]
+    rows = x[_tokens(task, owners, (numbers - starts[owners]) * length, length)]
     outputs = task.compute(rows, [partial(_batched, *each.chosen(owners)) for each in task.projections])
     return outputs[pairs.unsorted(block), pairs.unsorted(place)].view(tokens, k, outputs.shape[-1])
 
 
-def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
-    """Return the cells of sorted pairs [pairs] in blocks of a length, by the first block of each expert [experts].
+def _is_symbolic(size: int) -> bool:
+    """Tell whether code that is traced stands for any size."""
+    if not torch.compiler.is_compiling():
+        return isinstance(size, torch.SymInt)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # it takes time
 
-    Cells that no pair fills hold zeros, as if there were one more token.
-    """
+    return not has_static_value(size)
+
+
+def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
+    """Return the cells of sorted pairs [pairs] in blocks of a length, by the first block of each expert [experts]."""
     pairs = task.pairs
     first = starts * length - pairs.ends + pairs.counts  # where the expert's cells start, less where its pairs do
     return first.index_select(0, pairs.experts) + torch.arange(pairs.order.shape[0], device=task.x.device)
+
+
+def _tokens(task: Task, experts: Tensor, skipped: Tensor, length: int) -> Tensor:
+    """Return which token is in each cell of blocks of a length [blocks, length].
+
+    A block holds tokens of one expert, without those that are skipped. Cells that are left hold the expert's last one
+    again: it is computed for this expert anyway, while a row of zeros may have no finite gradient. An expert without
+    tokens has one of another.
+
+    Args:
+        task: what there is to compute.
+        experts: the expert of each block [blocks].
+        skipped: how many of its tokens are in the blocks before [blocks].
+        length: how many cells a block has.
+    """
+    pairs = task.pairs
+    last = (pairs.ends - 1).clamp(min=0).index_select(0, experts).unsqueeze(1)
+    first = (pairs.ends - pairs.counts).index_select(0, experts) + skipped
+    places = (first.unsqueeze(1) + torch.arange(length, device=first.device)).minimum(last)
+    return pairs.order[places] // task.indices.shape[1]
 
 
 LOWERINGS: Mapping[Lowering, Callable[[Task], Tensor]] = {

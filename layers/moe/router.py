@@ -94,8 +94,7 @@ class Router(nn.Module):
         logits = self._logits(x)
         if self.gate == "sigmoid":
             kept, indices = logits.topk(self.top_k)
-            weights = kept.sigmoid()
-            weights = weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+            weights = _normalized(kept) if self.normalize else kept.sigmoid()
         elif self.normalize:
             kept, indices = logits.topk(self.top_k)
             weights = kept.softmax(-1)
@@ -105,11 +104,7 @@ class Router(nn.Module):
 
     def output(self, logits: Tensor, indices: Tensor, weights: Tensor) -> RouterOutput:
         """Return what `forward` gave with probabilities and losses."""
-        if self.gate == "sigmoid":
-            scores = logits.sigmoid()
-            probabilities = scores / scores.sum(-1, keepdim=True)
-        else:
-            probabilities = logits.softmax(-1)
+        probabilities = _normalized(logits) if self.gate == "sigmoid" else logits.softmax(-1)
         balance = load_balancing_loss(probabilities, indices, self.weight.shape[0])
         return RouterOutput(logits, probabilities, indices, weights, balance, router_z_loss(logits))
 
@@ -140,3 +135,8 @@ class Router(nn.Module):
         experts, dim = self.weight.shape
         limit = "" if self.capacity is None else f", capacity={self.capacity}"
         return f"{dim}, num_experts={experts}, top_k={self.top_k}, gate={self.gate}, normalize={self.normalize}{limit}"
+
+
+def _normalized(logits: Tensor) -> Tensor:
+    """Return sigmoids over their sum, where all of them may be too small for their dtype, too."""
+    return F.logsigmoid(logits).softmax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
 from .float64 import Float64Mode, double_defaults, narrow, widened
-from .inputs import jittered, perturbed_inputs, perturbed_state
+from .inputs import jittered, perturbed_inputs, perturbed_state, smaller
 from .modes import depends_on_mode, modes_to_check
 from .reference import Data, Reference, reference
 from .tape import Tape
@@ -43,6 +43,7 @@ __all__ = [
     "reference",
     "rounding",
     "scale_of",
+    "smaller",
     "verify",
     "widened",
 ]

@@ -112,6 +112,33 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(lowering):
 
 
 @each_lowering
+@pytest.mark.parametrize("indices", [[[1, 2]] * 6, [[0, 1], [1, 3], [3, 0], [0, 1], [0, 2]]])
+def test_a_function_without_a_slope_at_zero_has_the_gradients_of_the_loop(lowering, indices):
+    """No row is made up: zeros would give 0 * inf."""
+
+    def rooted(rows: Tensor, linears: Any) -> Tensor:
+        return linears[2](linears[0](rows).abs().sqrt())
+
+    torch.manual_seed(0)
+    projections = stacked(4, torch.float32, bias=False)
+    x, indices = torch.randn(len(indices), WIDTH), torch.tensor(indices)
+    weights, found = torch.rand(indices.shape), []
+    for each in (lowering, "loop"):
+        output = mixture(x, indices, weights, projections, rooted, each)
+        found.append(torch.autograd.grad(output.sum(), [projections[0].weight, projections[2].weight]))
+    torch.testing.assert_close(*found)
+
+
+@each_lowering
+def test_a_token_that_is_nan_spoils_no_gradient_but_those_of_its_experts(lowering):
+    projections = stacked(4, torch.float32)
+    x, indices = torch.randn(6, WIDTH), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3], [2, 0], [3, 1]])
+    x[2] = float("nan")
+    mixture(x, indices, torch.rand(6, 2), projections, gated, lowering).sum().backward()
+    assert [grad.isnan().any().item() for grad in projections[0].weight.grad] == [True, True, False, False]
+
+
+@each_lowering
 def test_all_tokens_may_choose_the_same_expert(lowering):
     projections = stacked(6, torch.float32)
     x, indices, weights = torch.randn(9, WIDTH), torch.full((9, 1), 5), torch.rand(9, 1)

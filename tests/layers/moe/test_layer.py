@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,11 @@ def test_adam_moves_idle_experts_whose_parameters_are_stacked():
         ({"activation": "swish"}, "unknown activation 'swish'; give one of silu"),
         ({"capacity": 0}, "capacity=0 .* factor over 0"),
         ({"capacity": float("nan")}, "capacity=nan"),
+        ({"capacity": True}, "capacity=True .* factor over 0"),
+        ({"activation": [1]}, r"unknown activation \[1\]"),
+        ({"gated": 2}, "gated=2 .* True or False"),
+        ({"normalize": "yes"}, "normalize='yes' .* True or False"),
+        ({"bias": None}, "bias=None .* True or False"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options, message):
@@ -325,6 +331,26 @@ def test_wrong_inputs_are_refused_in_one_line(x, message):
     layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2)
     with pytest.raises(fxopt.UsageError, match=message):
         layer(x)
+
+
+def test_autocast_does_not_cast_float64_and_a_float32_token_is_refused():
+    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxopt.UsageError, match="was given"):
+        layer(torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_numbers_of_tokens_recompile_it_no_more_than_a_linear_layer(gate):
+    def compilations(model: nn.Module) -> int:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, backend=counter)
+        for tokens in (5, 1, 2, 3, 4, 7, 8, 16, 17, 31, 64, 100, 6):
+            compiled(torch.randn(tokens, WIDTH))
+        return counter.frame_count
+
+    layer = MixtureOfExperts(WIDTH, HIDDEN, 4, 2, gate=gate)
+    assert compilations(layer) <= compilations(nn.Linear(WIDTH, WIDTH))
 
 
 def test_its_text_says_what_it_is():

@@ -30,6 +30,18 @@ def test_sigmoid_scores_each_expert_by_itself():
     torch.testing.assert_close(output.probabilities.sum(1), torch.ones(5))
 
 
+def test_sigmoids_that_underflow_are_normalized_all_the_same():
+    router = Router(2, 6, 3, "sigmoid")
+    router.weight.data.copy_(torch.stack([torch.linspace(-160, -92.8, 6), torch.linspace(-7, 8, 6)], 1))
+    logits, indices, weights = routed = router(torch.eye(2))
+    exact = logits.double().sigmoid().gather(1, indices)
+    torch.testing.assert_close(weights.double(), exact / exact.sum(1, keepdim=True), rtol=1e-5, atol=1e-30)
+    output = router.output(*routed)
+    assert all(value.isfinite().all() for value in output)
+    output.load_balancing_loss.backward()
+    assert router.weight.grad.isfinite().all()
+
+
 def test_noise_is_drawn_in_training_only_and_its_scale_learns():
     x, router = torch.randn(5, 8), Router(8, 6, 2, "noisy_topk")
     torch.nn.init.normal_(router.noise_weight)

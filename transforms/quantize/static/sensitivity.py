@@ -20,8 +20,8 @@ class Sensitivity:
 
     Attributes:
         own: layer -> by how much its own result is off.
-        alone: layer -> by how much the model's results are off where this layer alone is quantized; empty where all
-            layers together are within the budget.
+        alone: layer -> by how much the model's results are off where this layer alone is quantized, on a smaller call
+            where the model takes one; empty where all layers together are within the budget.
         left: the layers that stay in floats, the most costly first.
         error: by how much the model's results are off with all the others.
     """
@@ -38,15 +38,19 @@ def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
-    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
+    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget.
+
+    In which order they are left out a smaller call says well enough; what is within the budget only the whole one.
+    """
     simulation = RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
         return Sensitivity(simulation.own_errors, {}, (), whole)
     alone: dict[str, float] = {}
+    small = simulation.on_less()
     with advancing("measuring layers", len(ranges)) as advance:
         for name in ranges:
-            alone[name] = simulation.error([name])
+            alone[name] = small.error([name])
             advance()
     order = sorted(ranges, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.

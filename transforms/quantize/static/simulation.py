@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....compat import own_parameters
+from ....errors import CalibrationError
 from ....layers.quantized import Range
 from ....passes.state import dequantized, quantized
-from ....passes.verification import Tolerance, distance
+from ....passes.verification import Tolerance, distance, smaller
 from ....tracing.program import Program
 from ....tracing.recording import preserved
 from ....tracing.values import Inputs
@@ -71,6 +73,16 @@ class RoundedModel:
         self._layers = {name: Layer.of(program.module(name), range_, group) for name, range_ in ranges.items()}
         self.own_errors: dict[str, float] = {}
         self._expected = self._run_watched()
+
+    def on_less(self) -> RoundedModel:
+        """Return the same on a smaller call, if the model takes one."""
+        for args, kwargs in smaller((self._call.args, self._call.kwargs)):
+            other = copy.copy(self)
+            other._call = Inputs(*args, **kwargs)
+            with suppress(CalibrationError):
+                other._expected = other._run()
+                return other
+        return self
 
     def error(self, names: Collection[str]) -> float:
         """Return by how much the model's results are off where these layers are rounded, relative to their scale."""

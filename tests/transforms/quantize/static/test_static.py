@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxopt
 from fxopt.errors import CalibrationError, ModeError, UsageError
 from fxopt.passes.pipeline import parse
+from fxopt.transforms.calibration import ranges_of
 from fxopt.transforms.quantize import Quantize
+from fxopt.transforms.quantize.static.sensitivity import sensitivity
 
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -266,6 +268,21 @@ def test_the_most_costly_layers_stay_in_floats(net: nn.Module):
     assert error(run(fast), run(net)) < error(run(whole), run(net)) / 2
     none = optimized(net, budget=1e-6)
     assert torch.equal(run(none), run(net))
+
+
+def test_layers_are_tried_alone_on_a_part_of_the_call(net: nn.Module):
+    rows: list[int] = []
+    net.up.register_forward_hook(lambda layer, args, result: rows.append(len(args[0])))
+    x = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    program = fxopt.capture(net, x)
+    ranges = ranges_of(
+        program, {n: program.module(n) for n in ("first", "second", "down")}, program.whole_calls, "minmax"
+    )
+    rows.clear()
+    found = sensitivity(program, ranges, 0, program.whole_calls[0], 1e-6)
+    assert set(found.left) == set(ranges) and all(0 < error < 1 for error in found.alone.values())
+    assert rows.count(8) == 1 + len(ranges)  # in floats, and with each of the layers rounded
+    assert rows.count(64) == 2 + 2  # in floats, with all rounded, and twice halving
 
 
 def test_what_is_refused(net: nn.Module):
