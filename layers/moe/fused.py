@@ -93,8 +93,9 @@ class FusedExperts(nn.Module):
             chosen = chosen.clamp(0, experts - 1)
         weights = self._weights(x, chosen, weights)
         weights = weights if valid is None else weights * valid
-        found = self._mixture(x[: len(chosen)], chosen, weights, projections, len(x))
-        return found if len(chosen) >= len(x) else F.pad(found, (0, 0, 0, len(x) - len(chosen)))
+        tokens, routed = x.shape[0], chosen.shape[0]  # `len` makes a number of what is symbolic
+        found = self._mixture(x[:routed], chosen, weights, projections, tokens)
+        return found if routed >= tokens else F.pad(found, (0, 0, 0, tokens - routed))
 
     def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:
@@ -120,7 +121,7 @@ class FusedExperts(nn.Module):
         """Apply every expert to every token: how many of them a mask names depends on the data."""
         own = x.new_ones(()) if weights is None else weights.unsqueeze(1 if self.routing == "mask" else -1)
         scores = torch.where(mask, own, 0).sum(1)
-        everyone = torch.arange(mask.shape[-1], device=x.device).expand(len(x), -1)
+        everyone = torch.arange(mask.shape[-1], device=x.device).expand(x.shape[0], -1)
         outputs = LOWERINGS["blocks"](Task(x, everyone, projections, self.compute))
         return combine(outputs.masked_fill(~mask.any(1).unsqueeze(-1), 0), scores, self._dtype(x))
 
