@@ -1,4 +1,4 @@
-"""What fused experts do when they are called otherwise than in the examples: cast, compiled, exported, with few tokens."""
+"""Fused experts in calls unlike the examples: under autocast, compiled, exported, with few tokens."""
 
 from __future__ import annotations
 
