@@ -29,7 +29,7 @@ class Lowering(enum.Enum):
     """How experts are applied to the tokens that chose them."""
 
     AUTO = "auto"
-    """The fastest of the others, measured; rules decide for calls of less than half or more than twice as many tokens."""
+    """The fastest of the others, measured; rules decide where calls have under half or over twice as many tokens."""
     GROUPED = "grouped"
     """Tokens are sorted by expert, and all groups multiplied by `torch.nn.functional.grouped_mm`."""
     PADDED = "padded"
