@@ -179,8 +179,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "layers":  # its names are its own: `fxopt.layers.RBM`
-        return importlib.import_module(".layers", __name__)
+    if name in ("cuda_ops", "layers"):  # their names are their own: `fxopt.layers.RBM`
+        return importlib.import_module(f".{name}", __name__)
     namespace = _PLACE_OF.get(name)
     if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ from .passes.driver import (
     check_optimizer,
     copied,
     hand_over,
+    move_optimizer,
     move_optimizer_back,
     record_of,
     restored,
@@ -32,7 +33,6 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
-from .passes.state import translate_optimizer as move_optimizer
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.progress import progress_line
@@ -94,7 +94,7 @@ def optimize(
             without what the forward does not take (labels). Without any, nothing is verified or timed: rules decide.
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
-            with its groups, state, schedulers and pending gradients. What else it trains, it keeps.
+            with its groups, state, schedulers and gradients; new parameters join. What else it trains, it keeps.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
@@ -270,9 +270,7 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
             f"this {type(model).__name__} was not optimized by fxopt; to go back to the original model, give the "
             "optimizer to fxopt.restore(fast, optimizer=optimizer)"
         )
-    record = _record(model)
-    names = record.original_names()
-    return move_optimizer(optimizer, names, record.state_map, dict(model.named_parameters()))
+    return move_optimizer(optimizer, model, _record(model))
 
 
 def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ __all__ = [
     "UNCHANGED",
     "DispatchMode",
     "all_modules",
+    "autocast_dtype",
     "autocast_settings",
     "batches_by_vmap",
     "draws_randomly",
@@ -41,6 +42,8 @@ __all__ = [
     "has_state_hooks",
     "hooks_of",
     "in_place_format",
+    "is_autocast",
+    "is_cast_by_autocast",
     "is_plainly_eager",
     "is_registered_operator",
     "is_torch_wrapper",
@@ -85,6 +88,11 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast hands a tensor to products."""
+    return torch.get_autocast_dtype(tensor.device.type) if is_cast_by_autocast(tensor) else tensor.dtype
 
 
 def autocast_settings(context: torch.autocast) -> dict[str, Any]:
@@ -181,6 +189,16 @@ def in_place_format(function: Any) -> str | None:
     if getattr(function, "__module__", None) != "_operator":
         return None
     return inplace_methods.get(function.__name__)
+
+
+def is_autocast(tensor: Tensor) -> bool:
+    """Say whether autocast is on for the device of a tensor."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
+def is_cast_by_autocast(tensor: Tensor) -> bool:
+    """Say whether autocast, which leaves float64 and integers alone, casts a tensor."""
+    return is_autocast(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def is_plainly_eager(*, watched: bool = False) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "VerificationError",
     "expect",
     "one_line",
+    "positive_integer",
 ]
 
 
@@ -148,6 +149,20 @@ def expect(value: object, kinds: type | tuple[type, ...], name: str, wanted: str
     """
     if not isinstance(value, kinds):
         raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")
+
+
+def positive_integer(value: object, name: str, least: int = 1) -> int:
+    """Return an argument that must be a whole number, and not too small.
+
+    Raises:
+        UsageError: it is not; the message names it, and what is wanted.
+    """
+    wanted = f"a whole number, at least {least}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")
+    if value < least:
+        raise UsageError(f"{name} is {value}; give {wanted}")
+    return value
 
 
 def one_line(error: BaseException) -> str:

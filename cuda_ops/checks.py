@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compat import is_cast_by_autocast
 from ..errors import UsageError
 
 __all__ = ["as_under_autocast", "check_floating", "check_key", "check_one_device", "check_one_dtype", "check_vector"]
@@ -58,4 +59,4 @@ def check_key(operator: str, key: Tensor | None) -> None:
 
 def as_under_autocast(x: Tensor, other: Tensor) -> Tensor:
     """Return an operand in the dtype of `x` where autocast is on: there, a layer gives another dtype than it holds."""
-    return other.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else other
+    return other.to(x.dtype) if is_cast_by_autocast(other) else other

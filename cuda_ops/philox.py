@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import UsageError
+
 __all__ = ["key_of", "uniform"]
 
 
@@ -55,8 +57,15 @@ def _at_start(key: NDArray[np.uint64]) -> np.random.Philox:
     return generator
 
 
-def key_of(seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
-    """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already."""
+def key_of(operator: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
+    """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already.
+
+    Raises:
+        UsageError: there is an offset, but no number that it goes with; the message names the operator.
+    """
+    if (seed is None or isinstance(seed, Tensor)) and offset:
+        found = "None, which draws both" if seed is None else "a tensor, which holds both"
+        raise UsageError(f"{operator}: offset is {offset}, seed is {found}; leave offset out")
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (2,), device=device)
     return seed if isinstance(seed, Tensor) else torch.tensor([seed, offset], device=device)

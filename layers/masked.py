@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,8 @@ class Masked(Remade):
     what processes send each other know nothing of them. What takes a masked parameter out of its place is refused.
     """
 
+    _fxopt_is_operation: ClassVar[bool] = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         computed = cast("Any", super()).forward
         if torch.compiler.is_compiling():
@@ -59,14 +60,13 @@ class Masked(Remade):
         cast("Any", super()).register_parameter(name, param)
 
 
-_last_read: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-"""Which parameters were read last outside of forwards: `torch.nn.utils.weight_norm` takes one out before it asks."""
-
-
 def _put_back(module: nn.Module, name: str) -> None:
-    """Put a parameter that was just read, and taken out of the registry itself, back into its place."""
-    registered, known = own_parameters(module), _last_read.get(module, {}).get(name)
-    parameter = None if known is None else known()
+    """Put a parameter that was taken out of the registry itself back into its place.
+
+    `torch.nn.utils.weight_norm` takes one out before it asks, and reads it before that: zeros were put there then.
+    """
+    registered = own_parameters(module)
+    (parameter,) = cast("dict[str, Packing]", vars(module)[_SETTLED])[name].tensors or (None,)
     if name not in registered and isinstance(parameter, nn.Parameter):
         others = dict(registered)
         registered.clear()
@@ -174,7 +174,6 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     if is_plain:
         _settle(module, name, parameter, gone)
     if not (_forwards.depth or torch.compiler.is_compiling()):
-        _last_read.setdefault(module, {})[name] = weakref.ref(parameter)
         return parameter
     if not (is_plain or (is_own and is_plainly_eager(watched=True))):
         return parameter.masked_fill(gone, 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat import REGISTERS, own_tensor
+from ..compat import REGISTERS, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..passes.state import VIEWS
 from ..tracing.graphs import Capture, capture_of, install, own_class
@@ -24,7 +24,7 @@ from .saving import SavesWhatMembersDoNot, count_slices
 from .slices import View
 from .views import SEALED, sealed_names, views_of
 
-__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "ways_to"]
+__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "ways_to"]
 
 
 class FusedMembers(SavesWhatMembersDoNot):
@@ -54,6 +54,12 @@ class FusedMembers(SavesWhatMembersDoNot):
     def extra_repr(self) -> str:
         tensors = (*self.named_parameters(), *self.named_buffers())
         return ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in tensors)
+
+
+def stacked_weights(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters that are matrices of several members: [members, out, in]."""
+    own = own_parameters(module).items()
+    return [name for name, tensor in own if tensor is not None and tensor.ndim > 2 and min(tensor.shape) > 1]
 
 
 def attach_member(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,6 +20,8 @@ class SyncBatchNorm(BatchNorm):
     In evaluation, and where there is one process, it is the batch norm that it inherits from. On GPUs torch's own
     kernels run (`nn.SyncBatchNorm`), on CPUs what is in this file.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  its name in torch
         if not self.training or not _spans_processes():

@@ -38,3 +38,8 @@ def test_libraries_that_nothing_uses_are_not_imported():
 
 def test_fxopt_itself_starts_without_torch():
     assert in_new_process("import sys, fxopt; print('torch' in sys.modules)") == "False\n"
+
+
+def test_layers_and_operators_are_reached_by_importing_fxopt_alone():
+    code = "import fxopt; print(callable(fxopt.layers.RBM), callable(fxopt.cuda_ops.add))"
+    assert in_new_process(code) == "True True\n"

@@ -33,7 +33,7 @@ HOUSE = (
     ("cuda_ops",),
     ("operators",),
     ("compat", "compat_checkpoint", "compat_distributed", "compat_quantized", "known_passes", "settings", "storage"),
-    ("suggest",),
+    ("progress_bar", "suggest"),
     ("errors",),
     ("version",),
 )

@@ -79,9 +79,9 @@ def bernoulli_sigmoid(
         bias: [features], of the dtype and on the device of `x`.
         seed: with `offset` decides what is drawn, or is a tensor of both, two int64; None takes both from torch's
             generator of the device, so that `torch.manual_seed` decides.
-        offset: tells draws with one seed apart.
+        offset: tells draws with one seed apart, which is a number then.
 
     Raises:
         UsageError: an operand is not floating-point, or does not fit to the others.
     """
-    return _bernoulli_sigmoid(x, bias, key_of(seed, offset, x.device))
+    return _bernoulli_sigmoid(x, bias, key_of(_NAME, seed, offset, x.device))

@@ -128,5 +128,5 @@ def bias_act(
     """
     bias = None if bias is None else as_under_autocast(x, bias)
     residual = None if residual is None else as_under_autocast(x, residual)
-    key = key_of(seed, offset, x.device) if dropout else None
+    key = key_of(_NAME, seed, offset, x.device) if dropout else None
     return _bias_act(x, bias, residual, key, activation, dropout)

@@ -14,16 +14,21 @@ from ..definition import define, looped
 __all__ = ["geglu", "swiglu"]
 
 
+_CALLED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu"}
+"""Activation -> the function that has it; errors name this."""
+
+
 def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     return activated(gate, activation).contiguous().mul_(value)
 
 
 def _check(gate: Tensor, value: Tensor, activation: str) -> None:
-    check_one_dtype("gated", gate=gate, value=value)
-    check_one_device("gated", gate=gate, value=value)
-    check_activation("gated", activation)
+    name = _CALLED.get(activation, "gated")
+    check_one_dtype(name, gate=gate, value=value)
+    check_one_device(name, gate=gate, value=value)
+    check_activation(name, activation)
     if gate.shape != value.shape:
-        raise UsageError(f"gated: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
+        raise UsageError(f"{name}: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...compat import autocast_dtype
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, looped
@@ -172,9 +173,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"{_NAME}: reduction is {reduction!r}; pass 'mean', 'sum' or 'none'")
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight = x.to(autocast_dtype(x)), weight.to(autocast_dtype(weight))
+    bias = None if bias is None else bias.to(autocast_dtype(bias))
     _check(x, weight, bias, target, ignore_index, label_smoothing, chunk or 0)
     given = x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias, target.flatten()
     settings = ignore_index, label_smoothing, chunk or 0

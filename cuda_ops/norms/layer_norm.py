@@ -26,7 +26,7 @@ def _reference(
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float) -> None:
-    check_norm(_NAME, x, residual, weight=weight, bias=bias)
+    check_norm(_NAME if residual is None else f"add_{_NAME}", x, residual, weight=weight, bias=bias)
 
 
 def _fake(
@@ -168,6 +168,13 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Return `layer_norm(x + residual, weight, bias, eps)` and `x + residual`.
+
+    Args:
+        x: [..., features], floating-point.
+        residual: like `x`.
+        weight: [features].
+        bias: [features].
+        eps: what is added to the variance.
 
     Raises:
         UsageError: an argument is not of that form.

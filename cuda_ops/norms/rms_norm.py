@@ -28,7 +28,7 @@ def _reference(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: f
 
 
 def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> None:
-    check_norm(_NAME, x, residual, weight=weight)
+    check_norm(_NAME if residual is None else f"add_{_NAME}", x, residual, weight=weight)
 
 
 def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +113,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Return `rms_norm(x + residual, weight, eps)` and `x + residual`.
+
+    Args:
+        x: [..., features], floating-point; the mean is taken in float32 at the least.
+        residual: like `x`.
+        weight: [features].
+        eps: what is added to the mean.
 
     Raises:
         UsageError: an argument is not of that form.

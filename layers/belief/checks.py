@@ -11,18 +11,7 @@ from torch import Tensor
 from ...errors import InputError, UsageError, expect
 from .units import VisibleUnits
 
-__all__ = ["check_values", "non_negative", "positive_integer", "rows_of_width"]
-
-
-def positive_integer(value: Any, name: str) -> int:
-    """Return a number that must be a whole one, and at least 1.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; give a whole number, at least 1")
-    return value
+__all__ = ["check_values", "non_negative", "rows_of_width"]
 
 
 def non_negative(value: Any, name: str, below: float = math.inf) -> float:

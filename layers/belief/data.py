@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ...errors import InputError, UsageError, expect
-from .checks import check_values, positive_integer, rows_of_width
+from ...errors import InputError, UsageError, expect, positive_integer
+from .checks import check_values, rows_of_width
 from .units import VisibleUnits
 
 __all__ = ["Blocks", "Data", "blocks_of", "rows_in"]

@@ -8,8 +8,8 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from ...errors import UsageError, expect
-from .checks import positive_integer, rows_of_width
+from ...errors import UsageError, expect, positive_integer
+from .checks import rows_of_width
 from .data import Data, rows_in
 from .rbm import RBM
 
@@ -19,7 +19,7 @@ Value = TypeVar("Value", int, float)
 
 
 class FitOptions(TypedDict, total=False):
-    """What `RBM.fit` takes, the same for each machine."""
+    """What `RBM.fit` takes, the same for each machine; a test compares the two."""
 
     batch_size: int | None
     k: int

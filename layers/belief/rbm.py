@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import UsageError
+from ...errors import UsageError, positive_integer
+from ...progress_bar import progress_bar
 from ...suggest import did_you_mean
-from .checks import check_values, positive_integer, rows_of_width
+from .checks import check_values, rows_of_width
 from .data import Data, blocks_of
-from .progress import progress_bar
-from .sampling import bernoulli_sigmoid
-from .training import ContrastiveDivergence, Options
-from .units import KINDS
+from .training import ContrastiveDivergence, Options, trainable
+from .units import KINDS, drawn
 
 __all__ = ["RBM"]
 
@@ -58,7 +57,7 @@ class RBM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise UsageError(f"unknown kind {kind!r} of visible units{did_you_mean(str(kind), KINDS)}")
         self.visible, self.hidden = positive_integer(visible, "visible"), positive_integer(hidden, "hidden")
         self.kind = kind
@@ -87,16 +86,16 @@ class RBM(nn.Module):
     @torch.no_grad()
     def sample_hidden(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return a draw of p(h | v), [..., hidden], zeros and ones."""
-        return bernoulli_sigmoid(self._hidden_logits(v), generator)[1]
+        return drawn(self._hidden_logits(v), generator)
 
     def visible_means(self, h: Tensor) -> Tensor:
         """Return the expectations of p(v | h), [..., visible]: probabilities of binary units."""
-        return KINDS[self.kind].mean(self._visible_drive(h))
+        return KINDS[self.kind].mean(self._visible_input(h))
 
     @torch.no_grad()
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return a draw of p(v | h), [..., visible]."""
-        return KINDS[self.kind].sample(self._visible_drive(h), generator)
+        return KINDS[self.kind].sample(self._visible_input(h), generator)
 
     def gibbs_step(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return visible units after hidden ones were drawn for them, and visible ones for those."""
@@ -115,7 +114,8 @@ class RBM(nn.Module):
     def free_energy(self, v: Tensor) -> Tensor:
         """Return F(v) = -log sum over h of exp(-E(v, h)), [...]: the lower, the more probable is v."""
         v = self._rows(v)
-        return KINDS[self.kind].energy(v, self.visible_bias) - F.softplus(self._hidden_logits(v)).sum(-1)
+        logits = self._hidden_logits(v)
+        return KINDS[self.kind].energy(v, self.visible_bias) - F.softplus(logits).sum(-1)
 
     def contrastive_loss(self, v: Tensor, samples: Tensor) -> Tensor:
         """Return the mean free energy of data over that of samples: its gradient is that of contrastive divergence.
@@ -177,7 +177,8 @@ class RBM(nn.Module):
         """Train by contrastive divergence, or by its persistent form, and return this machine.
 
         Hinton (2002); Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood
-        gradient" (2008). The rest is as in Hinton's practical guide (2010). What is drawn comes from the generator
+        gradient" (2008). The rest is as in Hinton's practical guide (2010). Frozen parameters stay as they are, and
+        narrow dtypes are trained in float32. What is drawn comes from the generator
         alone, or from torch's own without one: the same random state gives the same weights.
 
         Args:
@@ -197,13 +198,14 @@ class RBM(nn.Module):
 
         Raises:
             InputError: rows of another width, none at all, or values that the visible units do not take.
-            UsageError: an option is out of its range, or the training diverges. The parameters are then those of the
-                last whole epoch.
+            UsageError: an option is out of its range, a parameter is computed from others, all are frozen, or the
+                training diverges. The parameters are then those of the last whole epoch.
         """
+        parameters = trainable(self, ("weight", "visible_bias", "hidden_bias"))
         options = Options(learning_rate, k, persistent, momentum, weight_decay, sparsity_target, sparsity_cost)
         epochs, units = positive_integer(epochs, "epochs"), KINDS[self.kind]
         blocks = blocks_of(data, batch_size, self.weight, units)
-        trainer = ContrastiveDivergence((self.weight, self.visible_bias, self.hidden_bias), units, options, generator)
+        trainer = ContrastiveDivergence(parameters, units, options, generator)
         total = None if blocks.steps is None else epochs * blocks.steps
         with progress_bar(f"RBM {self.visible}-{self.hidden}", total, progress) as move:
             for epoch in range(epochs):
@@ -217,14 +219,24 @@ class RBM(nn.Module):
         return rows_of_width(v, self.visible, self.weight.dtype)
 
     def _hidden_logits(self, v: Tensor) -> Tensor:
-        return F.linear(self._rows(v), self.weight, self.hidden_bias)
+        return _linear(self._rows(v), self.weight, self.hidden_bias)
 
-    def _visible_drive(self, h: Tensor) -> Tensor:
+    def _visible_input(self, h: Tensor) -> Tensor:
         h = rows_of_width(h, self.hidden, self.weight.dtype, "hidden units")
-        return F.linear(h, self.weight.t(), self.visible_bias)
+        return _linear(h, self.weight.t(), self.visible_bias)
 
     def _log_conditional(self, v: Tensor, logits: Tensor, now: Tensor, unit: Tensor) -> Tensor:
         """Return log p(v_i | all others), [...], for one unit i of each row."""
         change = 1 - 2 * v.gather(-1, unit[..., None]).squeeze(-1)
         flipped = logits + change[..., None] * self.weight.t()[unit]
         return F.logsigmoid(now - F.softplus(flipped).sum(-1) - change * self.visible_bias[unit])
+
+
+def _linear(units: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return what units get; dtypes are compared where it fails, since a graph would hold for one dtype only."""
+    try:
+        return F.linear(units, weight, bias)
+    except RuntimeError as error:
+        if units.dtype == weight.dtype:
+            raise
+        raise UsageError(f"an RBM in {weight.dtype} was given {units.dtype}; give {weight.dtype}") from error

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...errors import UsageError, expect
-from .checks import non_negative, positive_integer
+from ...errors import UsageError, expect, positive_integer
+from .checks import non_negative
 from .units import VisibleUnits
 
-__all__ = ["ContrastiveDivergence", "Options"]
+__all__ = ["ContrastiveDivergence", "Options", "trainable"]
 
 _CORNER = 1e6
 _ACTIVITY_DECAY = 0.9
@@ -52,6 +52,22 @@ class Options:
         return not self.momentum and not self.weight_decay and self.sparsity_target is None
 
 
+def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """Return the parameters of these names.
+
+    Raises:
+        UsageError: one is computed from others, or all are frozen.
+    """
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for name in names:
+        if name not in parameters:
+            computed = f"{name} is computed from other parameters (a parametrization, or pruning)"
+            raise UsageError(f"{computed}, which fit cannot train; use contrastive_loss and an optimizer")
+    if not any(parameters[name].requires_grad for name in names):
+        raise UsageError("all parameters of the RBM are frozen; call requires_grad_() on those that fit is to train")
+    return [parameters[name] for name in names]
+
+
 class ContrastiveDivergence:
     """Trains weights and biases in a matrix of its own, block by block; `write` puts them where they came from.
 
@@ -67,14 +83,18 @@ class ContrastiveDivergence:
         self, parameters: Sequence[Tensor], units: VisibleUnits, options: Options, generator: torch.Generator | None
     ) -> None:
         self._parameters, self._units, self._options, self._generator = parameters, units, options, generator
-        weight, visible_bias, hidden_bias = (tensor.detach() for tensor in parameters)
-        self._matrix = weight.new_empty(weight.shape[0] + 1, weight.shape[1] + 1)
-        self._matrix[:-1, :-1], self._matrix[-1, :-1], self._matrix[:-1, -1] = weight, visible_bias, hidden_bias
-        self._matrix[-1, -1] = min(_CORNER, torch.finfo(weight.dtype).max / 4)
+        weight, dtype = parameters[0], torch.promote_types(parameters[0].dtype, torch.float32)
+        self._matrix = weight.new_empty(weight.shape[0] + 1, weight.shape[1] + 1, dtype=dtype)
+        self._parts = self._matrix[:-1, :-1], self._matrix[-1, :-1], self._matrix[:-1, -1]
+        for part, tensor in zip(self._parts, parameters, strict=True):
+            part.copy_(tensor)
+        pairs = zip(self._parts, parameters, strict=True)
+        self._frozen = [(part, part.clone()) for part, tensor in pairs if not tensor.requires_grad]
+        self._matrix[-1, -1] = _CORNER
         self._velocity = torch.zeros_like(self._matrix)
-        self._activity = weight.new_full((weight.shape[0],), options.sparsity_target or 0.0)
+        self._activity = self._matrix.new_full((weight.shape[0],), options.sparsity_target or 0.0)
         self._chains: Tensor | None = None
-        self._rooms: dict[tuple[int, int], _Room] = {}
+        self._workspaces: dict[tuple[int, int], _Workspace] = {}
 
     @torch.inference_mode()
     def write(self, epoch: int) -> None:
@@ -83,35 +103,35 @@ class ContrastiveDivergence:
         Raises:
             UsageError: they are no finite numbers any more.
         """
-        if not bool(torch.isfinite(self._matrix).all()):
+        dtype = self._parameters[0].dtype
+        if not all(bool(torch.isfinite(part.to(dtype)).all()) for part in self._parts):
             rate = f"learning_rate, which is {self._options.learning_rate:g}"
             raise UsageError(f"the training diverges in epoch {epoch}: weights are not finite; lower {rate}")
-        weight, visible_bias, hidden_bias = self._parameters
-        weight.copy_(self._matrix[:-1, :-1])
-        visible_bias.copy_(self._matrix[-1, :-1])
-        hidden_bias.copy_(self._matrix[:-1, -1])
+        for part, parameter in zip(self._parts, self._parameters, strict=True):
+            if parameter.requires_grad:
+                parameter.copy_(part)
 
     @torch.inference_mode()
     def train(self, block: Tensor) -> None:
         """Take the steps of a block, [steps, rows, visible]."""
-        room = self._room(*block.shape[:2])
-        room.data.copy_(block)
-        self._units.noise_(room.visible_noise, self._generator)
-        room.hidden_noise.uniform_(generator=self._generator)
-        (self._persistent_steps if self._options.persistent else self._fresh_steps)(room)
+        work = self._workspace(*block.shape[:2])
+        work.data.copy_(block)
+        self._units.noise_(work.visible_noise, self._generator)
+        work.hidden_noise.uniform_(generator=self._generator)
+        (self._persistent_steps if self._options.persistent else self._fresh_steps)(work)
 
-    def _room(self, steps: int, rows: int) -> _Room:
-        room = self._rooms.get((steps, rows))
-        if room is None:
-            room = self._rooms[steps, rows] = _Room(self._matrix, steps, rows, self._options.k, self._chains)
-            self._chains = room.chains if self._options.persistent else None
-        return room
+    def _workspace(self, steps: int, rows: int) -> _Workspace:
+        work = self._workspaces.get((steps, rows))
+        if work is None:
+            work = self._workspaces[steps, rows] = _Workspace(self._matrix, steps, rows, self._options.k, self._chains)
+            self._chains = work.chains if self._options.persistent else None
+        return work
 
-    def _persistent_steps(self, room: _Room) -> None:
+    def _persistent_steps(self, work: _Workspace) -> None:
         """Take steps that go on with the chains; the hidden units of data and samples are one product."""
         matrix, to_hidden, draw, change = self._matrix, self._matrix.t(), self._units.draw_, self._change
-        chains, both, of_samples, last = room.chains, room.probabilities, room.of_samples, self._options.k - 1
-        for units, _, samples, noise, hidden_noise in room.steps:
+        chains, both, of_samples, last = work.chains, work.probabilities, work.of_samples, self._options.k - 1
+        for units, _, samples, noise, hidden_noise in work.steps:
             for number, drawn in enumerate(noise):
                 torch.mm(chains, matrix, out=samples)
                 draw(samples, drawn)
@@ -120,35 +140,41 @@ class ContrastiveDivergence:
                 else:
                     torch.mm(units, to_hidden, out=both).sigmoid_()
                 torch.lt(hidden_noise[number], of_samples, out=chains)
-            change(units, room)
+            change(units, work)
 
-    def _fresh_steps(self, room: _Room) -> None:
+    def _fresh_steps(self, work: _Workspace) -> None:
         """Take steps whose samples start from the data."""
         matrix, to_hidden, draw, change = self._matrix, self._matrix.t(), self._units.draw_, self._change
-        chains, of_data, of_samples = room.chains, room.of_data, room.of_samples
-        for units, data, samples, noise, hidden_noise in room.steps:
+        chains, of_data, of_samples = work.chains, work.of_data, work.of_samples
+        for units, data, samples, noise, hidden_noise in work.steps:
             probabilities = torch.mm(data, to_hidden, out=of_data).sigmoid_()
             for drawn, of_hidden in zip(noise, hidden_noise, strict=True):
                 torch.lt(of_hidden, probabilities, out=chains)
                 torch.mm(chains, matrix, out=samples)
                 draw(samples, drawn)
                 probabilities = torch.mm(samples, to_hidden, out=of_samples).sigmoid_()
-            change(units, room)
+            change(units, work)
 
-    def _change(self, units: Tensor, room: _Room) -> None:
+    def _change(self, units: Tensor, work: _Workspace) -> None:
         """Add the mean of h v over the data, less that over the samples, and what else the options ask for."""
         options = self._options
-        rate = options.learning_rate / room.rows
+        rate = options.learning_rate / work.rows
         if options.plain:
-            room.weigh_samples()
-            self._matrix.addmm_(room.transposed, units, alpha=rate)
+            work.weigh_samples()
+            self._matrix.addmm_(work.transposed, units, alpha=rate)
+            self._restore_frozen()
             return
         if options.sparsity_target is not None:
-            self._activity.lerp_(room.of_data[:, :-1].mean(0), 1 - _ACTIVITY_DECAY)
-        room.weigh_samples()
-        self._velocity.addmm_(room.transposed, units, beta=options.momentum, alpha=rate)
-        self._add_penalties(units[: room.rows])
+            self._activity.lerp_(work.of_data[:, :-1].mean(0), 1 - _ACTIVITY_DECAY)
+        work.weigh_samples()
+        self._velocity.addmm_(work.transposed, units, beta=options.momentum, alpha=rate)
+        self._add_penalties(units[: work.rows])
         self._matrix.add_(self._velocity)
+        self._restore_frozen()
+
+    def _restore_frozen(self) -> None:
+        for part, value in self._frozen:
+            part.copy_(value)
 
     def _add_penalties(self, data: Tensor) -> None:
         options, weights = self._options, self._velocity[:-1]
@@ -159,7 +185,7 @@ class ContrastiveDivergence:
             weights.addr_(excess, data.mean(0), alpha=-options.learning_rate * options.sparsity_cost)
 
 
-class _Room:
+class _Workspace:
     """The tensors that the steps of a block are made in, and their parts, the data's first; used again and again."""
 
     def __init__(self, matrix: Tensor, steps: int, rows: int, k: int, chains: Tensor | None) -> None:

@@ -8,19 +8,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .sampling import bernoulli_sigmoid, logistic_
+__all__ = ["KINDS", "VisibleUnits", "drawn"]
 
-__all__ = ["KINDS", "VisibleUnits"]
+
+def drawn(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return draws of binary units, zeros and ones.
+
+    They are compared in float32 at least: in narrow dtypes, uniform numbers are 0 far too often.
+    `fxopt.cuda_ops.bernoulli_sigmoid` draws alike on every device, from a key; on a CPU it takes ten times as long for
+    the few hundred units of a small batch, and as long for a million.
+    """
+    probability = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    uniform = torch.empty_like(probability).uniform_(generator=generator)
+    return (uniform < probability).to(logits.dtype)
 
 
 class VisibleUnits(Protocol):
-    """One kind of visible units; `drive` is what they get from the hidden ones and their own bias."""
+    """One kind of visible units; `total` is their total input, from the hidden ones and their own bias."""
 
-    def mean(self, drive: Tensor) -> Tensor:
+    def mean(self, total: Tensor) -> Tensor:
         """Return the expectations, [..., visible]."""
         ...
 
-    def sample(self, drive: Tensor, generator: torch.Generator | None) -> Tensor:
+    def sample(self, total: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return a draw, [..., visible]."""
         ...
 
@@ -32,8 +42,8 @@ class VisibleUnits(Protocol):
         """Fill a tensor with the noise that `draw_` takes."""
         ...
 
-    def draw_(self, drive: Tensor, noise: Tensor) -> None:
-        """Put a draw in the place of the drive; the last unit is always on: it stands for the bias."""
+    def draw_(self, total: Tensor, noise: Tensor) -> None:
+        """Put a draw in the place of the total input; the last unit is always on: it stands for the bias."""
         ...
 
     def refused(self, low: float, high: float) -> str | None:
@@ -44,20 +54,20 @@ class VisibleUnits(Protocol):
 class _Bernoulli:
     """Binary units; what lies between 0 and 1 counts as a probability."""
 
-    def mean(self, drive: Tensor) -> Tensor:
-        return torch.sigmoid(drive)
+    def mean(self, total: Tensor) -> Tensor:
+        return torch.sigmoid(total)
 
-    def sample(self, drive: Tensor, generator: torch.Generator | None) -> Tensor:
-        return bernoulli_sigmoid(drive, generator)[1]
+    def sample(self, total: Tensor, generator: torch.Generator | None) -> Tensor:
+        return drawn(total, generator)
 
     def energy(self, v: Tensor, bias: Tensor) -> Tensor:
         return -(v @ bias)
 
     def noise_(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
-        return logistic_(noise, generator)
+        return noise.uniform_(generator=generator).logit_()  # logistic: one comparison for each step, no sigmoid
 
-    def draw_(self, drive: Tensor, noise: Tensor) -> None:
-        torch.lt(noise, drive, out=drive)
+    def draw_(self, total: Tensor, noise: Tensor) -> None:
+        torch.lt(noise, total, out=total)
 
     def refused(self, low: float, high: float) -> str | None:
         if low >= 0 and high <= 1:
@@ -71,11 +81,11 @@ class _Bernoulli:
 class _Gaussian:
     """Real units with a variance of one around their means."""
 
-    def mean(self, drive: Tensor) -> Tensor:
-        return drive
+    def mean(self, total: Tensor) -> Tensor:
+        return total
 
-    def sample(self, drive: Tensor, generator: torch.Generator | None) -> Tensor:
-        return drive + torch.empty_like(drive).normal_(generator=generator)
+    def sample(self, total: Tensor, generator: torch.Generator | None) -> Tensor:
+        return total + torch.empty_like(total).normal_(generator=generator)
 
     def energy(self, v: Tensor, bias: Tensor) -> Tensor:
         return (v - bias).square().sum(-1) / 2
@@ -83,9 +93,9 @@ class _Gaussian:
     def noise_(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
         return noise.normal_(generator=generator)
 
-    def draw_(self, drive: Tensor, noise: Tensor) -> None:
-        drive.add_(noise)
-        drive[:, -1] = 1
+    def draw_(self, total: Tensor, noise: Tensor) -> None:
+        total.add_(noise)
+        total[:, -1] = 1
 
     def refused(self, low: float, high: float) -> str | None:
         return None

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...compat import is_plainly_eager
-from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task, dtype_in_products
+from ...compat import autocast_dtype, is_plainly_eager
+from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task
 
 __all__ = ["choose_lowering", "combine", "may_look", "mixture", "possible_lowerings"]
 
@@ -100,7 +100,7 @@ def choose_lowering(task: Task) -> Lowering:
     if len(task.x) == 1 and not (trains and pairs >= task.num_experts):
         return "loop"
     can_group = _can_group(task)
-    if can_group and (_has_kernel(task) if task.x.is_cuda else dtype_in_products(task.x) == torch.float32):
+    if can_group and (_has_kernel(task) if task.x.is_cuda else autocast_dtype(task.x) == torch.float32):
         return "grouped"
     if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
         return "padded"
@@ -132,13 +132,13 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 def _has_kernel(task: Task) -> bool:
     """Tell whether `grouped_mm` is one kernel on this GPU, not a loop."""
-    return dtype_in_products(task.x) == torch.bfloat16 and _capability(task.x) >= (9, 0)
+    return autocast_dtype(task.x) == torch.bfloat16 and _capability(task.x) >= (9, 0)
 
 
 def _can_group(task: Task) -> bool:
     """Tell whether `grouped_mm` takes these tensors and, in the backward pass, their gradients."""
-    weights, dtype = [projection.stacked()[0] for projection in task.projections], dtype_in_products(task.x)
-    if dtype not in _GROUPED or {dtype_in_products(weight) for weight in weights} != {dtype}:
+    weights, dtype = [projection.stacked()[0] for projection in task.projections], autocast_dtype(task.x)
+    if dtype not in _GROUPED or {autocast_dtype(weight) for weight in weights} != {dtype}:
         return False
     if not (task.x.device.type == "cpu" or (task.x.is_cuda and _capability(task.x) >= (8, 0))):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class FusedExperts(nn.Module):
         tokens: for how many tokens `lowering` was measured; calls of less than half or more than twice as many decide
             by themselves. None takes it for all.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import UsageError
+from ...compat import autocast_dtype
+from ...errors import UsageError, positive_integer
 from .dispatch import mixture
-from .lowerings import Linear, Projection, dtype_in_products
+from .lowerings import Linear, Projection
 from .router import GATES, Gate, Router, RouterOutput
 
 __all__ = ["MixtureOfExperts"]
@@ -24,8 +25,8 @@ class MixtureOfExperts(nn.Module):
     r"""Send each token to `top_k` of `num_experts` feed-forward networks, and add up what they give, weighted.
 
     An expert is `down(activation(gate(x)) * up(x))` (SwiGLU with the default activation) or, with `gated=False`,
-    `down(activation(up(x)))`. No token is dropped unless `capacity` is given. Which products compute it depends on the
-    number of tokens; the results differ by rounding only.
+    `down(activation(up(x)))`. No token is dropped unless `capacity_factor` is given. Which products compute it depends
+    on the number of tokens; the results differ by rounding only.
 
     Each projection of all experts is one parameter, laid out as `transformers` does: `gate_up_proj`
     [num_experts, 2 * hidden, dim], gates first (`up_proj` [num_experts, hidden, dim] where `gated` is off), and
@@ -42,8 +43,8 @@ class MixtureOfExperts(nn.Module):
         gated: experts have a gate.
         normalize: the weights of a token sum to one. By default where `top_k` is more than 1: one weight would always
             be 1, and nothing but the losses would train the router.
-        capacity: each expert serves at most `ceil(capacity * tokens * top_k / num_experts)` tokens of a call, the
-            capacity factor of Switch Transformers. What comes later counts zero for that expert: first choices come
+        capacity_factor: each expert serves at most `ceil(capacity_factor * tokens * top_k / num_experts)` tokens of a
+            call, as in Switch Transformers. What comes later counts zero for that expert: first choices come
             before second ones, then earlier tokens before later ones. It holds in evaluation, too.
         shared_experts: experts that serve all tokens with weight one, beside the chosen ones (DeepSeekMoE, 2024).
         bias: the projections have biases.
@@ -57,6 +58,8 @@ class MixtureOfExperts(nn.Module):
     >>> layer(torch.randn(4, 10, 16)).shape
     torch.Size([4, 10, 16])
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
@@ -72,7 +75,7 @@ class MixtureOfExperts(nn.Module):
         activation: str | Activation = "silu",
         gated: bool = True,
         normalize: bool | None = None,
-        capacity: float | None = None,
+        capacity_factor: float | None = None,
         shared_experts: int = 0,
         bias: bool = False,
         device: torch.device | str | None = None,
@@ -80,14 +83,16 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts, top_k=top_k, shared_experts=shared_experts)
-        _check_choices(gate, activation, capacity)
+        _check_choices(gate, activation, capacity_factor)
         _check_switches(gated=gated, bias=bias, normalize=top_k > 1 if normalize is None else normalize)
         self.dim, self.hidden, self.num_experts, self.gated = dim, hidden, num_experts, gated
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.first = "gate_up_proj" if gated else "up_proj"
         made: Any = {"device": device, "dtype": dtype}
         normalize = top_k > 1 if normalize is None else normalize
-        self.router = Router(dim, num_experts, top_k, gate, normalize=normalize, capacity=capacity, **made)
+        self.router = Router(
+            dim, num_experts, top_k, gate, normalize=normalize, capacity_factor=capacity_factor, **made
+        )
         for name, shape in self._shapes(hidden).items():
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape, **made)))
             biases = nn.Parameter(torch.empty(num_experts, shape[0], **made)) if bias else None
@@ -146,7 +151,7 @@ class MixtureOfExperts(nn.Module):
         if not x.dim() or x.shape[-1] != self.dim:
             raise UsageError(f"a MixtureOfExperts of dim={self.dim} was given {list(x.shape)}; give [..., {self.dim}]")
         dtype = self.down_proj.dtype
-        is_cast = x.is_floating_point() and dtype_in_products(x) == dtype_in_products(self.down_proj)
+        is_cast = x.is_floating_point() and autocast_dtype(x) == autocast_dtype(self.down_proj)
         if x.dtype != dtype and not is_cast:
             raise UsageError(f"a MixtureOfExperts in {dtype} was given {x.dtype}; give {dtype}")
 
@@ -160,20 +165,20 @@ class MixtureOfExperts(nn.Module):
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        least = 0 if name == "shared_experts" else 1
-        if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            raise UsageError(f"{name}={size!r} of a MixtureOfExperts; give a whole number of at least {least}")
+        positive_integer(size, f"{name} of a MixtureOfExperts", 0 if name == "shared_experts" else 1)
     if sizes["top_k"] > sizes["num_experts"]:
         raise UsageError(f"top_k={sizes['top_k']} of {sizes['num_experts']} experts; give at most num_experts")
 
 
-def _check_choices(gate: object, activation: object, capacity: object) -> None:
+def _check_choices(gate: object, activation: object, factor: object) -> None:
     if gate not in GATES:
         raise UsageError(f"unknown gate {gate!r}; give one of {', '.join(GATES)}")
     if not callable(activation) and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         raise UsageError(f"unknown activation {activation!r}; give one of {', '.join(_ACTIVATIONS)}, or a function")
-    if isinstance(capacity, bool) or not (capacity is None or _is_factor(capacity)):
-        raise UsageError(f"capacity={capacity!r} of a MixtureOfExperts; give a factor over 0, such as 1.25, or None")
+    if isinstance(factor, bool) or not (factor is None or _is_factor(factor)):
+        raise UsageError(
+            f"capacity_factor={factor!r} of a MixtureOfExperts; give a factor over 0, such as 1.25, or None"
+        )
 
 
 def _is_factor(number: object) -> bool:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...compat import autocast_dtype
+
 __all__ = [
     "LOWERINGS",
     "Compute",
@@ -18,8 +20,6 @@ __all__ = [
     "Lowering",
     "Projection",
     "Task",
-    "dtype_in_products",
-    "is_autocast",
     "loop_over_experts",
 ]
 
@@ -204,20 +204,7 @@ def _grouped(task: Task) -> Tensor:
 
 def as_autocast(tensor: Tensor) -> Tensor:
     """Return a tensor as autocast hands it to products; `grouped_mm` is not on its list."""
-    return tensor.to(dtype_in_products(tensor))
-
-
-def dtype_in_products(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a tensor has in products."""
-    if tensor.dtype == torch.float64 or not is_autocast(tensor):
-        return tensor.dtype
-    return torch.get_autocast_dtype(tensor.device.type)
-
-
-def is_autocast(tensor: Tensor) -> bool:
-    """Tell whether autocast is on for the device of a tensor."""
-    kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return tensor.to(autocast_dtype(tensor))
 
 
 def _batched(weight: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...compat import is_autocast
 from .losses import load_balancing_loss, router_z_loss
-from .lowerings import is_autocast
 
 __all__ = ["GATES", "Gate", "Router", "RouterOutput"]
 
@@ -58,8 +58,10 @@ class Router(nn.Module):
         top_k: experts that each token gets.
         gate: how logits become weights.
         normalize: the weights of a token sum to one.
-        capacity: see `MixtureOfExperts`.
+        capacity_factor: see `MixtureOfExperts`.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     noise_weight: nn.Parameter | None
 
@@ -71,12 +73,12 @@ class Router(nn.Module):
         gate: Gate = "softmax",
         *,
         normalize: bool = True,
-        capacity: float | None = None,
+        capacity_factor: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.top_k, self.gate, self.normalize, self.capacity = top_k, gate, normalize, capacity
+        self.top_k, self.gate, self.normalize, self.capacity_factor = top_k, gate, normalize, capacity_factor
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         noise = torch.empty(num_experts, dim, device=device, dtype=dtype) if gate == "noisy_topk" else None
         self.register_parameter("noise_weight", None if noise is None else nn.Parameter(noise))
@@ -100,7 +102,7 @@ class Router(nn.Module):
             weights = kept.softmax(-1)
         else:
             weights, indices = logits.softmax(-1).topk(self.top_k)
-        return logits, indices, weights if self.capacity is None else self._limited(indices, weights)
+        return logits, indices, weights if self.capacity_factor is None else self._limited(indices, weights)
 
     def output(self, logits: Tensor, indices: Tensor, weights: Tensor) -> RouterOutput:
         """Return what `forward` gave with probabilities and losses."""
@@ -123,7 +125,7 @@ class Router(nn.Module):
         All first choices come before all second ones, and earlier tokens before later ones (GShard, algorithm 1).
         """
         tokens, experts = indices.shape[0], self.weight.shape[0]
-        limit = -(-tokens * self.top_k * (self.capacity or 0.0) // experts)
+        limit = -(-tokens * self.top_k * (self.capacity_factor or 0.0) // experts)
         choices, order = indices.t().reshape(-1).sort(stable=True)
         starts = torch.searchsorted(choices, torch.arange(experts, device=choices.device))
         places = torch.arange(tokens * self.top_k, device=choices.device) - starts.index_select(0, choices)
@@ -133,7 +135,7 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         """Return what `repr` shows between the brackets."""
         experts, dim = self.weight.shape
-        limit = "" if self.capacity is None else f", capacity={self.capacity}"
+        limit = "" if self.capacity_factor is None else f", capacity_factor={self.capacity_factor}"
         return f"{dim}, num_experts={experts}, top_k={self.top_k}, gate={self.gate}, normalize={self.normalize}{limit}"
 
 

@@ -23,11 +23,11 @@ def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
     along a chain, after one for each triad.
 
     Args:
-        triads: nodes (triads, 3), int64, each once.
-        score: of each node, falling (nodes,).
+        triads: nodes [triads, 3], int64, each once.
+        score: of each node, falling [nodes].
 
     Returns:
-        The triads that were taken, the best first (taken, 3).
+        The triads that were taken, the best first [taken, 3].
     """
     left, taken = _best_first(triads.sort(1).values, score), [triads[:0]]
     while left.numel():
@@ -43,11 +43,11 @@ def disjoint_wedges(edge_index: Tensor, score: Tensor) -> Tensor:
     an edge there joins the edge to the best other neighbour; whatever wins a round is one of these.
 
     Args:
-        edge_index: each edge in both directions, without self-loops, sorted (2, edges), int64.
-        score: of each node, falling (nodes,).
+        edge_index: each edge in both directions, without self-loops, sorted [2, edges], int64.
+        score: of each node, falling [nodes].
 
     Returns:
-        The triads that were taken, the best first (taken, 3).
+        The triads that were taken, the best first [taken, 3].
     """
     taken = [edge_index.new_empty((0, 3))]
     while True:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...cuda_ops.triples import MEMORY_LIMIT, NODE_LIMIT, TYPES, check_batch, oriented_edges, sums_by_type
-from ...errors import UsageError, expect
+from ...errors import UsageError, positive_integer
 from .adjacency import sums_by_edges, weights_of
 
 __all__ = ["RO3Pooling"]
@@ -68,6 +68,8 @@ class RO3Pooling(nn.Module):
     Raises:
         UsageError: an argument does not fit.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -213,11 +215,8 @@ def _check_options(
 ) -> None:
     sizes = {"channels": channels, "in_channels": in_channels, "edge_channels": edge_channels, "cap": cap}
     for name, size in sizes.items():
-        if size is None:
-            continue
-        expect(size, int, name, "a positive integer")
-        if isinstance(size, bool) or (isinstance(size, int) and size < 1):
-            raise UsageError(f"{name} is {size}; give a positive integer")
+        if size is not None:
+            positive_integer(size, name)
     if structure not in get_args(Structure):
         raise UsageError(f"unknown structure {structure!r}; give one of {', '.join(get_args(Structure))}")
     if structure == "adjacency" and cap is not None:

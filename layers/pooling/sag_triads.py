@@ -34,6 +34,7 @@ class SAGTriadPooling(RO3TriadPooling):
         batch: Tensor | None = None,
         attn: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        """Return what `RO3TriadPooling` does, scored by the network's numbers [nodes, 1] of attn, or else of x."""
         attn = x if attn is None else attn
         attn = self.gnn(attn.view(-1, 1) if attn.dim() == 1 else attn, edge_index)
         return super().forward(x, edge_index, edge_attr, batch, attn)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch_geometric.nn.pool.select import Select, SelectOutput
 from torch_geometric.utils import remove_self_loops, to_undirected
 
 from ...cuda_ops.triples import check_batch, check_edges, triangles
-from ...errors import UsageError
+from ...errors import UsageError, expect, positive_integer
 from .disjoint import disjoint_triads, disjoint_wedges
 
 __all__ = ["ContractEdges", "RO3TriadPooling", "SelectTriads"]
@@ -32,9 +32,11 @@ class SelectTriads(Select):
     The arguments are those of `RO3TriadPooling`.
 
     Shape:
-        - x: (nodes, in_channels); edge_index: (2, edges); batch: (nodes,)
+        - x: [nodes, in_channels]; edge_index: [2, edges]; batch: [nodes]
         - a `SelectOutput`: `cluster_index` of each node, and as `weight` the gate of its cluster, 1 for a node alone
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class SelectTriads(Select):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check(in_channels, ratio, triads)
+        _check(in_channels, ratio, triads, min_score)
         self.in_channels, self.ratio, self.triads, self.min_score = in_channels, ratio, triads, min_score
         self.act: Callable[[Tensor], Tensor] = resolver.activation_resolver(nonlinearity)
         self.weight = nn.Parameter(torch.empty(1, in_channels, device=device, dtype=dtype))
@@ -59,6 +61,7 @@ class SelectTriads(Select):
         inits.uniform(self.in_channels, self.weight)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> SelectOutput:
+        """Return the cluster of each node [nodes] and its gate [nodes]; see the class for shapes."""
         x = x.view(-1, 1) if x.dim() == 1 else x
         score = (x * F.normalize(self.weight, dim=1)).sum(1)
         taken = self._taken(score.detach(), edge_index, batch)
@@ -73,7 +76,7 @@ class SelectTriads(Select):
         return SelectOutput(nodes, len(x), cluster, len(x) - 2 * len(taken), weight)
 
     def _taken(self, score: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-        """Return the triads that become clusters (triads, 3)."""
+        """Return the triads that become clusters [triads, 3]."""
         order = _best_first(score, batch)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         edges = to_undirected(remove_self_loops(place[edge_index])[0], num_nodes=len(order))
@@ -99,9 +102,11 @@ class ContractEdges(Connect):
     """Join edges that lead between the same clusters, and sum their features; edges inside a cluster go.
 
     Shape:
-        - edge_index: (2, edges); edge_attr: (edges, *) or None
+        - edge_index: [2, edges]; edge_attr: [edges, *] or None
         - a `ConnectOutput` with edges between clusters, sorted
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(
         self,
@@ -110,6 +115,7 @@ class ContractEdges(Connect):
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> ConnectOutput:
+        """Return the edges between clusters [2, edges], their features [edges, *] and the graph of each [clusters]."""
         pooled = cast("tuple[Tensor, Tensor | None]", pool_edge(select_output.cluster_index, edge_index, edge_attr))
         return ConnectOutput(*pooled, self.get_pooled_batch(select_output, batch))
 
@@ -144,11 +150,13 @@ class RO3TriadPooling(nn.Module):
         device, dtype: of the parameter.
 
     Shape:
-        - x: (nodes, in_channels); edge_index: (2, edges); edge_attr: (edges, *) or None; batch: (nodes,) or None;
-          attn: (nodes, in_channels) or None, scored in the place of x
+        - x: [nodes, in_channels]; edge_index: [2, edges]; edge_attr: [edges, *] or None; batch: [nodes] or None;
+          attn: [nodes, in_channels] or None, scored in the place of x
         - x, edge_index, edge_attr and batch of the new graphs, then perm: for each new node the first of the nodes that
           it stands for; score: its gate, 1 for a node that stayed. `select` gives the clusters.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -183,6 +191,18 @@ class RO3TriadPooling(nn.Module):
         batch: Tensor | None = None,
         attn: Tensor | None = None,
     ) -> Pooled:
+        """Return x [clusters, channels], edge_index [2, edges], edge_attr, batch, perm and score [clusters].
+
+        Args:
+            x: [nodes, channels]; of `in_channels` channels where `attn` is left out.
+            edge_index: [2, edges] int64.
+            edge_attr: [edges, *], summed where edges are joined.
+            batch: [nodes] int64, the graph of each node; None for one graph.
+            attn: [nodes, in_channels], scored in the place of x.
+
+        Raises:
+            UsageError: an argument is not of that form.
+        """
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
         check_batch(batch, len(x))
         check_edges(edge_index, len(x))
@@ -201,16 +221,15 @@ class RO3TriadPooling(nn.Module):
         return f"{self.in_channels}, {limit}, triads={self.triads!r}, multiplier={self.multiplier}"
 
 
-def _check(in_channels: int, ratio: float, triads: str) -> None:
+def _check(in_channels: object, ratio: object, triads: object, min_score: object) -> None:
+    positive_integer(in_channels, "in_channels")
     if triads not in ("closed", "all"):
-        raise UsageError(f"RO3TriadPooling: triads={triads!r}; use 'closed' or 'all'")
-    fits = ratio >= 1 if isinstance(ratio, int) else 0 <= ratio <= 1
+        raise UsageError(f"triads is {triads!r}; give 'closed' or 'all'")
+    if min_score is not None:
+        expect(min_score, (int, float), "min_score", "a number, or None")
+    fits = ratio >= 1 if isinstance(ratio, int) else isinstance(ratio, float) and 0 <= ratio <= 1
     if isinstance(ratio, bool) or not fits:
-        raise UsageError(
-            f"RO3TriadPooling: ratio={ratio!r}; give a part of the nodes, such as 0.5, or a number of nodes"
-        )
-    if in_channels < 1:
-        raise UsageError(f"RO3TriadPooling: in_channels={in_channels}; give the number of features of a node")
+        raise UsageError(f"ratio is {ratio!r}; give a part of the nodes, such as 0.5, or a number of nodes")
 
 
 def _best_first(score: Tensor, batch: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compat_quantized import needs_reduced_range
 from ...errors import StateError
+from ...tracing.recording import Factors
 
 __all__ = ["Range", "from_numbers", "quantized_at_once", "to_numbers"]
 
@@ -21,7 +22,7 @@ _STEPS = 127 if needs_reduced_range() else 255
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(Factors):
     """Which numbers, 0 to 255, stand for an activation: x / scale + zero_point, rounded.
 
     Raises:

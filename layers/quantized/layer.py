@@ -16,7 +16,7 @@ from ...passes.state import dequantized
 from .held import HeldWeight
 from .packing import Packing
 
-__all__ = ["HoldsWeight", "QuantizedLayer", "autocast_type", "check_in_floats", "is_finite"]
+__all__ = ["HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite"]
 
 
 class QuantizedLayer(nn.Module):
@@ -24,6 +24,8 @@ class QuantizedLayer(nn.Module):
 
     The buffers keep their types: `.half()` and the like change the parameters only.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,10 +114,3 @@ def check_in_floats(pass_name: str, model: nn.Module) -> None:
 def is_finite(x: Tensor) -> bool:
     """Say whether no element of a tensor is infinite or NaN, of which kernels for integers know nothing."""
     return math.isfinite(float(x.detach().sum()))
-
-
-def autocast_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which layers compute with activations of a type on the CPU, where autocast may be on."""
-    if not torch.is_autocast_enabled("cpu") or not dtype.is_floating_point or dtype is torch.float64:
-        return dtype
-    return torch.get_autocast_dtype("cpu")

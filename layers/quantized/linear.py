@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager
 from ...compat_quantized import (
     int4_packed,
     int4_product,
@@ -20,7 +20,7 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import quantized_at_once
-from .layer import HoldsWeight, autocast_type, is_finite
+from .layer import HoldsWeight, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -51,7 +51,7 @@ class QuantizedLinear(HoldsWeight):
             return self.simulated(input)
         if not input.is_cpu or not input.numel() or not is_plainly_eager():
             return self.in_floats(input)
-        input = input.to(autocast_type(input.dtype))  # noqa: A001
+        input = input.to(autocast_dtype(input))  # noqa: A001
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return self.with_gradient(input)
         return self.kernel(input)

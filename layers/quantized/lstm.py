@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...compat import is_plainly_eager, own_buffers, own_parameters
+from ...compat import autocast_dtype, is_plainly_eager, own_buffers, own_parameters
 from ...compat_quantized import int8_cells, int8_lstm, runs_simulation
 from ...passes.state import dequantized
-from .layer import QuantizedLayer, autocast_type, is_finite
+from .layer import QuantizedLayer, is_finite
 
 __all__ = ["Int8DynamicLSTM"]
 
@@ -46,7 +46,7 @@ class Int8DynamicLSTM(QuantizedLayer):
         wanted = torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in self.parameters()))
         if runs_simulation() or wanted or not is_plainly_eager() or not is_finite(input):
             return self.simulated(input, hx)
-        return self.kernel(input.to(autocast_type(input.dtype)), hx)
+        return self.kernel(input.to(autocast_dtype(input)), hx)
 
     def kernel(self, input: Tensor, hx: tuple[Tensor, Tensor] | None) -> Any:  # noqa: A002
         """Compute in int8; the results have the input's type."""

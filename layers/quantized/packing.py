@@ -34,6 +34,11 @@ class Packing(Cache):
         self._kept = (noted, made)  # at once: another thread sees the old pair or the new one
         return made
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that the function was last called with, as far as they still exist."""
+        return () if self._kept is None else tuple(None if known is None else known[0]() for known in self._kept[0])
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Packing)  # what is kept follows from the tensors beside it
 

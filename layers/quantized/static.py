@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager
 from ...compat_quantized import (
     Int8Result,
     int8_convolution,
@@ -20,7 +20,7 @@ from ...compat_quantized import (
 )
 from ...errors import UsageError
 from .activations import Range, from_numbers, to_numbers
-from .layer import HoldsWeight, autocast_type
+from .layer import HoldsWeight
 
 __all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
 
@@ -105,7 +105,8 @@ class StaticLayer(HoldsWeight):
             form = (output.scale, output.zero_point, torch.uint8, behind.activation)
         result = self.product(numbers, scales, bias, form)
         if output is None:
-            result = result.to(autocast_type(floats))
+            result = result.to(floats)
+            result = result.to(autocast_dtype(result))
         contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
         return result.contiguous() if contiguous and output is None else result
 

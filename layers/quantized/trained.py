@@ -81,6 +81,8 @@ class FakeQuantized(_Counting):
         group: of the weight; see `quantized`.
     """
 
+    _fxopt_is_operation: ClassVar[bool] = True
+
     _fxopt_added: ClassVar[tuple[str, ...]] = (
         *_Counting._fxopt_added, "input_low", "input_high", "input_scale", "input_zero_point",
     )  # fmt: skip
@@ -182,6 +184,8 @@ class FakeQuantizedConv3d(_Convolution, nn.Conv3d):
 
 class Freezable(_Counting):
     """Mix into a batch norm: after some training forwards it keeps its statistics, and computes with them."""
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     def train(self, mode: bool = True) -> Any:
         """Train, unless the statistics are frozen."""

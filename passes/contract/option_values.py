@@ -60,8 +60,8 @@ def _fits(value: Any, wanted: Any) -> bool:
         return value is None
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in members)
-    if origin is Literal:  # which word it is, a pass says with more to it
-        return any(type(value) is type(member) for member in members)
+    if origin is Literal:
+        return any(type(value) is type(member) and value == member for member in members)
     if origin in _COLLECTIONS:
         return isinstance(value, (tuple, list))
     if wanted in (int, float):

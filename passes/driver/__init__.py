@@ -6,7 +6,7 @@ from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .progress import Progress
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import check_optimizer, hand_over, move_optimizer_back, restored
+from .restoration import check_optimizer, hand_over, move_optimizer, move_optimizer_back, restored
 from .root import remember
 from .run import Request, check_kind, copied, run_session
 
@@ -22,6 +22,7 @@ __all__ = [
     "copied",
     "grouped",
     "hand_over",
+    "move_optimizer",
     "move_optimizer_back",
     "record_of",
     "remember",

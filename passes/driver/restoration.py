@@ -6,13 +6,12 @@ Optimizers go along: they stay the same objects and train the parameters of the 
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,10 +20,21 @@ from ...compat import modules_by_name, own_buffers, own_parameters, transient_bu
 from ...errors import StateError, UsageError
 from ...tracing.graphs import deactivate_again, specializations_of
 from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
-from ..state import StateMap, all_parameters, check_type, leave_to_other_ranks, translate_optimizer
+from ..state import (
+    StateMap,
+    adopt_added,
+    all_parameters,
+    check_type,
+    leave_to_other_ranks,
+    live_optimizers,
+    release_added,
+    translate_optimizer,
+)
 from .record import Record, record_of
 
-__all__ = ["check_optimizer", "hand_over", "move_optimizer_back", "restored"]
+__all__ = ["check_optimizer", "hand_over", "move_optimizer", "move_optimizer_back", "restored"]
+
+SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
@@ -205,18 +215,33 @@ def hand_over(
 
 
 def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:
-    earlier, names = record_of(model), record.original_names()
+    earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
             original = restored(model, earlier)
-            move_optimizer_back(optimizer, model, earlier, original)
+            states = move_optimizer_back(optimizer, model, earlier, original)
             names = _names(original)
         translate_optimizer(optimizer, names, record.state_map, all_parameters(fast))
+        adopt_added(optimizer, fast, states)
     leave_to_other_ranks(optimizer, fast)
 
 
-def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
+def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) -> SomeOptimizer:
+    """Let an optimizer of the original model train the optimized one: the public `translate_optimizer`.
+
+    Raises:
+        StateError: it cannot be moved; nothing is changed then.
+    """
+    names, parameters = record.original_names(), dict(fast.named_parameters())
+    return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
+
+
+def move_optimizer_back(
+    optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module
+) -> dict[str, dict[str, Any]]:
     """Let an optimizer of an optimized model train the one that was restored from it.
+
+    Returns what it knew of parameters that passes had added, and lets go of them.
 
     Raises:
         UsageError: it is no optimizer.
@@ -224,7 +249,10 @@ def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, o
     """
     check_optimizer(optimizer, fast)
     parameters = dict(original.named_parameters())
-    translate_optimizer(optimizer, _names(fast), record.state_map, parameters, direction="backward")
+    with _all_or_nothing(optimizer):
+        states = release_added(optimizer, fast)
+        translate_optimizer(optimizer, _names(fast), record.state_map, parameters, direction="backward")
+    return states
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -250,7 +278,7 @@ def _warn_of_forgotten(before: Iterable[nn.Parameter], model: nn.Module) -> None
     """Warn of optimizers that still hold parameters which were merged in place: they train nothing any more."""
     now = set(map(id, model.parameters()))
     gone = {id(parameter) for parameter in before if id(parameter) not in now}
-    for optimizer in _optimizers() if gone else ():
+    for optimizer in live_optimizers() if gone else ():
         held = sum(id(parameter) in gone for group in optimizer.param_groups for parameter in group["params"])
         if held:
             warnings.warn(
@@ -259,8 +287,3 @@ def _warn_of_forgotten(before: Iterable[nn.Parameter], model: nn.Module) -> None
                 "as optimizer=",
                 stacklevel=4,
             )
-
-
-def _optimizers() -> list[Optimizer]:
-    """Return every optimizer that is alive in this process."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .added import adopt_added, live_optimizers, release_added
 from .bits import packed, unpacked
 from .checkpoints import (
     ADDED,
@@ -44,6 +45,7 @@ __all__ = [
     "StateMap",
     "StateStep",
     "absent_from_checkpoints",
+    "adopt_added",
     "all_parameters",
     "check_type",
     "copied_module",
@@ -53,9 +55,11 @@ __all__ = [
     "gathered",
     "holder_of",
     "leave_to_other_ranks",
+    "live_optimizers",
     "packed",
     "quantized",
     "refuse_sharded",
+    "release_added",
     "sharded_like",
     "sharded_state",
     "skeleton_of",

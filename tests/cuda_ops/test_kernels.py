@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -132,14 +133,18 @@ def _kernel(case: str) -> Callable[..., Any]:
 
 
 def _difference(got: Any, expected: Any) -> float:
-    """Return the largest difference of results, in parts of the largest value; infinite where they differ in kind."""
+    """Return the largest difference of results, in parts of the largest value; infinite where they differ in kind.
+
+    It is infinite, too, where a difference is not finite: no case here has a result that is not.
+    """
     pairs = [(got, expected)] if isinstance(got, Tensor) else list(zip(got, expected, strict=True))
     found = [0.0]
     for one, other in pairs:
         if (one.shape, one.dtype, one.is_contiguous()) != (other.shape, other.dtype, other.is_contiguous()):
             return float("inf")
-        scale = 1 + float(other.abs().max()) if other.numel() else 1.0
-        found.append(float((one.double() - other.double()).abs().max()) / scale if one.numel() else 0.0)
+        if one.numel():
+            difference = float((one.double() - other.double()).abs().max()) / (1 + float(other.abs().max()))
+            found.append(difference if math.isfinite(difference) else float("inf"))
     return max(found)
 
 
@@ -165,6 +170,13 @@ def test_every_operator_has_a_case_and_a_kernel():
     names = {name.removeprefix("fxopt::") for name in cuda_ops.NAMES}
     without = {"linear_cross_entropy_sum", "oriented_edges", "triple_products"}  # made of others, or of torch's
     assert {case.partition(":")[0] for case in CASES} == names - without == set(KERNELS)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_result_that_is_not_finite_is_no_small_difference(wrong: float):
+    right = torch.ones(3)
+    assert _difference(right, right) == 0
+    assert _difference((right, right.index_fill(0, torch.tensor([1]), wrong)), (right, right)) == float("inf")
 
 
 @needs_triton

@@ -72,6 +72,13 @@ def test_autocast_takes_products_in_its_dtype():
     assert torch.autograd.grad(got, weight)[0].dtype == torch.float32
 
 
+def test_autocast_leaves_float64_alone():
+    x, weight, target, bias = head(torch.float64)
+    expected = linear_cross_entropy(x, weight, target, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_cross_entropy(x, weight, target, bias), expected)
+
+
 def test_all_rows_ignored_is_what_torch_says():
     x, weight, target, _ = head()
     ignored = torch.full_like(target, -100)

@@ -8,7 +8,7 @@ from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
 from .fallback import fallback_of, hold, misses_in, release
 from .held_tensors import change_count, plain_tensors
-from .likeness import Alike, Cache, Described, Likeness
+from .likeness import Alike, Cache, Described, Factors, Likeness
 from .output_check import disagreeing, expectations
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, preserved, restoring
@@ -33,6 +33,7 @@ __all__ = [
     "Computed",
     "Contents",
     "Described",
+    "Factors",
     "Likeness",
     "ModelState",
     "ParameterData",

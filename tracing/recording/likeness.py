@@ -14,7 +14,7 @@ from ...compat import modules_by_name, own_buffers, own_children, own_parameters
 from ..graphs import FOUND, capture_of
 from ..values import PLAIN_TYPES, Inputs, qualified, user_class
 
-__all__ = ["Alike", "Cache", "Described", "Likeness"]
+__all__ = ["Alike", "Cache", "Described", "Factors", "Likeness"]
 
 _PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -35,6 +35,12 @@ class Alike(enum.Enum):
 
 class Cache:
     """What was made of the tensors beside it, and is made again where it is missing: modules are alike all the same."""
+
+    __slots__ = ()
+
+
+class Factors:
+    """Numbers to compute with: whatever they are, it takes as long."""
 
     __slots__ = ()
 
@@ -161,7 +167,7 @@ class Likeness:
         if isinstance(value, Tensor):
             parts.append((None, value))
             return _form(value)
-        if issubclass(kind, Cache) and self._alike is not Alike.TRACED:
+        if self._holds_nothing_that_counts(kind):
             return kind
         if _holds_more(value):
             return kind if self._alike is Alike.TIMED else _Same(value)
@@ -174,6 +180,11 @@ class Likeness:
             described = tuple((self._value(key, parts), self._value(item, parts)) for key, item in items)
             return kind, self._value(default, parts), described
         return self._object(value, parts)
+
+    def _holds_nothing_that_counts(self, kind: type[Any]) -> bool:
+        if self._alike is Alike.TIMED:
+            return issubclass(kind, (Cache, Factors))
+        return self._alike is Alike.REWRITTEN and issubclass(kind, Cache)
 
     def _object(self, value: Any, parts: _Parts) -> Hashable:
         if self._alike is Alike.TRACED or not dataclasses.is_dataclass(value) or isinstance(value, type):

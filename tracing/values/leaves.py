@@ -21,25 +21,17 @@ __all__ = [
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that hold others and have no forward."""
 
-_LEAF_BASES = (
-    "fxopt.layers.moe.fused.FusedExperts",
-    "fxopt.layers.masked.Masked",
-    "fxopt.layers.moe.layer.MixtureOfExperts",
-    "fxopt.layers.moe.router.Router",
-    "fxopt.layers.pooling.triad_pooling.ContractEdges",
-    "fxopt.layers.pooling.triad_pooling.RO3TriadPooling",
-    "fxopt.layers.pooling.triad_pooling.SelectTriads",
-    "fxopt.layers.pooling.relational.RO3Pooling",
-    "fxopt.layers.quantized.layer.QuantizedLayer",
-    "fxopt.layers.quantized.trained.FakeQuantized",
-    "fxopt.layers.quantized.trained.Freezable",
-    "fxopt.layers.sync_batch_norm.SyncBatchNorm",
+_GEOMETRIC = (
     "torch_geometric.nn.conv.message_passing.MessagePassing",
     "torch_geometric.nn.aggr.base.Aggregation",
     "torch_geometric.nn.norm.graph_norm.GraphNorm",
     "torch_geometric.nn.norm.instance_norm.InstanceNorm",
     "torch_geometric.nn.norm.layer_norm.LayerNorm",
 )
+"""Classes of PyTorch Geometric, by name: importing it takes seconds."""
+
+_IS_OPERATION = "_fxopt_is_operation"
+"""The attribute by which a class of `fxopt.layers` says so, for itself and what derives from it."""
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -86,4 +78,6 @@ def is_leaf(module: nn.Module) -> bool:
         return False
     if any(is_library(base) for base in cls.__mro__ if base.__dict__.get("forward") is cls.forward):
         return True
-    return any(f"{base.__module__}.{base.__qualname__}" in _LEAF_BASES for base in cls.__mro__)
+    if getattr(cls, _IS_OPERATION, False):
+        return True
+    return any(f"{base.__module__}.{base.__qualname__}" in _GEOMETRIC for base in cls.__mro__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batches import calls, run_call
-from .ranges import advancing, ranges_of
+from .ranges import ranges_of
 from .replayable import replayable
 
-__all__ = ["advancing", "calls", "ranges_of", "replayable", "run_call"]
+__all__ = ["calls", "ranges_of", "replayable", "run_call"]

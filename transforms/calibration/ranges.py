@@ -8,31 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
 from ...compat_quantized import Observer
 from ...errors import CalibrationError
 from ...layers.quantized import Range
+from ...progress_bar import progress_bar
 from ...tracing.program import Program
 from ...tracing.recording import preserved
 from ...tracing.values import Inputs
 from .batches import run_call
 
-__all__ = ["advancing", "ranges_of"]
+__all__ = ["ranges_of"]
 
 _SAMPLE = 1 << 16
 """Of an activation so many elements are looked at, besides the smallest and the largest: histograms are slow."""
-
-
-@contextmanager
-def advancing(what: str, total: int) -> Generator[Any]:
-    """Show a bar on a terminal; call what is given to move it on."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"fxopt: {what}", total=total)
-        yield partial(progress.advance, task)
 
 
 def ranges_of(
@@ -52,10 +42,10 @@ def ranges_of(
     observers = {name: Observer(kind) for name in layers}
     seen: set[str] = set()
     watched = _watched(layers, observers, seen)
-    with torch.no_grad(), preserved(program.model), watched, advancing("calibrating", len(calls)) as advance:
+    with torch.no_grad(), preserved(program.model), watched, progress_bar("fxopt: calibrating", len(calls)) as move:
         for number, call in enumerate(calls):
             run_call(program.model, call, number)
-            advance()
+            move(1)
     return {name: Range(*observers[name].scale_and_zero_point()) for name in layers if name in seen}
 
 

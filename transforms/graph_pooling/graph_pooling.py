@@ -43,7 +43,8 @@ class GraphPooling(Pass):
 
     Options:
         to: `ro3`, what is put in.
-        source: what is replaced: `mean`, `add` and `max` readouts, `topk` and `sag` coarsening; by default all these.
+        source: what is replaced: `mean`, `add` and `max` readouts, `topk` and `sag` coarsening; by default all
+            these. `asap` and `edge` are found, and refused with what to do instead.
         structure: of `RO3Pooling`: `adjacency`, `distance` or `codegree`.
         triads: of `RO3TriadPooling`: `closed` or `all`.
         seed: of the new parameters.
@@ -68,10 +69,6 @@ class GraphPooling(Pass):
     def check(self, model: nn.Module) -> None:
         if self.to != "ro3":
             raise UsageError(f"pass 'graph_pooling': to={self.to!r} is unknown{did_you_mean(str(self.to), ('ro3',))}")
-        options = {"structure": ("adjacency", "distance", "codegree"), "triads": ("closed", "all")}
-        for name, words in options.items():
-            if getattr(self, name) not in words:
-                raise UsageError(f"pass 'graph_pooling': {name}={getattr(self, name)!r}; use one of {', '.join(words)}")
         for word in self.source:
             if word not in _SOURCES:
                 raise UsageError(f"pass 'graph_pooling': source={word!r} is unknown{did_you_mean(word, _SOURCES)}")

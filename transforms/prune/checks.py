@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, cast, get_args, get_type_hints
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, expect
-from ...passes.contract import check_options_read
+from ...passes.contract import Pass, check_option_types, check_options_read
 from ...suggest import did_you_mean
 from .settings import Settings
 
@@ -42,12 +42,8 @@ def check_options(options: Settings) -> None:
     Raises:
         UsageError: one is wrong, or says something that the method does not read.
     """
-    pass_type = cast("type[Any]", type(options))
-    for name, kind in get_type_hints(pass_type).items():
-        words, given = get_args(kind), getattr(options, name, None)
-        if words and all(isinstance(word, str) for word in words) and given not in words:
-            raise _wrong(name, given, f"use {', '.join(words[:-1])} or {words[-1]}")
     _check_numbers(options)
+    check_option_types(cast("Pass", options))
     if options.schedule != "one_shot" and options.scores is not None:
         raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
     check_options_read("prune", options, "method", _GOES_WITH)

@@ -65,7 +65,7 @@ def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iter
     for layer in sorted(layers, key=lambda layer: -layer.size):
         if word_for(settings.keep, layer.name, program) is not None:
             continue
-        reason = obstacle(layer, program) or layer.objection
+        reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
         if not reason and called is not None and layer.module not in called:
             reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
         yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)

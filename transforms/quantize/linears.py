@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...compat import own_parameters
-from ...layers.members import FusedMembers
+from ...layers.members import FusedMembers, stacked_weights
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .eligible import Layer
@@ -19,6 +19,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Those that `int8_static` takes."""
 
 _ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
+
+_EXPERTS = "its experts' weights are stacked ({}), and there is no kernel for batched products of small numbers"
+
+_NOT_LINEAR = (nn.Bilinear, *(getattr(nn, f"Conv{kind}{n}d") for kind in ("", "Transpose") for n in (1, 2, 3)))
 
 _STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
 
@@ -72,7 +76,17 @@ def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]
             detail = f"{linear.inputs} to {linear.outputs}"
             name = program.names.name(module)
             found.append(Layer(name, module, {"weight": linear.weight}, detail, objection(linear)))
-        elif isinstance(module, (nn.MultiheadAttention, FusedMembers)):
-            reason = _STACKED if isinstance(module, FusedMembers) else _ONE_FUNCTION
-            found.append(Layer(program.names.name(module), module, {}, objection=reason))
+        else:
+            reason = _objection(module)
+            found += [Layer(program.names.name(module), module, {}, objection=reason)] if reason else []
     return found
+
+
+def _objection(module: nn.Module) -> str:
+    """Return why linear layers that a module is made of cannot be replaced, or "" where it holds none."""
+    if isinstance(module, FusedMembers):
+        return _STACKED
+    if isinstance(module, nn.MultiheadAttention):
+        return _ONE_FUNCTION
+    names = [] if isinstance(module, _NOT_LINEAR) else stacked_weights(module)
+    return _EXPERTS.format(" and ".join(names)) if names else ""

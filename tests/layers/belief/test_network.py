@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxopt
 from fxopt.layers import RBM, DeepBeliefNetwork, DeepBeliefRelaxationNetwork
+from fxopt.layers.belief.network import FitOptions
+from fxopt.layers.belief.training import Options
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -21,6 +25,12 @@ def stripes(rows: int = 120) -> Tensor:
     """Images of 2 x 3 with one full row, and a little noise."""
     images = torch.tensor([[1.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]).repeat(rows // 2, 1)
     return (images - (torch.rand(rows, 6, generator=seeded()) < 0.02).float()).abs()
+
+
+def test_a_network_takes_the_options_that_a_machine_takes():
+    taken = set(inspect.signature(RBM.fit).parameters) - {"self", "data", "epochs", "learning_rate"}
+    assert set(FitOptions.__annotations__) == taken
+    assert {each.name for each in dataclasses.fields(Options)} <= taken | {"learning_rate"}
 
 
 def test_machines_are_trained_one_after_the_other_on_probabilities():

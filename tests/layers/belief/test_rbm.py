@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.layers import RBM
-from fxopt.layers.belief.sampling import bernoulli_sigmoid, logistic_
+from fxopt.layers.belief.units import KINDS
 
 VISIBLE, HIDDEN = 4, 3
 
@@ -85,12 +86,12 @@ def test_pseudo_likelihood_is_the_sum_over_units_given_the_others():
 
 def test_draws_have_their_probabilities():
     logits = torch.tensor([-30.0, -2.0, 0.0, 1.0, 30.0]).expand(40_000, -1)
-    probability, sample = bernoulli_sigmoid(logits, torch.Generator().manual_seed(0))
-    assert set(sample.unique().tolist()) == {0.0, 1.0}
-    torch.testing.assert_close(probability, torch.sigmoid(logits))
-    torch.testing.assert_close(sample.mean(0), probability[0], atol=0.01, rtol=0)
-    from_noise = (logistic_(torch.empty(40_000, 5), torch.Generator().manual_seed(0)) < logits).float()
-    torch.testing.assert_close(from_noise.mean(0), probability[0], atol=0.01, rtol=0)
+    units, generator = KINDS["bernoulli"], torch.Generator().manual_seed(0)
+    from_noise = logits.clone()
+    units.draw_(from_noise, units.noise_(torch.empty(40_000, 5), generator))
+    for sample in (units.sample(logits, generator), from_noise):
+        assert set(sample.unique().tolist()) == {0.0, 1.0}
+        torch.testing.assert_close(sample.mean(0), torch.sigmoid(logits[0]), atol=0.01, rtol=0)
 
 
 def test_a_long_gibbs_chain_draws_from_the_model():
@@ -171,7 +172,7 @@ def test_a_model_with_machines_is_captured_whole(training: bool):
     ("call", "message"),
     [
         (lambda: RBM(0, 3), "visible is 0; give a whole number, at least 1"),
-        (lambda: RBM(4, 2.0), "hidden is 2.0; give a whole number"),
+        (lambda: RBM(4, 2.0), "hidden is of type float; give a whole number, at least 1"),
         (lambda: RBM(4, 3, "gausian"), "unknown kind 'gausian' of visible units; did you mean 'gaussian'?"),
         (lambda: machine()(torch.zeros(2, 5)), r"4 visible units are needed, the tensor's shape is \[2, 5\]"),
         (lambda: machine()([1.0]), "of type list"),
@@ -200,3 +201,23 @@ def test_the_loss_refuses_what_visible_units_do_not_take(v: Tensor, message: str
         machine().contrastive_loss(v, states(VISIBLE))
     with pytest.raises(fxopt.InputError, match="the batch of samples has"):
         machine().contrastive_loss(states(VISIBLE), v)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, "autocast"])
+def test_draws_in_narrow_dtypes_are_as_rare_as_their_probabilities(narrow: Any):
+    rbm = RBM(1, 1, dtype=torch.float32 if narrow == "autocast" else narrow)
+    for parameter, value in zip(rbm.parameters(), (0.0, -8.0, -8.0), strict=True):
+        torch.nn.init.constant_(parameter, value)
+    units, generator = torch.zeros(200_000, 1, dtype=rbm.weight.dtype), torch.Generator().manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow == "autocast"):
+        for draw in (rbm.sample_visible, rbm.sample_hidden):
+            assert 30 < draw(units, generator).float().sum() < 110  # 67 are expected
+
+
+def test_units_of_another_dtype_are_refused():
+    rbm = RBM(VISIBLE, HIDDEN)
+    for call in (rbm, rbm.free_energy, rbm.sample_hidden, rbm.pseudo_log_likelihood):
+        with pytest.raises(fxopt.UsageError, match=r"in torch.float32 was given torch.float64; give torch.float32"):
+            call(torch.ones(2, VISIBLE, dtype=torch.float64))
+    with pytest.raises(fxopt.UsageError, match=r"give torch.float32"):
+        rbm.visible_means(torch.ones(2, HIDDEN, dtype=torch.float64))

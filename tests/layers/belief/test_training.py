@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fxopt
@@ -291,6 +292,40 @@ def test_wrong_data_and_options_are_refused(data: Any, chosen: dict[str, Any], e
         rbm.fit(data, **chosen)
     assert "\n" not in str(raised.value)
     assert torch.equal(rbm.weight, before)
+
+
+def test_frozen_parameters_stay_and_the_others_learn():
+    for name in ("weight", "visible_bias", "hidden_bias"):
+        for options in ({}, {"momentum": 0.5, "weight_decay": 0.1}):
+            rbm = RBM(6, 4)
+            getattr(rbm, name).requires_grad_(False)
+            before = copy.deepcopy(rbm.state_dict())
+            rbm.fit(patterns(), 2, generator=seeded(), **options)
+            assert {key: torch.equal(value, before[key]) for key, value in rbm.state_dict().items()} == {
+                key: key == name for key in before
+            }
+    with pytest.raises(fxopt.UsageError, match="are frozen; call requires_grad_"):
+        rbm.requires_grad_(False).fit(patterns())
+
+
+def test_parameters_that_are_computed_are_not_fitted_in_silence():
+    pruned = RBM(6, 4)
+    prune.random_unstructured(pruned, "weight", 0.5)
+    for rbm in (torch.nn.utils.parametrizations.weight_norm(RBM(6, 4)), pruned):
+        with pytest.raises(fxopt.UsageError, match=r"weight is computed from other parameters .* contrastive_loss"):
+            rbm.fit(patterns())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_are_trained_with_draws_of_float32(dtype):
+    """A unit that is hardly ever on is not drawn more often, and small steps are not lost."""
+    data, found = patterns().to(dtype), []
+    for each in (dtype, torch.float32):
+        rbm = RBM(6, 4, dtype=each)
+        torch.nn.init.constant_(rbm.weight, 0.125)
+        found.append(rbm.fit(data, 3, learning_rate=1e-3, persistent=True, generator=seeded()))
+    for one, other in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(one, other.to(dtype))
 
 
 def test_a_generator_of_batches_is_over_after_one_epoch():

@@ -86,7 +86,7 @@ VARIANTS = [
     {"top_k": 1, "shared_experts": 2},
     {"gated": False, "shared_experts": 1, "top_k": EXPERTS, "activation": torch.tanh},
     {"gate": "noisy_topk"},
-    {"capacity": 0.5},
+    {"capacity_factor": 0.5},
 ]
 
 
@@ -161,7 +161,7 @@ def test_the_seed_decides_the_parameters():
 
 
 def test_no_tokens_and_a_single_token():
-    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, shared_experts=1, capacity=1.0)
+    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, shared_experts=1, capacity_factor=1.0)
     x = torch.randn(0, 3, WIDTH, requires_grad=True)
     output, router = layer(x, return_router=True)
     assert output.shape == x.shape
@@ -197,14 +197,14 @@ def test_under_autocast_the_router_stays_in_float32(tokens):
 
 
 def test_meta_tensors_have_the_right_shape():
-    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, capacity=1.0, device="meta")
+    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, capacity_factor=1.0, device="meta")
     assert layer(torch.empty(2, 5, WIDTH, device="meta")).shape == (2, 5, WIDTH)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_it_gives_the_same_without_a_break(dynamic):
     torch.manual_seed(0)
-    block = Block(capacity=1.0, shared_experts=1)
+    block = Block(capacity_factor=1.0, shared_experts=1)
     compiled = torch.compile(block, backend="eager", fullgraph=True, dynamic=dynamic)
     for tokens in (6, 30):
         x = torch.randn(tokens, WIDTH)
@@ -297,15 +297,15 @@ def test_adam_moves_idle_experts_whose_parameters_are_stacked():
     ("options", "message"),
     [
         ({"top_k": 9}, "top_k=9 of 8 experts; give at most num_experts"),
-        ({"top_k": 0}, "top_k=0 .* at least 1"),
-        ({"num_experts": 2.0}, "num_experts=2.0 .* whole number"),
-        ({"hidden": -1}, "hidden=-1"),
-        ({"shared_experts": -1}, "shared_experts=-1"),
+        ({"top_k": 0}, "top_k of a MixtureOfExperts is 0; give a whole number, at least 1"),
+        ({"num_experts": 2.0}, "num_experts of a MixtureOfExperts is of type float; give a whole number, at least 1"),
+        ({"hidden": -1}, "hidden of a MixtureOfExperts is -1; give"),
+        ({"shared_experts": -1}, "shared_experts of a MixtureOfExperts is -1; give a whole number, at least 0"),
         ({"gate": "top"}, "unknown gate 'top'; give one of softmax, sigmoid, noisy_topk"),
         ({"activation": "swish"}, "unknown activation 'swish'; give one of silu"),
-        ({"capacity": 0}, "capacity=0 .* factor over 0"),
-        ({"capacity": float("nan")}, "capacity=nan"),
-        ({"capacity": True}, "capacity=True .* factor over 0"),
+        ({"capacity_factor": 0}, "capacity_factor=0 .* factor over 0"),
+        ({"capacity_factor": float("nan")}, "capacity_factor=nan"),
+        ({"capacity_factor": True}, "capacity_factor=True .* factor over 0"),
         ({"activation": [1]}, r"unknown activation \[1\]"),
         ({"gated": 2}, "gated=2 .* True or False"),
         ({"normalize": "yes"}, "normalize='yes' .* True or False"),
@@ -354,6 +354,6 @@ def test_numbers_of_tokens_recompile_it_no_more_than_a_linear_layer(gate):
 
 
 def test_its_text_says_what_it_is():
-    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, gate="sigmoid", capacity=1.5)
+    layer = MixtureOfExperts(WIDTH, HIDDEN, EXPERTS, 2, gate="sigmoid", capacity_factor=1.5)
     assert "16, hidden=24, num_experts=8, activation=silu, gated=True, bias=False" in repr(layer)
-    assert "16, num_experts=8, top_k=2, gate=sigmoid, normalize=True, capacity=1.5" in repr(layer)
+    assert "16, num_experts=8, top_k=2, gate=sigmoid, normalize=True, capacity_factor=1.5" in repr(layer)

@@ -66,13 +66,13 @@ def test_it_computes_in_float32_at_least(dtype):
 
 def test_a_full_expert_counts_nothing_for_what_comes_later():
     """All first choices come before all second ones; earlier tokens before later ones."""
-    router = Router(3, 3, 2, normalize=False, capacity=0.75)  # 4 tokens, 8 choices, 3 experts: 2 for each
+    router = Router(3, 3, 2, normalize=False, capacity_factor=0.75)  # 4 tokens, 8 choices, 3 experts: 2 for each
     router.weight.data.copy_(torch.eye(3))
     x = torch.tensor([[3.0, 2.0, 1.0], [2.0, 3.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0]])
     _, indices, weights = router(x)
     assert indices.tolist() == [[0, 1], [1, 0], [0, 1], [0, 2]]
     assert (weights > 0).tolist() == [[True, True], [True, False], [True, False], [False, True]]
-    router.capacity = None
+    router.capacity_factor = None
     kept = weights > 0
     torch.testing.assert_close(weights[kept], router(x)[2][kept])
 

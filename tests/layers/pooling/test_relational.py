@@ -238,7 +238,7 @@ BATCH = torch.tensor([0, 0, 1, 1])
         (lambda _: RO3Pooling(structure="distance")(X, EDGES, torch.ones(2)), "reads no edge_attr"),
         (lambda _: RO3Pooling(structure="codegree", node_limit=3)(X, EDGES), "has 4 nodes.*node_limit=4"),
         (lambda _: RO3Pooling(3)(X, EDGES), "x has 2 features, in_channels is 3"),
-        (lambda _: RO3Pooling(0), "channels is 0; give a positive integer"),
+        (lambda _: RO3Pooling(0), "channels is 0; give a whole number, at least 1"),
         (lambda _: RO3Pooling("distance"), "channels is of type str"),
         (lambda _: RO3Pooling(structure="edges"), "unknown structure 'edges'; give one of adjacency, distance"),
         (lambda _: RO3Pooling(cap=2), "reads no cap"),

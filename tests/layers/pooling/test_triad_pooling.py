@@ -205,11 +205,15 @@ def test_its_text_and_its_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"triads": "open"}, "use 'closed' or 'all'"),
-        ({"ratio": 1.5}, "ratio=1.5"),
-        ({"ratio": 0}, "ratio=0"),
-        ({"ratio": -0.1}, "ratio=-0.1"),
-        ({"in_channels": 0}, "in_channels=0"),
+        ({"triads": "open"}, "triads is 'open'; give 'closed' or 'all'"),
+        ({"ratio": 1.5}, "ratio is 1.5; give a part"),
+        ({"ratio": 0}, "ratio is 0; give a part"),
+        ({"ratio": -0.1}, "ratio is -0.1; give a part"),
+        ({"ratio": "a"}, "ratio is 'a'; give a part"),
+        ({"ratio": True}, "ratio is True; give a part"),
+        ({"min_score": "a"}, "min_score is of type str; give a number"),
+        ({"in_channels": 0}, "in_channels is 0; give a whole number, at least 1"),
+        ({"in_channels": "3"}, "in_channels is of type str; give a whole number, at least 1"),
     ],
 )
 def test_wrong_options(options, message):

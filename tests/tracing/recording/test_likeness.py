@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import Alike, Cache, Likeness
+from fxopt.tracing.recording import Alike, Cache, Factors, Likeness
 from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 
 
@@ -116,6 +116,23 @@ def test_what_a_module_keeps_of_its_tensors_does_not_tell_it_apart():
         assert keys(alike, with_a_cache(None), with_a_cache(object())) == 1
     assert keys(Alike.REWRITTEN, with_a_cache(None), with_an_object_of_its_own()) == 2
     assert keys(Alike.TRACED, with_a_cache(None), with_a_cache(None)) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Factors):
+    value: float
+
+
+def with_a_factor(value: float) -> nn.Sequential:
+    module = block()
+    module.scale = Scale(value)  # pyright: ignore[reportAttributeAccessIssue]
+    return module
+
+
+def test_numbers_to_compute_with_tell_functions_apart_and_not_how_long_they_take():
+    assert keys(Alike.TIMED, with_a_factor(1.0), with_a_factor(2.0)) == 1
+    assert keys(Alike.REWRITTEN, with_a_factor(1.0), with_a_factor(1.0)) == 1
+    assert keys(Alike.REWRITTEN, with_a_factor(1.0), with_a_factor(2.0)) == 2
 
 
 def with_an_object_of_its_own() -> nn.Sequential:

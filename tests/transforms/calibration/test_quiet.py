@@ -1,4 +1,4 @@
-"""What torchao says when it is imported and called is not heard, and what others say is."""
+"""torchao's messages are silenced when it is imported and called; those of others are not."""
 
 from __future__ import annotations
 

@@ -124,6 +124,73 @@ def test_it_trains_with_the_optimizer_and_goes_back_and_forth():
     torch.testing.assert_close(other(*inputs), fast(*inputs))
 
 
+def stepped(model, optimizer):
+    """Return the parameters that a step of training leaves as they were."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(*graphs()), torch.tensor([0, 1, 2])).backward()
+    optimizer.step()
+    return [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+
+
+OPTIMIZERS = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.02),
+    "named": lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.02),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_optimizer_trains_the_new_parameters_too(kind, inplace):
+    model = Classifier()
+    optimizer = OPTIMIZERS[kind](model)
+    stepped(model, optimizer)
+    fast = swapped(model, optimizer=optimizer, inplace=inplace)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in fast.parameters()]
+    if kind == "named":
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in fast.named_parameters()]
+    stepped(fast, optimizer)
+    assert not stepped(fast, optimizer)
+
+
+def test_new_parameters_join_the_group_of_those_beside_them():
+    model = Classifier()
+    weights, biases = (
+        [p for name, p in model.named_parameters() if ("bias" in name) is wanted] for wanted in (False, True)
+    )
+    optimizer = torch.optim.Adam([{"params": biases, "weight_decay": 0.0}, {"params": weights, "lr": 0.5}], lr=0.02)
+    fast = swapped(model)
+    assert fxopt.translate_optimizer(optimizer, fast) is optimizer
+    held = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    for name, parameter in fast.named_parameters():
+        assert [id(parameter) in ids for ids in held] == ["bias" in name, "bias" not in name], name
+    fxopt.translate_optimizer(optimizer, fast)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(fast.parameters()))
+
+
+def test_of_two_optimizers_one_trains_the_new_parameters():
+    model = Classifier()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.conv, model.head))
+    fast = swapped(model, optimizer=first)
+    fxopt.translate_optimizer(second, fast)
+    assert len(first.param_groups[0]["params"]) == len(list(fast.parameters())) - 2
+    assert len(second.param_groups[0]["params"]) == 2
+
+
+def test_an_optimizer_lets_go_of_the_new_parameters_when_the_model_goes_back():
+    fast = swapped(Classifier())
+    optimizer = torch.optim.Adam(fast.parameters(), lr=0.02)
+    stepped(fast, optimizer)
+    again = fxopt.optimize(fast, "eliminate_dead_code", example_inputs=graphs(), optimizer=optimizer)
+    assert optimizer.state[again.ro3_pooling.before.weight]["step"] == 1
+    assert not stepped(again, optimizer)
+    original = fxopt.restore(again, optimizer=optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in original.parameters()]
+    assert len(optimizer.state) == len(list(original.parameters()))
+
+
 def test_old_checkpoints_load_and_what_they_lack_is_named():
     model = Classifier().eval()
     fast = swapped(model)
@@ -219,7 +286,8 @@ def test_a_call_without_a_batch_vector_or_with_a_size():
     [
         ({"to": "ro2"}, "did you mean 'ro3'"),
         ({"source": "mena"}, "did you mean 'mean'"),
-        ({"structure": "adjacent"}, "structure"),
+        ({"structure": "adjacent"}, "structure='adjacent'; give adjacency, distance or codegree"),
+        ({"triads": "open"}, "triads='open'; give closed or all"),
     ],
 )
 def test_wrong_options(options, message):

@@ -67,6 +67,24 @@ def test_layers_of_other_shapes_are_raced_too(scheme: str, raced: int, races: li
     assert len(races) == raced + 1
 
 
+class Gated(nn.Module):
+    """Two layers that are quantized one after the other in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.gate(x)) * self.value(x)
+
+
+def test_a_layer_beside_one_that_is_quantized_is_raced_once(races: list[str]) -> None:
+    torch.manual_seed(0)
+    made = decisions("int8_static", nn.Sequential(Gated(), Gated(), Gated()).eval())
+    assert [decision.status for decision in made] == ["applied"] * 6
+    assert races == ["Gated", "Gated", "Sequential"]
+
+
 def test_ranges_are_each_layers_own() -> None:
     model = net(64, 64)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ def find(program: Program, options: Settings) -> Iterator[Site | Refusal]:
     wanted = [each for each in found if isinstance(each, Target)]
     orders: dict[str, list[int]] = {}
     masks = _of_neighbours(wanted, options, orders) if options.method == "nm" else _of_all(wanted, options)
-    _check_amount(wanted, masks, options)
     owners: dict[str, list[Target]] = {}
     for target in wanted:
         owners.setdefault(target.owner, []).append(target)
@@ -71,30 +70,6 @@ def _of_neighbours(wanted: Sequence[Target], options: Settings, orders: dict[str
             orders[target.path] = order.tolist()
         masks[target.path] = weakest_of(scores[target.path], target.inputs, kept, of, order) | gone[target.path]
     return masks
-
-
-def _check_amount(wanted: Sequence[Target], masks: Mapping[str, Tensor], options: Settings) -> None:
-    """Make sure that what was asked is gone: an element that was zero before, and is left out, shows in no output.
-
-    Raises:
-        RuntimeError: less is gone; a fault of the ranking.
-    """
-    if options.schedule != "one_shot":
-        return
-    sizes = {target.path: target.weight.numel() for target in wanted}
-    if options.method == "nm":
-        kept, of = kept_of(options.pattern)
-        asked = {path: size // of * (of - kept) for path, size in sizes.items()}
-    elif options.scope == "layer":
-        asked = {path: round(options.amount * size) for path, size in sizes.items()}
-    else:
-        asked = {}
-        gone, all_of_it = sum(int(flags.sum()) for flags in masks.values()), round(options.amount * sum(sizes.values()))
-        if gone < all_of_it:
-            raise RuntimeError(f"{all_of_it} weights are to go, and the masks take {gone}")
-    for path, count in asked.items():
-        if int(masks[path].sum()) < count:
-            raise RuntimeError(f"{count} weights of '{path}' are to go, and its mask takes {int(masks[path].sum())}")
 
 
 def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Settings) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ....compat import has_hooks, own_parameters
 from ....layers.masked import gone_of
+from ....layers.members import FusedMembers, stacked_weights
+from ....layers.moe import MixtureOfExperts
 from ....passes.contract import word_for
 from ....passes.sites import Refusal
 from ....tracing.program import Program
@@ -28,6 +30,7 @@ _INPUTS: dict[type[nn.Module], int] = {
     nn.ConvTranspose3d: 0,
     nn.MultiheadAttention: 1,
     nn.RNNBase: 1,
+    MixtureOfExperts: 2,
 }
 """Layers whose matrices are pruned; along which dimension of their weights the inputs lie."""
 
@@ -72,17 +75,37 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
     for module in program.names.distinct:
         inputs = _inputs(user_class(type(module)))
         owner = program.names.name(module)
-        if inputs is None or word_for(keep, owner, program) is not None:
+        if word_for(keep, owner, program) is not None:
+            continue
+        if inputs is None:
+            yield from _stacked(module, owner)
             continue
         reason = _obstacle(module, owner)
         if reason:
             yield Refusal(reason, owner or "(root)")
             continue
         for name, weight in own_parameters(module).items():
-            if weight is not None and weight.ndim > 1 and "weight" in name:
+            if weight is not None and _is_matrix(module, name, weight):
                 gone = gone_of(module).get(name, torch.zeros_like(weight, dtype=torch.bool))
                 target = Target(owner, name, weight.detach(), gone.to(weight.device), inputs)
                 yield _tied(target, names[weight]) or _empty(target) or target
+
+
+def _is_matrix(module: nn.Module, name: str, weight: Tensor) -> bool:
+    """Say whether a parameter of a known layer is a weight, not a bias: of experts these are matrices, stacked."""
+    return weight.ndim == 3 if isinstance(module, MixtureOfExperts) else weight.ndim > 1 and "weight" in name
+
+
+def _stacked(module: nn.Module, owner: str) -> Iterator[Refusal]:
+    """Yield why stacked weights of experts or of other members cannot be masked."""
+    names = stacked_weights(module)
+    if not names:
+        return
+    if isinstance(module, FusedMembers):
+        yield Refusal("the weights of its members are stacked; prune before they are fused", owner)
+    else:
+        said = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        yield Refusal(f"it is no layer that can be masked: its stacked weights {said} stay", owner or "(root)")
 
 
 def _inputs(cls: type[nn.Module]) -> int | None:

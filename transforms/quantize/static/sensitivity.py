@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....layers.quantized import Range
+from ....progress_bar import progress_bar
 from ....tracing.program import Program
 from ....tracing.values import Inputs
-from ...calibration import advancing
 from .simulation import RoundedModel
 
 __all__ = ["Sensitivity", "sensitivity", "unknown"]
@@ -48,10 +48,10 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
         return Sensitivity(simulation.own_errors, {}, (), whole)
     alone: dict[str, float] = {}
     small = simulation.on_less()
-    with advancing("measuring layers", len(ranges)) as advance:
+    with progress_bar("fxopt: measuring layers", len(ranges)) as move:
         for name in ranges:
             alone[name] = small.error([name])
-            advance()
+            move(1)
     order = sorted(ranges, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.
     wrong, right, error = 0, len(order), 0.0

@@ -1,4 +1,4 @@
-"""A bar on standard error, where somebody watches, that says how far a training is."""
+"""A bar on standard error, where somebody watches, that says how far a long run is."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BETWEEN_SECONDS = 0.1
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None, wanted: bool) -> Generator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None, wanted: bool = True) -> Generator[Callable[[int], None]]:
     """Show a bar for a while, and give the function that moves it on; nothing where standard error is no terminal.
 
-    Nothing runs beside the training: the bar changes only when it is moved.
+    Nothing runs beside what is done: the bar changes only when it is moved.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     console, last = Console(stderr=True), time.perf_counter()
     if not wanted or not (console.is_terminal or console.is_jupyter):
-        yield lambda steps: None
+        yield lambda _: None
         return
     with Progress(console=console, auto_refresh=False, transient=True) as bar:
         task = bar.add_task(what, total=total)
