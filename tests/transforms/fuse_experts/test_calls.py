@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from mixtures import SPELLINGS, Block, MaskAny, Where
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.layers import moe
 from fxopt.passes import timing
 
 
@@ -86,13 +85,13 @@ def test_what_was_measured_is_for_about_as_many_tokens(monkeypatch: pytest.Monke
     monkeypatch.setattr(timing, "time_candidates", time_candidates)
     fast = fxopt.optimize(made(Where).eval(), "fuse_experts", example_inputs=[(x_of(1, 1),), (x_of(4, 16),)])
     assert [(d.status, d.choice) for d in fxopt.plan(fast).decisions] == [("applied", "padded")]
-    for name, apply in moe.LOWERINGS.items():
+    for name, apply in fxopt.layers.moe.LOWERINGS.items():
 
-        def noted(task: moe.Task, name: str = name, apply: object = apply) -> Tensor:
+        def noted(task: object, name: str = name, apply: Callable[[object], Tensor] = apply) -> Tensor:
             taken.append(name)
             return apply(task)
 
-        monkeypatch.setitem(moe.LOWERINGS, name, noted)
+        monkeypatch.setitem(fxopt.layers.moe.LOWERINGS, name, noted)
     with torch.no_grad():
         for shape in ((4, 16), (2, 16), (8, 16), (1, 1), (9, 16)):
             fast(x_of(*shape))
