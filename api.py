@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, UnverifiedWarning, expect
+from .errors import StateError, StateWarning, UnverifiedWarning, expect
 from .passes.driver import (
     Record,
     Request,
@@ -307,7 +307,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
     """
     target = as_path(path)
     expect(factory, (str, type(None)), "factory", "'package.module:function', or leave it out")
-    record, state = _record(model), state_dict(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StateWarning)  # the archive keeps the tensors as they are now
+        record, state = _record(model), state_dict(model)
     if writes_files(model):
         archive.save(model, target, record=record, state=state, factory=factory)
 

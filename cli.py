@@ -176,7 +176,7 @@ def export(
 
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
-    check_output(output, model)
+    check_output(output, model, suffix=".pt2")
     from . import api
 
     opened, example_inputs = _open(model, weights, inputs, trust)
@@ -233,9 +233,11 @@ def diff(
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
-    from .arguments import graphs_of, weights_of_both
+    from .arguments import check_model, graphs_of, weights_of_both
     from .reporting.diff import diff_graphs
 
+    for model in (a, b):  # before the first one is built
+        check_model(model)
     state = weights_of_both(a, b, weights)
     found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
     text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
@@ -263,11 +265,13 @@ def verify(
     The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
     check_tolerance(tolerance)
-    from .arguments import open_model, weights_of_both
+    from .arguments import check_model, open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models
     from .tracing.values import check_whole, normalize_inputs
 
+    for model in (a, b):  # before the first one is built
+        check_model(model)
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust)
     after, others = open_model(b, state[b], None, trust)

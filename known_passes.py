@@ -35,9 +35,11 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fuse_ensembles",
             "ddp",
         ),
-        "compress": ("prune", "fold_batchnorm", "quantize"),
+        "compress": ("quantize{scheme=int8_weight,aim=size}", "quantize{scheme=int8_static,aim=size}"),
     }
 )
+"""Preset -> what it stands for: passes, with options where they are not the default ones."""
+
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
 

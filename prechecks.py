@@ -45,19 +45,22 @@ def check_name(name: str | None) -> None:
         raise UsageError(f"unknown pass {name!r}{did_you_mean(name, known)}")
 
 
-def check_output(path: Path | None, *models: str) -> None:
+def check_output(path: Path | None, *models: str, suffix: str = "") -> None:
     """Make sure that a model can be written to `path`, and that nothing is lost by it.
 
     Args:
         path: what `-o` says.
         models: the MODELs that the command reads.
+        suffix: what the names of such files end in, where that matters.
 
     Raises:
-        InputError: the folder is not there, or something else than a saved model is.
+        InputError: the folder is not there, something else than a saved model is, or the name is of another format.
     """
     if path is None:
         return
     _check_place(path, "-o")
+    if suffix and path.suffix not in ("", suffix):
+        raise InputError(f"-o {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     if any(_same(path, Path(model.partition(":")[0])) for model in models):
         raise InputError(f"-o {path} is the model that is read; write to another file")
     if path.exists() and not _is_saved_model(path):

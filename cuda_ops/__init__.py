@@ -9,16 +9,23 @@ from . import triples
 from .add import add
 from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
+from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
 from .definition import defined
 from .gated import geglu, swiglu
+from .gated.spellings import KERNELS as _OF_GATED
 from .gpu import kernels_in_use
+from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
 from .log_clip import log_clip
 from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .norms.spellings import KERNELS as _OF_NORMS
 from .rotary_embedding import rotary_embedding
+from .rotary_embedding.spellings import KERNELS as _OF_ROTARY_EMBEDDING
 
 __all__ = [
+    "KERNELS",
     "NAMES",
+    "Kernel",
     "add",
     "add_layer_norm",
     "add_rms_norm",
@@ -38,3 +45,5 @@ __all__ = [
 
 NAMES = defined()
 """Their qualified names; all only compute, so exported programs may hold them."""
+KERNELS = (*_OF_NORMS, *_OF_GATED, *_OF_ROTARY_EMBEDDING, *_OF_BIAS_ACT)
+"""Operators that can take the place of what users write, in the order in which they are looked for."""

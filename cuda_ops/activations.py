@@ -17,6 +17,16 @@ BY_RESULT = {"relu": "relu", "sigmoid": "sigmoid_by_result", "tanh": "tanh_by_re
 """Activations whose gradient needs no more than their result, and what that is called in `activation_gradient`."""
 
 _aten = cast("Any", torch.ops.aten)
+
+
+def _silu_gradient(grad: Tensor, z: Tensor) -> Tensor:
+    """Return the gradient of SiLU: where a gradient of it may be asked for, in operations that have one."""
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(grad, z)
+    gate = torch.sigmoid(z)
+    return grad * gate * (1 + z * (1 - gate))
+
+
 _FORWARD: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
@@ -35,7 +45,7 @@ _BACKWARD: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda grad, z: _aten.threshold_backward(grad, z, 0),
     "gelu": _aten.gelu_backward,
     "gelu_tanh": lambda grad, z: _aten.gelu_backward(grad, z, approximate="tanh"),
-    "silu": _aten.silu_backward,
+    "silu": _silu_gradient,
     "sigmoid": lambda grad, z: _aten.sigmoid_backward(grad, torch.sigmoid(z)),
     "tanh": lambda grad, z: _aten.tanh_backward(grad, torch.tanh(z)),
     "sigmoid_by_result": _aten.sigmoid_backward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from ..errors import UsageError
 from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
-__all__ = ["NAMESPACE", "BatchingRule", "define", "defined", "describe", "elementwise", "looped"]
+__all__ = [
+    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise",
+    "looped", "times",
+]  # fmt: skip
 
 NAMESPACE = "fxopt"
 Function: TypeAlias = Callable[..., Any]
@@ -66,6 +69,46 @@ def define(
         made.register_autocast(device, cast("torch.dtype", autocast))
     describe(name, batching, **known)
     return call
+
+
+class Differentiated(TypedDict):
+    """How the gradient of an operator is computed, as `define` takes it."""
+
+    setup: Function
+    backward: Function
+
+
+def by_reference(reference: Function) -> Differentiated:
+    """Take gradients through a reference of plain operations, computed once more: of a backward, second derivatives."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch passes it
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in inputs))
+        ctx.plain = [None if isinstance(each, Tensor) else each for each in inputs]
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        deeper = torch.is_grad_enabled()
+        given = [plain if kept is None else kept for kept, plain in zip(ctx.saved_tensors, ctx.plain, strict=True)]
+        with torch.enable_grad():
+            if not deeper:
+                pairs = zip(given, ctx.needs_input_grad, strict=True)
+                given = [e.detach().requires_grad_(w) if isinstance(e, Tensor) else e for e, w in pairs]
+            results = reference(*given)
+            results = (results,) if isinstance(results, Tensor) else results
+            reached = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+            wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
+            found = torch.autograd.grad(
+                [r for r, _ in reached], [given[place] for place in wanted], [g for _, g in reached],
+                create_graph=deeper, allow_unused=True,
+            )  # fmt: skip
+        of = dict(zip(wanted, found, strict=True))
+        return tuple(of.get(place) for place in range(len(given)))
+
+    return {"setup": setup, "backward": backward}
+
+
+def times(own: Tensor, other: Tensor) -> Tensor:
+    """Return a product, in the memory of the first factor unless its gradient may be asked for."""
+    return own * other if own.requires_grad else own.mul_(other)
 
 
 def describe(name: str, batching: BatchingRule | None, **known: Any) -> None:

@@ -24,7 +24,7 @@ from .saving import SavesWhatMembersDoNot, count_slices
 from .slices import View
 from .views import SEALED, sealed_names, views_of
 
-__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "ways_to"]
+__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "ways_to", "written_out"]
 
 
 class FusedMembers(SavesWhatMembersDoNot):
@@ -136,6 +136,14 @@ def ways_to(paths: Iterable[str]) -> dict[str, set[str]]:
             ways.setdefault(parent, set()).add(last)
             path = parent
     return ways
+
+
+def written_out(owner: nn.Module, paths: Sequence[str]) -> dict[str, set[str]]:
+    """Return what to seal where a graph computes what calls of modules did: their settings, and the way there."""
+    sealed = ways_to(paths)
+    for path in paths:
+        sealed.setdefault(path, set()).update(settings_of(owner.get_submodule(path)), ("forward",))
+    return sealed
 
 
 def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:

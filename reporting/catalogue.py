@@ -21,7 +21,7 @@ def catalogue(name: str | None = None) -> str:
         UsageError: there is none.
     """
     if name is not None and name in PRESETS:
-        return _lines(name, {member: available()[member] for member in PRESETS[name]}, {})
+        return _lines(name, {member: dataclasses.replace(_info(member), name=member) for member in PRESETS[name]}, {})
     return _page(name) if name is not None else _lines("passes", available(), PRESETS)
 
 
@@ -38,11 +38,17 @@ def catalogue_json(name: str | None = None) -> dict[str, Any]:
     """Return what `catalogue` says as plain JSON values."""
     presets = {preset: list(members) for preset, members in PRESETS.items()}
     if name in presets:
-        return {"passes": [_plain(available()[member]) for member in presets[name]], "presets": {name: presets[name]}}
+        infos = {info.name: info for info in map(_info, PRESETS[name])}
+        return {"passes": [_plain(info) for info in infos.values()], "presets": {name: presets[name]}}
     if name is not None:
         find_pass(name)
     infos = [_plain(info) for info in available().values() if name in (None, info.name)]
     return {"passes": infos, "presets": presets}
+
+
+def _info(member: str) -> PassInfo:
+    """Return what is known of the pass that a preset has, with or without options."""
+    return available()[member.partition("{")[0]]
 
 
 def _page(name: str) -> str:

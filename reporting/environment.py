@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ def checks() -> list[Check]:
         *(_distribution(name, f"missing; pip install {name}", required=True) for name in REQUIRED),
         *(_distribution(name, f"not installed (optional: {use})", required=False) for name, use in OPTIONAL.items()),
         Check("devices", _devices()),
+        Check("cpu instructions", torch.backends.cpu.get_cpu_capability()),
+        Check("c++ compiler", _compiler()),
         Check("operators", kernels_in_use()),
         *_settings(current()),
         *_passes(),
@@ -62,6 +65,12 @@ def _distribution(name: str, absent: str, *, required: bool) -> Check:
 def _devices() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return ", ".join([f"cpu ({torch.get_num_threads()} threads)", *gpus])
+
+
+def _compiler() -> str:
+    """Return the compiler that torch.compile would take, where there is one."""
+    names = ("c++", "g++", "clang++")
+    return next(filter(None, map(shutil.which, names)), "none (optional: torch.compile)")
 
 
 def _settings(settings: Settings) -> list[Check]:

@@ -100,8 +100,8 @@ def _shown(what: str, before: float, after: float) -> str:
 
 
 def _bytes(record: Record, model: nn.Module) -> str:
-    """Say what a model's tensors take where some are held as small numbers."""
-    if not any(step.kind.startswith(_TO_SMALL_NUMBERS) for step in record.state_map.steps):
+    """Say what a model's tensors take where some take less room than before."""
+    if not any(step.is_compact for step in record.state_map.steps):
         return ""
     tensors = (all_tensors(all_modules(each)) for each in (record.skeleton, model))
     before, after = (sum(tensor.numel() * tensor.element_size() for tensor in each) for each in tensors)

@@ -154,9 +154,10 @@ def _row(decisions: Sequence[Decision]) -> Row:
     decision, figures = decisions[0], decisions[0].figures
     times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
     site = _several([decision.label for decision in decisions])
+    detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     return Row(
         pass_name=decision.pass_name,
-        site=printable(site + (f": {decision.detail}" if decision.detail else "")),
+        site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
         error=_error([decision.figures for decision in decisions]),
         speed=_speeds([decision.figures for decision in decisions]) + _threads(figures) + _shared(figures),
@@ -236,7 +237,8 @@ def left_alone(record: Record) -> list[Left]:
 def _cause(decision: Decision) -> tuple[str, ...]:
     """Return what places are named together by: the reason; where it has figures, equal places may differ in them."""
     pattern = _NUMBER.sub("#", decision.reason)
-    place = _NUMBER.sub("#", decision.label) if pattern != decision.reason else ""
+    may_differ = pattern != decision.reason and decision.status != "skipped"
+    place = _NUMBER.sub("#", decision.label) if may_differ else ""
     return decision.status, decision.pass_name, pattern, place
 
 

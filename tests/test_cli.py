@@ -368,6 +368,12 @@ def test_doctor_finds_this_installation_in_order(fxopt: Fxopt):
     assert {"fxopt", "torch", "FXOPT_VERIFY"} <= {check["name"] for check in done.json["checks"]}
 
 
+def test_doctor_says_what_the_machine_has(fxopt: Fxopt):
+    found = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
+    assert found["cpu instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert found["c++ compiler"]
+
+
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
     found = importlib.metadata.version
 
@@ -402,13 +408,14 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
         (("optimize", "bare.py", "-o", "./bare.py"), "is the model that is read"),
         (("optimize", "zoo:heads", "--save-plan", "absent/plan.json"), "there is no folder absent"),
         (("optimize", "zoo:heads", "--save-plan", "bare.py"), "is there and is no plan"),
-        (("export", "zoo:heads", "-o", "weights.pt"), "-o weights.pt is there and is no saved model"),
+        (("export", "zoo:heads", "-o", "weights.pt2"), "-o weights.pt2 is there and is no saved model"),
+        (("export", "zoo:heads", "-o", "b.onnx"), "-o b.onnx: this writes .pt2 files; name it b.pt2"),
     ],
 )
 def test_where_results_go_is_checked_before_the_work(
     fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ):
-    torch.save({"weight": torch.ones(2)}, zoo / "weights.pt")
+    torch.save({"weight": torch.ones(2)}, zoo / "weights.pt2")
     before = {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()}
     monkeypatch.setattr("fxopt.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
     done = fxopt(*arguments)

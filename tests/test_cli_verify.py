@@ -262,3 +262,9 @@ def test_damaged_files_exit_with_3_and_one_line(fxopt: Fxopt, zoo: Path):
     assert done.code == 3
     assert len(done.err.splitlines()) == 1
     assert done.out == ""
+
+
+def test_a_model_that_is_none_is_found_before_the_other_is_built(fxopt: Fxopt):
+    done = fxopt("verify", "zoo:no_such_factory", "missing.fxopt")
+    assert done.code == 2
+    assert "'missing.fxopt' is no file" in done.err and "no_such_factory" not in done.err

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..activations import activated, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
-from ..definition import define, looped
+from ..definition import by_reference, define, looped, times
 
 __all__ = ["geglu", "swiglu"]
 
@@ -41,7 +41,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _backward_reference(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    of_value = activated(gate, activation).mul_(grad)
+    of_value = times(activated(gate, activation), grad)
     return activation_gradient(grad * value, gate, activation).contiguous(), of_value.contiguous()
 
 
@@ -61,6 +61,7 @@ _gated_backward = define(
     fake=_fake_backward,
     kernel="gated.triton_kernel:gated_backward",
     batching=looped,
+    **by_reference(_backward_reference),
 )
 _gated = define(
     "gated",

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from ...errors import UsageError
 
-__all__ = ["Head", "Rows", "gradients", "losses", "rows_in_torch"]
+__all__ = ["ARGUMENTS", "Head", "Rows", "gradients", "losses", "rows_in_torch"]
 
 _LOGITS = 2**22
 """In a chunk, by default: 16 MiB of float32, which is enough rows for the products to be fast."""
+
+
+ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk"
+)
+"""Those of a head, as all the operators take them."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class Head:
         """Return how many rows a chunk has."""
         return self.chunk or max(16, _LOGITS // max(1, self.weight.shape[0]))
 
-    def logits(self, start: int) -> Tensor:
+    def rows(self, start: int, kept: Tensor) -> Tensor:
+        """Return a chunk of x, zero where rows are ignored: what they hold, infinities too, counts nowhere."""
+        return self.x[start : start + self.step].where(kept[:, None], 0)
+
+    def logits(self, rows: Tensor) -> Tensor:
         """Return the logits of a chunk, in float32 at the least."""
-        found = torch.nn.functional.linear(self.x[start : start + self.step], self.weight, self.bias)
+        found = torch.nn.functional.linear(rows, self.weight, self.bias)
         return found.to(wide(found.dtype))
 
     def kept(self, start: int) -> Tensor:
@@ -97,13 +107,15 @@ def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
     for start in head.starts:
         kept = head.kept(start)
         target = head.target[start : start + head.step].where(kept, 0)
-        scale = kept.to(found.dtype)
-        found[start : start + head.step] = rows(head.logits(start), target, scale, head.label_smoothing, False) * scale
+        logits, scale = head.logits(head.rows(start, kept)), kept.to(found.dtype)
+        found[start : start + head.step] = rows(logits, target, scale, head.label_smoothing, False).where(kept, 0)
     return found
 
 
 def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients for x, weight and bias; that of no bias is empty.
+
+    Those of weight and bias are float32 at the least: as sums over rows, they may be too large for float16.
 
     Args:
         head: the head.
@@ -117,22 +129,25 @@ def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -
     of_bias = weight.new_zeros(0 if bias is None else weight.shape[0], dtype=total.dtype)
     for start in head.starts:
         end = start + head.step
-        kept = head.kept(start).to(total.dtype)
-        scale = kept if upstream is None else kept * upstream[start:end]
-        logits = head.logits(start)
-        target = head.target[start:end].where(kept.bool(), 0)
-        total += (rows(logits, target, scale, head.label_smoothing, True) * kept).sum()
+        kept = head.kept(start)
+        scale = kept.to(total.dtype) if upstream is None else upstream[start:end].where(kept, 0)
+        chunk = head.rows(start, kept)
+        logits = head.logits(chunk)
+        target = head.target[start:end].where(kept, 0)
+        total += rows(logits, target, scale, head.label_smoothing, True).where(kept, 0).sum()
         narrow = logits.to(x.dtype)
         torch.mm(narrow, weight, out=of_x[start:end])
-        _accumulate(of_weight, narrow, x[start:end])
+        _accumulate(of_weight, narrow, chunk)
         if bias is not None:
             of_bias += logits.sum(0)
-        del logits, narrow
-    return total, of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype)
+        del logits, narrow, chunk
+    return total, of_x, of_weight, of_bias
 
 
 def _accumulate(of_weight: Tensor, of_logits: Tensor, x: Tensor) -> None:
     if of_weight.dtype == x.dtype:
         of_weight.addmm_(of_logits.t(), x)
+    elif x.dtype == torch.float16:  # a product of many rows overflows, and a mean divides only later
+        of_weight.addmm_(of_logits.t().to(of_weight.dtype), x.to(of_weight.dtype))
     else:
         of_weight.add_(of_logits.t() @ x)

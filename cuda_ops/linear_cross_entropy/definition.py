@@ -11,7 +11,7 @@ from ...compat import autocast_dtype
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, looped
-from .chunks import Head, gradients, losses, wide
+from .chunks import ARGUMENTS, Head, gradients, losses, wide
 from .summed import define_sum
 
 __all__ = ["linear_cross_entropy"]
@@ -20,15 +20,9 @@ _NAME = "linear_cross_entropy"
 _KERNELS = "linear_cross_entropy.triton_kernel"
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> None:
+def _check(*args: Any) -> None:
+    head = Head(*args)
+    x, weight, bias, target = head.x, head.weight, head.bias, head.target
     check_one_dtype(_NAME, x=x, weight=weight, bias=bias)
     check_one_device(_NAME, x=x, weight=weight, bias=bias, target=target)
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
@@ -38,60 +32,36 @@ def _check(
         raise UsageError(f"{_NAME}: target is {found}; expected int64 of shape {_shape(x[..., 0])}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"{_NAME}: bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
-    if not 0 <= label_smoothing <= 1:
-        raise UsageError(f"{_NAME}: label_smoothing is {label_smoothing}; pass a number from 0 to 1")
-    if chunk < 0:
-        raise UsageError(f"{_NAME}: chunk is {chunk}; pass a number of rows, or 0")
+    if not 0 <= head.label_smoothing <= 1:
+        raise UsageError(f"{_NAME}: label_smoothing is {head.label_smoothing}; pass a number from 0 to 1")
+    if head.chunk < 0:
+        raise UsageError(f"{_NAME}: chunk is {head.chunk}; pass a number of rows, or 0")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def _losses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> Tensor:
-    return losses(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk))
+def _losses(*args: Any) -> Tensor:
+    return losses(Head(*args))
 
 
 def _fake_losses(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], dtype=wide(x.dtype))
 
 
-def _step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), None)
+def _step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return gradients(Head(*args), None)
 
 
 def _fake_step(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_bias = weight.new_empty(0 if bias is None else weight.shape[0])
-    return x.new_empty((), dtype=wide(x.dtype)), x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
+    dtype = wide(x.dtype)
+    of_bias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=dtype)
+    return x.new_empty((), dtype=dtype), x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=dtype), of_bias
 
 
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), grad)[1:]
+def _backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients(Head(*args), grad)[1:]
 
 
 def _check_backward(grad: Tensor, *args: Any) -> None:
@@ -109,7 +79,9 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x, of_weight, of_bias = _linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return of_x, of_weight, of_bias if ctx.needs_input_grad[2] else None, None, None, None, None
+    dtype = of_x.dtype
+    bias = of_bias.to(dtype) if ctx.needs_input_grad[2] else None
+    return of_x, of_weight.to(dtype), bias, None, None, None, None
 
 
 _linear_cross_entropy_backward = define(
@@ -118,6 +90,7 @@ _linear_cross_entropy_backward = define(
     check=_check_backward,
     fake=_fake_backward,
     kernel=f"{_KERNELS}:linear_cross_entropy_backward",
+    schema=f"(Tensor grad, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     batching=looped,
 )
 _linear_cross_entropy = define(
@@ -126,6 +99,7 @@ _linear_cross_entropy = define(
     check=_check,
     fake=_fake_losses,
     kernel=f"{_KERNELS}:linear_cross_entropy",
+    schema=f"({ARGUMENTS}) -> Tensor",
     setup=_keep_arguments,
     backward=_of_losses,
     batching=looped,
@@ -136,6 +110,7 @@ _linear_cross_entropy_step = define(
     check=_check,
     fake=_fake_step,
     kernel=f"{_KERNELS}:linear_cross_entropy_step",
+    schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     batching=looped,
 )
 _linear_cross_entropy_sum = define_sum(f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step)
@@ -181,4 +156,7 @@ def linear_cross_entropy(
     if reduction == "none":
         return _linear_cross_entropy(*given, *settings).view(target.shape)
     total = _linear_cross_entropy_sum(*given, *settings)
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    count = (target != ignore_index).sum()
+    return (total / count.clamp(min=1)).where(count > 0, torch.nan)  # of no rows: NaN, with gradients of zero

@@ -15,13 +15,10 @@ from torch.autograd import Function
 
 from ...errors import UsageError
 from ..definition import NAMESPACE, describe, looped
+from .chunks import ARGUMENTS
 
 __all__ = ["define_sum"]
 
-_ARGUMENTS = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk) "
-    "-> Tensor"
-)
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -32,6 +29,7 @@ class _Step(Function):
     def forward(ctx: Any, step: Any, *args: Any) -> Tensor:
         total, *found = step(*args)
         ctx.save_for_backward(*found)
+        ctx.dtypes = [each.dtype for each in found[:1]] + [args[1].dtype] * 2
         return total
 
     @staticmethod
@@ -40,8 +38,8 @@ class _Step(Function):
             message = "create_graph=True asks for second derivatives; use torch's linear and cross_entropy"
             raise UsageError(f"linear_cross_entropy: {message}")
         wanted = ctx.needs_input_grad[1:4]
-        found = zip(ctx.saved_tensors, wanted, strict=True)
-        return None, *((each * grads[0]).to(each.dtype) if needed else None for each, needed in found), *[None] * 4
+        found = zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
+        return None, *((each * grads[0]).to(dtype) if needed else None for each, needed, dtype in found), *[None] * 4
 
 
 def define_sum(name: str, losses: Any, step: Any) -> Any:
@@ -61,7 +59,7 @@ def define_sum(name: str, losses: Any, step: Any) -> Any:
             return cast("Any", _Step).apply(step, *args)
         return total(*args)
 
-    _library.define(name + _ARGUMENTS, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, total, "CompositeExplicitAutograd")
     _library.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)

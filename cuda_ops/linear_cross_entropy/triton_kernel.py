@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -52,41 +54,16 @@ def _in_triton(logits: Tensor, target: Tensor, scale: Tensor, smoothing: float, 
     return found
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> Tensor:
+def linear_cross_entropy(*args: Any) -> Tensor:
     """Return the loss of each row."""
-    return losses(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), _in_triton)
+    return losses(Head(*args), _in_triton)
 
 
-def linear_cross_entropy_step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy_step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses, and its gradients."""
-    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), None, _in_triton)
+    return gradients(Head(*args), None, _in_triton)
 
 
-def linear_cross_entropy_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_cross_entropy_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the losses, each row times its factor."""
-    return gradients(Head(x, weight, bias, target, ignore_index, label_smoothing, chunk), grad, _in_triton)[1:]
+    return gradients(Head(*args), grad, _in_triton)[1:]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..definition import define, looped
+from ..definition import by_reference, define, looped, times
 from .arguments import check_norm, empty_sum, of_scale, statistic
 
 __all__ = ["add_layer_norm", "layer_norm"]
@@ -73,15 +73,15 @@ def _backward_reference(
     """
     if total.dtype == factor.dtype:
         return _in_aten(grad, of_sum, total, weight, bias, mean, factor)
-    normalized = (total - mean).mul_(factor)
+    normalized = times(total - mean, factor)
     scaled = grad if weight is None else grad * weight
     along = (scaled * normalized).mean(-1, keepdim=True)
     centered = scaled - scaled.mean(-1, keepdim=True, dtype=factor.dtype)
-    result = centered.addcmul_(normalized, along, value=-1).mul_(factor)
+    result = times(torch.addcmul(centered, normalized, along, value=-1), factor)
     if of_sum is not None:
         result.add_(of_sum)
     of_bias = of_scale(grad, bias, total)
-    return result.to(total.dtype).contiguous(), of_scale(normalized.mul_(grad), weight, total), of_bias
+    return result.to(total.dtype).contiguous(), of_scale(times(normalized, grad), weight, total), of_bias
 
 
 def _in_aten(
@@ -101,6 +101,24 @@ def _in_aten(
     of_total = found[0] if of_sum is None else found[0].add_(of_sum)
     of_weight, of_bias = (each if w else total.new_empty(0) for each, w in zip(found[1:], wanted[1:], strict=True))
     return of_total, of_weight, of_bias
+
+
+def _differentiable(
+    grad: Tensor,
+    of_sum: Tensor | None,
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    factor: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients where those of them are asked for: the statistics, kept as numbers, are of the sum."""
+    if total.dtype != factor.dtype:
+        wide = total.to(factor.dtype)
+        mean = wide.mean(-1, keepdim=True)
+        variance = (wide - mean).square().mean(-1, keepdim=True)
+        factor = (variance + (factor.detach() ** -2 - variance.detach())).rsqrt()
+    return _backward_reference(grad, of_sum, total, weight, bias, mean, factor)
 
 
 def _check_backward(
@@ -135,6 +153,7 @@ _layer_norm_backward = define(
     fake=_fake_backward,
     kernel="norms.triton_kernel:layer_norm_backward",
     batching=looped,
+    **by_reference(_differentiable),
 )
 _layer_norm = define(
     _NAME,

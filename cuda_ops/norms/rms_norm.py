@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..definition import define, looped
+from ..definition import by_reference, define, looped, times
 from .arguments import check_norm, empty_sum, of_scale, statistic
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -59,11 +59,20 @@ def _backward_reference(
     normalized = total * factor
     scaled = grad if weight is None else grad * weight
     along = (scaled * normalized).mean(-1, keepdim=True)
-    result = torch.addcmul(scaled.to(factor.dtype), normalized, along, value=-1).mul_(factor)
+    result = times(torch.addcmul(scaled.to(factor.dtype), normalized, along, value=-1), factor)
     if of_sum is not None:
         result.add_(of_sum)
-    of_weight = of_scale(normalized.mul_(grad), weight, total)
+    of_weight = of_scale(times(normalized, grad), weight, total)
     return result.to(total.dtype).contiguous(), of_weight
+
+
+def _differentiable(
+    grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients where those of them are asked for: the factor, which is kept as a number, is of the sum."""
+    mean = total.to(factor.dtype).square().mean(-1, keepdim=True)
+    factor = (mean + (factor.detach() ** -2 - mean.detach())).rsqrt()
+    return _backward_reference(grad, of_sum, total, weight, factor)
 
 
 def _check_backward(grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor) -> None:
@@ -83,6 +92,7 @@ _rms_norm_backward = define(
     fake=_fake_backward,
     kernel="norms.triton_kernel:rms_norm_backward",
     batching=looped,
+    **by_reference(_differentiable),
 )
 _rms_norm = define(
     _NAME,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import UsageError
@@ -34,7 +35,9 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise UsageError(f"{_NAME}: x has shape {tuple(x.shape)}; its last dimension must be even")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dim() > x.dim() or table.shape[-1:] != x.shape[-1:]:
+        pairs = zip(reversed(table.shape), reversed(x.shape), strict=False)
+        fits = all(size in (1, wanted) for size, wanted in pairs)
+        if table.dim() > x.dim() or table.shape[-1:] != x.shape[-1:] or not fits:
             found = f"{name} has shape {tuple(table.shape)}"
             raise UsageError(
                 f"{_NAME}: {found}; expected what broadcasts to {tuple(x.shape)}, its features as they are"
@@ -42,16 +45,23 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos, sin, *inverse = inputs
-    for name, needed in zip(("cos", "sin"), ctx.needs_input_grad[1:3], strict=True):
-        if needed:
-            raise UsageError(f"{_NAME}: {name} requires a gradient, which this operator does not give; detach it")
+    x, cos, sin, *inverse = inputs
     ctx.inverse = bool(inverse and inverse[0])
-    ctx.save_for_backward(cos, sin)
+    ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, cos, sin)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return _rotary_embedding(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, cos, sin = ctx.saved_tensors
+    of_x = _rotary_embedding(grad, cos, sin, not ctx.inverse)
+    if x is None:
+        return of_x, None, None, None
+    of_sin = _rotated(grad) * x if ctx.inverse else grad * _rotated(x)
+    return of_x, (grad * x).sum_to_size(cos.shape), of_sin.sum_to_size(sin.shape), None
+
+
+def _rotated(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 _rotary_embedding = define(
@@ -72,9 +82,10 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [..., features], floating-point, of an even number of features.
-        cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. They are constants.
+        cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. Constants, as a rule:
+            where one requires a gradient, `x` is kept for the backward as well.
 
     Raises:
-        UsageError: an argument is not of that form, or `cos` or `sin` requires a gradient.
+        UsageError: an argument is not of that form.
     """
     return _rotary_embedding(x, as_under_autocast(x, cos), as_under_autocast(x, sin))

@@ -3,7 +3,16 @@
 from .oriented_edges import oriented_edges
 from .products import CLOSED, sums_by_type
 from .structures import NODE_LIMIT, TYPES
-from .triangles import MEMORY_LIMIT, OrientedGraph, check_batch, check_edges, lexicographic, simple_edges, triangles
+from .triangles import (
+    MEMORY_LIMIT,
+    OrientedGraph,
+    check_batch,
+    check_edge_index,
+    check_edges,
+    lexicographic,
+    simple_edges,
+    triangles,
+)
 
 __all__ = [
     "CLOSED",
@@ -12,6 +21,7 @@ __all__ = [
     "TYPES",
     "OrientedGraph",
     "check_batch",
+    "check_edge_index",
     "check_edges",
     "lexicographic",
     "oriented_edges",

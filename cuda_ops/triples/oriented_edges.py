@@ -34,6 +34,8 @@ def _reference(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: i
 
 def _check(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) -> None:
     check_edge_index(edge_index)
+    if edge_index.is_meta:
+        raise UsageError("edge_index is on the meta device: how many edges are left is in the data; give real tensors")
     check_batch(batch, batch.numel())
 
 

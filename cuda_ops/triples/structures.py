@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations_with_replacement, permutations
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -182,9 +182,9 @@ def _of_pairs(matrix: Tensor, position: Tensor, i: Tensor, j: Tensor, k: Tensor)
 def _multiset_numbers(colors: int, device: torch.device) -> Tensor:
     """Return [colors, colors, colors], the number of the multiset of three colours."""
     table = torch.empty(colors, colors, colors, dtype=torch.int64)
-    for number, multiset in enumerate(combinations_with_replacement(range(colors), 3)):
-        for three in permutations(multiset):
-            table[three] = number
+    multisets = torch.combinations(torch.arange(colors), 3, with_replacement=True)
+    for three in permutations(multisets.unbind(1)):
+        table[three] = torch.arange(len(multisets))
     return table.to(device)
 
 
@@ -192,7 +192,7 @@ def _packed(adjacency: Tensor) -> Tensor:
     """Return the rows of an adjacency matrix as bits, [words, n]."""
     padded = torch.nn.functional.pad(adjacency, (0, -adjacency.shape[1] % _BITS)).to(torch.int64)
     bits = 1 << torch.arange(_BITS, device=adjacency.device)
-    return (padded.view(len(adjacency), -1, _BITS) * bits).sum(2).t().contiguous()
+    return (padded.view(len(adjacency), padded.shape[1] // _BITS, _BITS) * bits).sum(2).t().contiguous()
 
 
 def _count_bits(words: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import UsageError, expect
 
 __all__ = [
     "MEMORY_LIMIT",
@@ -49,8 +49,10 @@ def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_
         [3, T] int64: the nodes of each triangle, ascending in a column; columns in lexicographic order.
 
     Raises:
-        UsageError: `edge_index` is no [2, E] int64, or a node of it is not in `range(num_nodes)`.
+        UsageError: `edge_index` is no [2, E] int64, or a node of it is not in `range(num_nodes)`; or this is no number.
     """
+    if not isinstance(num_nodes, int) or isinstance(num_nodes, bool) or num_nodes < 0:
+        raise UsageError(f"num_nodes is {num_nodes!r}; give a whole number, at least 0")
     check_edges(edge_index, num_nodes)
     graph = OrientedGraph(simple_edges(edge_index, num_nodes), num_nodes)
     found = [graph.nodes(edges) for edges in graph.triangles(memory_limit)]
@@ -74,6 +76,7 @@ def check_edge_index(edge_index: Tensor) -> None:
     Raises:
         UsageError: it has not.
     """
+    expect(edge_index, Tensor, "edge_index", "[2, number of edges] torch.int64")
     if edge_index.dtype != torch.int64 or edge_index.dim() != 2 or edge_index.shape[0] != 2:
         found = f"{list(edge_index.shape)} {edge_index.dtype}"
         raise UsageError(f"edge_index is {found}; give [2, number of edges] torch.int64")

@@ -7,7 +7,16 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ...cuda_ops.triples import MEMORY_LIMIT, NODE_LIMIT, TYPES, check_batch, oriented_edges, sums_by_type
+from ...compat import autocast_dtype
+from ...cuda_ops.triples import (
+    MEMORY_LIMIT,
+    NODE_LIMIT,
+    TYPES,
+    check_batch,
+    check_edge_index,
+    oriented_edges,
+    sums_by_type,
+)
 from ...errors import UsageError, positive_integer
 from .adjacency import sums_by_edges, weights_of
 
@@ -16,6 +25,7 @@ __all__ = ["RO3Pooling"]
 Structure = Literal["adjacency", "distance", "codegree"]
 
 _CAPS = {"adjacency": 0, "distance": 3, "codegree": 2}
+_LARGEST_CAP = 100
 _SMALL = 1e-3
 """Means of products much larger than its square root are taken to the cube root; the slope at 0 is its -1/3 power."""
 
@@ -50,7 +60,7 @@ class RO3Pooling(nn.Module):
         in_channels: number of features of x where something is learned; `channels` by default.
         edge_channels: number of features of an edge, from which its weight is learned (a linear layer and a sigmoid);
             needs `channels` and ``"adjacency"``.
-        cap: the last distance, or number of common neighbours, that is told apart; 3 and 2 by default.
+        cap: the last distance, or number of common neighbours, that is told apart; 3 and 2 by default, 100 at most.
         node_limit: nodes of a graph at most, for ``"distance"`` and ``"codegree"``: more is an error.
         memory_limit: bytes for triples that are looked at together.
         device, dtype: of the parameters.
@@ -129,6 +139,7 @@ class RO3Pooling(nn.Module):
                 The operators that check the edges and go through triples wait in any case: how many edges and
                 triangles there are, and nodes in a graph, is in the data.
         """
+        check_edge_index(edge_index)
         self._check(x, edge_index, edge_attr, batch)
         count = _number_of_graphs(batch, batch_size)
         batch = edge_index.new_zeros(x.shape[0]) if batch is None else batch
@@ -166,10 +177,20 @@ class RO3Pooling(nn.Module):
             raise UsageError(f"x is {list(x.shape)} {x.dtype}; give [number of nodes, features] in floats")
         if self.in_channels is not None and x.shape[1] != self.in_channels:
             raise UsageError(f"x has {x.shape[1]} features, in_channels is {self.in_channels}")
+        self._check_dtype(x)
         if batch is not None:
             check_batch(batch, x.shape[0])
         if edge_attr is not None:
+            if not edge_attr.is_floating_point() and batch is None and edge_attr.shape == x.shape[:1]:
+                raise UsageError("edge_attr has whole numbers, one for each node: name the graph of each as batch=")
             self._check_weights(edge_attr, edge_index)
+
+    def _check_dtype(self, x: Tensor) -> None:
+        if self.before is None or x.dtype == self.before.weight.dtype:
+            return
+        wanted = self.before.weight.dtype
+        if autocast_dtype(x) != autocast_dtype(self.before.weight):
+            raise UsageError(f"x is {x.dtype}, and the parameters are {wanted}; give {wanted}")
 
     def _check_weights(self, edge_attr: Tensor, edge_index: Tensor) -> None:
         if self.structure != "adjacency":
@@ -202,6 +223,8 @@ def _means_and_shares(sums: Tensor, triples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _number_of_graphs(batch: Tensor | None, batch_size: int | None) -> int:
     if batch_size is not None:
+        if isinstance(batch_size, float | str | bool):
+            raise UsageError(f"batch_size is {batch_size!r}; give a whole number, at least 0")
         if batch is None and batch_size != 1:
             raise UsageError(f"batch_size is {batch_size}, without batch; give batch, or leave batch_size out")
         return batch_size
@@ -217,6 +240,8 @@ def _check_options(
     for name, size in sizes.items():
         if size is not None:
             positive_integer(size, name)
+    if isinstance(cap, int) and cap > _LARGEST_CAP:
+        raise UsageError(f"cap is {cap}: types are as many as its cube; give {_LARGEST_CAP} at most")
     if structure not in get_args(Structure):
         raise UsageError(f"unknown structure {structure!r}; give one of {', '.join(get_args(Structure))}")
     if structure == "adjacency" and cap is not None:

@@ -203,9 +203,10 @@ class RO3TriadPooling(nn.Module):
         Raises:
             UsageError: an argument is not of that form.
         """
-        batch = edge_index.new_zeros(len(x)) if batch is None else batch
-        check_batch(batch, len(x))
         check_edges(edge_index, len(x))
+        edge_index = edge_index.contiguous()
+        batch = edge_index.new_zeros(len(x)) if batch is None else batch
+        _check_graphs(edge_index, edge_attr, batch, len(x))
         if attn is not None and len(attn) != len(x):
             raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
         chosen = self.select(x if attn is None else attn, edge_index, batch)
@@ -219,6 +220,18 @@ class RO3TriadPooling(nn.Module):
     def extra_repr(self) -> str:
         limit = f"ratio={self.ratio}" if self.min_score is None else f"min_score={self.min_score}"
         return f"{self.in_channels}, {limit}, triads={self.triads!r}, multiplier={self.multiplier}"
+
+
+def _check_graphs(edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor, num_nodes: int) -> None:
+    check_batch(batch, num_nodes)
+    if batch.numel() and int(batch.min()) < 0:
+        raise UsageError(f"batch names graph {int(batch.min())}; graphs are counted from 0")
+    if edge_attr is not None and edge_attr.shape[:1] != edge_index.shape[1:]:
+        raise UsageError(f"edge_attr is {list(edge_attr.shape)}; give a row for each of {edge_index.shape[1]} edges")
+    first, second = batch[edge_index]
+    if not torch.equal(first, second):
+        edge = int((first != second).nonzero()[0])
+        raise UsageError(f"edge {edge} of edge_index joins nodes of two graphs, {first[edge]} and {second[edge]}")
 
 
 def _check(in_channels: object, ratio: object, triads: object, min_score: object) -> None:

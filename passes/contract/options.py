@@ -126,9 +126,14 @@ def read_value(value: Text, wanted: Any) -> Any:
 
 
 def _read_union(value: Text, wanted: Any) -> Any:
-    # Every word is text and every whole number a number, so the narrow members are tried first.
+    # Every word is text, every whole number a number, and one value a list: the narrow members are tried first.
     broad = (int, float, str)
-    for member in sorted(typing.get_args(wanted), key=lambda m: broad.index(m) + 1 if m in broad else 0):
+    last = len(broad) + 1 if value.items is None else 0
+
+    def order(member: Any) -> int:
+        return broad.index(member) + 1 if member in broad else last * (typing.get_origin(member) in _COLLECTIONS)
+
+    for member in sorted(typing.get_args(wanted), key=order):
         try:
             return read_value(value, member)
         except ValueMismatch:
@@ -144,14 +149,15 @@ def _read_literal(value: Text, wanted: Any) -> Any:
 
 
 def _read_collection(value: Text, wanted: Any) -> Any:
-    if value.items is None:
-        raise ValueMismatch(type_text(wanted), value)
+    """Read a list; one value that is not in brackets is a list of one, where lists may have any length."""
     origin, members = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is tuple and members[-1:] != (Ellipsis,):
+        if value.items is None:
+            raise ValueMismatch(type_text(wanted), value)
         if len(members) != len(value.items):
             raise ValueMismatch(f"{len(members)} values", value)
         return tuple(map(read_value, value.items, members))
-    read = [read_value(item, members[0]) for item in value.items]
+    read = [read_value(item, members[0]) for item in ((value,) if value.items is None else value.items)]
     return read if origin is list else frozenset(read) if origin is frozenset else tuple(read)
 
 

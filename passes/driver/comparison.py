@@ -192,7 +192,7 @@ class Comparison:
         if verdict is None:
             return {"checked": self._unchecked()}
         if self.pass_.numerics is Numerics.SEMANTIC and self._simulation is None:
-            return {"checked": "that it runs: it changes the function by design"}
+            return {"checked": "that it runs (its results differ by design)"}
         return {
             "checked": verdict.checked_in,
             "meaning_error": verdict.meaning_error,

@@ -139,7 +139,7 @@ class Tuner:
         """Return a group left as it is, where no time is left to check what a pass makes of it."""
         if not self._check or self.budget.allows_check(clean_up=pass_.clean_up):
             return None
-        return Candidate(group, f"not checked: {self.budget} was spent", was_skipped=True)
+        return Candidate(group, f"not checked: {self.budget} was spent; allow more by time_budget", was_skipped=True)
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass says so."""

@@ -65,7 +65,7 @@ class _Parser:
         """Read one pass, or the several that a preset stands for."""
         name = self.take("word", "the name of a pass")
         if name.text in PRESETS and self.here.text != "{":
-            return tuple(self.build(self.find(member), name, {}) for member in PRESETS[name.text])
+            return tuple(pass_ for member in PRESETS[name.text] for pass_ in _Parser(member, self.find).pipeline())
         try:
             pass_type = self.find(name.text)
         except UsageError as error:

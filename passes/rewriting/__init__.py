@@ -6,13 +6,17 @@ from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .inlining import obstacle_to_inlining, unmet_guards
+from .matching import Found, Held, Place
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
 
 __all__ = [
     "Edit",
+    "Found",
+    "Held",
     "Match",
     "Pattern",
+    "Place",
     "Snapshot",
     "UnnotedChange",
     "anything",

@@ -11,12 +11,15 @@ from torch import fx, nn
 
 from ...compat import has_hooks
 from ...operators import CallArguments, canonical_name, mutates, normalized_arguments, operator_info, operator_of_module
+from ...tracing.graphs import capture_of
+from ...tracing.guards import Argument
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from ...tracing.values import user_class
 from .effects import overwrites_unseen, writes
+from .inlining import obstacle_to_inlining, unmet_guards
 
-__all__ = ["Call", "Found", "Place", "call_in"]
+__all__ = ["Call", "Found", "Held", "Place", "call_in"]
 
 
 @dataclass(frozen=True)
@@ -26,21 +29,28 @@ class Found:
     Attributes:
         names: name given in the pattern -> node.
         computed: the operations and module calls that were matched.
+        values: name given in the pattern -> what else was found: a plain value, or a tensor that a module holds.
     """
 
     names: Mapping[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     computed: tuple[fx.Node, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def called(self, name: str | None, node: fx.Node) -> Iterator[Found]:
         """Yield the same with a name for a node, unless another node has that name."""
         if name is None or self.names.get(name) is node:
             yield self
         elif name not in self.names:
-            yield Found({**self.names, name: node}, self.computed)
+            yield Found({**self.names, name: node}, self.computed, self.values)
+
+    def holding(self, name: str, value: Any) -> Iterator[Found]:
+        """Yield the same with a name for what is no node, unless something else has that name."""
+        if name not in self.names and self.values.get(name, value) == value:
+            yield Found(self.names, self.computed, {**self.values, name: value})
 
     def computed_by(self, name: str | None, node: fx.Node) -> Iterator[Found]:
         """Yield the same with an operation, and a name for it."""
-        yield from Found(self.names, (*self.computed, node)).called(name, node)
+        yield from Found(self.names, (*self.computed, node), self.values).called(name, node)
 
 
 @dataclass(frozen=True)
@@ -78,10 +88,9 @@ class Call:
 def call_in(place: Place, node: fx.Node, operator: str) -> Call | None:
     """Return a node's call of an operator, in whatever spelling; None if it computes another one, or writes."""
     if node.op == "call_module":
-        module = place.program.callee(place.owner, node)
-        if operator_of_module(user_class(type(module))) != operator or has_hooks(module):
+        called = _called_by(place.program.callee(place.owner, node), operator, node)
+        if called is None:
             return None
-        called = _inside(module, operator, node)
     elif canonical_name(node) == operator:
         called = node, normalized_arguments(operator, node.target, node.args, node.kwargs)
     else:
@@ -100,6 +109,51 @@ def _orders(operator: str, arguments: CallArguments) -> Sequence[Sequence[Any]]:
     return operands, (operands[1], operands[0], *operands[2:])
 
 
+def _called_by(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments] | None:
+    """Return a module's call of an operator, if that is all it does."""
+    known = operator_of_module(user_class(type(module)))
+    if known is None:
+        return _in_capture(module, operator, node)
+    return None if known != operator or has_hooks(module) else _inside(module, operator, node)
+
+
+def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments] | None:
+    """Return what a captured module calls, if that is one operator whatever it is given: an activation of a library."""
+    capture = capture_of(module)
+    if capture is None or len(capture.specializations) != 1:
+        return None
+    (specialization,) = capture.specializations
+    call = _only_call(specialization.graph)
+    if call is None or canonical_name(call) != operator or obstacle_to_inlining(module) is not None:
+        return None
+    try:
+        given = capture.parameters.bind(node.args, dict(node.kwargs))
+    except TypeError:
+        return None
+    sources = {each: specialization.argument(each) for each in specialization.graph.find_nodes(op="placeholder")}
+    plain = all(isinstance(source, Argument) and source.name in given for source in sources.values())
+    if not plain or unmet_guards(module, specialization, given):
+        return None
+    named = {n.name: given[getattr(source, "name", "")] for n, source in sources.items()}
+    return call, _as_if_outside(call, operator, node.target, named)
+
+
+def _only_call(graph: fx.Graph) -> fx.Node | None:
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    one = len(calls) == 1 and calls[0].op != "call_module" and graph.output_node().args[0] is calls[0]
+    return calls[0] if one else None
+
+
+def _as_if_outside(call: fx.Node, operator: str, path: Any, given: Mapping[str, Any]) -> CallArguments:
+    """Return the arguments of a call inside of the module called `path`, by what that is given."""
+
+    def value(inner: fx.Node) -> Any:
+        return given[inner.name] if inner.op == "placeholder" else Held(f"{path}.{inner.target}")
+
+    args, kwargs = fx.map_arg((call.args, call.kwargs), value)
+    return normalized_arguments(operator, call.target, args, kwargs)
+
+
 def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments]:
     """Return what a module of one operator calls, as if the graph called that itself.
 
@@ -108,23 +162,19 @@ def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, C
     outside = node, CallArguments(node.args, node.kwargs, len(node.args) + len(node.kwargs))
     graph = leaf_graph(module)
     calls = [] if graph is None else [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    if len(calls) != 1 or canonical_name(calls[0]) != operator:
+    if graph is None or len(calls) != 1 or canonical_name(calls[0]) != operator:
         return outside
     try:
         given = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
     except TypeError:
         return outside
     given.apply_defaults()
-
-    def value(inner: fx.Node) -> Any:
-        return given.arguments[str(inner.target)] if inner.op == "placeholder" else _Held(str(inner.target))
-
-    args, kwargs = fx.map_arg((calls[0].args, calls[0].kwargs), value)
-    return calls[0], normalized_arguments(operator, calls[0].target, args, kwargs)
+    named = {n.name: given.arguments[str(n.target)] for n in graph.find_nodes(op="placeholder")}
+    return calls[0], _as_if_outside(calls[0], operator, node.target, named)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor or setting that a module reads of itself."""
+class Held:
+    """A tensor or setting that a called module reads of itself, by its name as seen from the graph's owner."""
 
     name: str

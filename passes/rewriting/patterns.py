@@ -79,7 +79,7 @@ class Pattern:
     """What a node must be; by itself it fits every node.
 
     Where an operand or an argument is expected, a pattern may also be a plain value, which fits an equal one of the
-    same type (`1` is not `1.0`), or a list of patterns, which fits a list or tuple of as many values.
+    same type (`1` is not `1.0`), a list of patterns, which fits a list or tuple of as many values, or a slice of them.
 
     Attributes:
         name: under which the match gives the node; where a name is repeated, it has to be the same node.
@@ -190,8 +190,15 @@ def _fit(pattern: Any, value: Any, place: Place, found: Found) -> Iterator[Found
         patterns = cast("list[Any]", pattern)
         if isinstance(value, (list, tuple)) and len(cast("list[Any]", value)) == len(patterns):
             yield from _all_fit(patterns, cast("list[Any]", value), place, found)
+    elif isinstance(pattern, slice):
+        if isinstance(value, slice):
+            yield from _all_fit(_bounds(pattern), _bounds(value), place, found)
     elif type(value) is type(pattern) and value == pattern:
         yield found
+
+
+def _bounds(piece: Any) -> list[Any]:
+    return [piece.start, piece.stop, piece.step]
 
 
 def _all_fit(patterns: Any, values: Any, place: Place, found: Found) -> Iterator[Found]:

@@ -123,3 +123,35 @@ def test_a_graph_captured_without_gradients_computes_them_in_the_forward():
     torch.testing.assert_close(
         got, torch.autograd.grad(plain(x, model.head.weight, target, model.head.bias), model.head.weight)
     )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_rows_that_are_ignored_count_nowhere_whatever_they_hold(reduction):
+    x, weight = torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
+    x[1], x[3] = float("inf"), float("nan")
+    x.requires_grad_()
+    target = torch.tensor([0, -100, 4, -100])
+    linear_cross_entropy(x, weight, target, reduction=reduction).sum().backward()
+    found = x.grad.clone(), weight.grad.clone()
+    x.grad = weight.grad = None
+    kept = target >= 0
+    F.cross_entropy(F.linear(x[kept], weight), target[kept], reduction=reduction).sum().backward()
+    torch.testing.assert_close(found, (x.grad, weight.grad))
+
+
+def test_the_mean_of_no_rows_is_nan_and_has_gradients_of_zero():
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.full((4,), -100))
+    loss.backward()
+    assert loss.isnan()
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sums_of_gradients_that_overflow_float16_are_divided_first(reduction):
+    x, weight = torch.full((2000, 4), 100.0).half(), torch.zeros(5, 4).half().requires_grad_()
+    linear_cross_entropy(x, weight, torch.zeros(2000).long(), reduction=reduction).mean().backward()
+    expected = torch.full((5, 4), 20.0)
+    expected[0] = -80.0
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=2e-3, atol=0)

@@ -150,3 +150,11 @@ def test_what_small_numbers_take_and_what_was_left_for_speed():
         .notes[1]
         .startswith("one place was not quantized, since that is no faster there; with aim=size")
     )
+
+
+def test_what_fewer_units_take_is_said_too():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    fast = fxopt.optimize(
+        model, "prune{method=structured,amount=0.5}", example_inputs=torch.randn(4, 64), measure=False
+    )
+    assert "parameters and buffers take 16.4 KiB, 32.5 KiB before (50%)" in fxopt.report(fast).notes

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Generator, Mapping
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ...compat import all_modules
 from ..graphs import Specialization
 from ..recording import Call, ModelState, restoring
 from ..rules import tracing_session
-from ..trace import TracingSession, UnrollingTracer
-from ..values import signature_of, user_class
+from ..trace import Decided, TracingSession, UnrollingTracer
+from ..values import INTERNAL, Untraceable, has_attributes, signature_of, user_class
 from .program import Program
 
 __all__ = ["Unrolled", "Unroller", "unrolling"]
@@ -28,10 +29,14 @@ class Unrolled:
     Attributes:
         specialization: its graph, and what it holds under, but for what data decided.
         values: node -> its value in that call.
+        decided: what data decided in it.
+        shaped: the nodes whose shapes hang on data.
     """
 
     specialization: Specialization
     values: Mapping[fx.Node, Any]
+    decided: Sequence[Decided]
+    shaped: frozenset[fx.Node]
 
     @property
     def graph(self) -> fx.Graph:
@@ -44,13 +49,20 @@ class Unroller:
     def __init__(self, program: Program, session: TracingSession) -> None:
         self._program, self._session = program, session
 
-    def unroll(self, owner: str, call: Call, opened: Collection[nn.Module] = ()) -> Unrolled:
+    def unroll(
+        self,
+        owner: str,
+        call: Call,
+        opened: Collection[nn.Module] = (),
+        overwritten: Mapping[str, Tensor] | None = None,
+    ) -> Unrolled:
         """Return a recorded call of the module called `owner`.
 
         Args:
             owner: its name.
             call: as `Program.recording` has it.
             opened: the modules inside whose calls are traced through.
+            overwritten: name of a node -> the value that it is to have, in the place of its own.
 
         Raises:
             Untraceable: if the forward does something that no graph can say.
@@ -58,10 +70,17 @@ class Unroller:
         """
         call = dataclasses.replace(call, children=[])  # they may be called otherwise than they were
         tracer = UnrollingTracer(self._session, self._program.names, owner, call, lambda _: False, {})
-        tracer.opened = frozenset(opened)
+        tracer.opened, tracer.overwritten = frozenset(opened), overwritten or {}
         forward = user_class(type(tracer.module)).forward
         signature = signature_of(forward)
-        return Unrolled(tracer.trace(signature), tracer.seen)
+        objects = _Objects([tracer.module, *opened])
+        try:
+            specialization = tracer.trace(signature)
+        finally:
+            changed = objects.restore()
+        if changed is not None:
+            raise Untraceable(f"it changes {changed}", "")
+        return Unrolled(specialization, tracer.seen, tracer.decided, frozenset(tracer.data.shaped))
 
 
 @contextmanager
@@ -70,3 +89,39 @@ def unrolling(program: Program) -> Generator[Unroller]:
     modules = list(all_modules(program.model))
     with restoring(ModelState(program.model)), tracing_session(modules) as session:
         yield Unroller(program, session)
+
+
+class _Objects:
+    """What is in the objects and containers that modules hold: a forward that is traced through writes into them."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held: list[tuple[str, Any, Any]] = []
+        for module in dict.fromkeys(modules):
+            for name, value in list(vars(module).items()):
+                if name not in INTERNAL:
+                    self._note(f"{type(module).__name__}.{name}", value)
+
+    def _note(self, path: str, value: Any, depth: int = 1) -> None:
+        if type(value) in (list, dict, set, deque):
+            self._held.append((path, value, type(value)(value)))
+        elif has_attributes(value):
+            inside = cast("dict[str, Any]", vars(cast("object", value)))
+            self._held.append((path, inside, dict(inside)))
+            for name, inner in self._held[-1][2].items() if depth else ():
+                self._note(f"{path}.{name}", inner, depth - 1)
+
+    def restore(self) -> str | None:
+        """Put everything back; return what was changed first."""
+        changed = [(path, value, before) for path, value, before in self._held if not _is_same(value, before)]
+        for _, value, before in changed:
+            value.clear()
+            (value.update if isinstance(value, (dict, set)) else value.extend)(before)
+        return changed[0][0] if changed else None
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(key in before and item is before[key] for key, item in cast("dict[Any, Any]", value).items())
+    return isinstance(value, set) or all(a is b for a, b in zip(value, before, strict=True))

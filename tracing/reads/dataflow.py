@@ -30,13 +30,14 @@ class DataFlow:
         examples: node -> its example value.
 
     Attributes:
+        shaped: values whose shapes hang on data.
         later: values that hang on what was read of an object after objects had been changed.
     """
 
     def __init__(self, examples: Mapping[fx.Node, Any]) -> None:
         self._examples = examples
         self._tensors: set[fx.Node] = set()
-        self._shaped: set[fx.Node] = set()
+        self.shaped: set[fx.Node] = set()
         self._fixed: set[fx.Node] = set()
         self._made: set[fx.Node] = set()
         self._decides: dict[fx.Node, bool] = {}
@@ -70,8 +71,8 @@ class DataFlow:
         if structured and not is_tensor:  # how long a tensor is hangs on its shape
             self._fixed.add(node)
         shaping = inputs[:1] if info_of(node).shape == "first" else inputs
-        if self._shapes_by_data(node) or any(used in self._shaped for used in shaping):
-            self._shaped.add(node)
+        if self._shapes_by_data(node) or any(used in self.shaped for used in shaping):
+            self.shaped.add(node)
         self._decides[node] = self._hangs_on_data(node)  # now, while what it uses is known: a chain may be long
 
     def _is_object(self, value: Any, inputs: list[fx.Node]) -> bool:
@@ -120,7 +121,7 @@ class DataFlow:
                     return True
             elif used in self._made:
                 continue
-            elif not describes or (used in self._shaped and _reads_shape(node) and not self._counts_results(node)):
+            elif not describes or (used in self.shaped and _reads_shape(node) and not self._counts_results(node)):
                 return True
         return False
 

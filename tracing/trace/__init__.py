@@ -6,6 +6,6 @@ from .arguments import VARYING
 from .decisions import BY_DATA
 from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
-from .unrolled import UnrollingTracer
+from .unrolled import Decided, UnrollingTracer
 
-__all__ = ["BY_DATA", "VARYING", "ModuleTracer", "TracingSession", "UnrollingTracer", "with_regions"]
+__all__ = ["BY_DATA", "VARYING", "Decided", "ModuleTracer", "TracingSession", "UnrollingTracer", "with_regions"]

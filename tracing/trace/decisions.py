@@ -31,7 +31,7 @@ from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
 from ..reads import source_of, user_frame
 from .protocol import Tracer
 
-__all__ = ["BY_DATA", "Decisions"]
+__all__ = ["BY_DATA", "Decisions", "Pending"]
 
 BY_DATA = "its control flow depends on the data in a tensor"
 _MOST_BY_DATA = 8
@@ -39,7 +39,7 @@ _MOST_BY_DATA = 8
 
 
 @dataclass
-class _Pending:
+class Pending:
     """A proxy that was asked for a plain integer, by Python or by torch's argument parser: which, shows later."""
 
     proxy: ValueProxy
@@ -65,7 +65,7 @@ class Decisions:
         self.structural: set[fx.Node] = set()
         self.by_data: set[fx.Node] = set()
         self._tracer = tracer
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._lengths: dict[fx.Node, fx.Node] = {}
 
     def truth(self, proxy: ValueProxy) -> bool:
@@ -102,7 +102,7 @@ class Decisions:
         if value is UNKNOWN or isinstance(value, Tensor):
             raise TypeError(f"tracing needs the value of {proxy.node.name} as a plain integer")
         answer = operator.index(value)
-        self._pending.append(_Pending(proxy, frame, frame.f_lasti, source_of()))
+        self._pending.append(Pending(proxy, frame, frame.f_lasti, source_of()))
         return answer
 
     def forget_index(self, arguments: Any) -> None:
@@ -284,7 +284,7 @@ class Decisions:
             self.structural.add(check)
 
 
-def _is_running(pending: _Pending) -> bool:
+def _is_running(pending: Pending) -> bool:
     """Tell whether the instruction that asked is the one being run."""
     frame = user_frame()
     while frame is not None:

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
+from ...operators import canonical_name
 from ..proxies import ValueProxy
+from ..reads import source_of
 from ..values import copied, user_class
-from .decisions import Decisions
+from .decisions import Decisions, Pending
 from .tracer import ModuleTracer
 
-__all__ = ["UnrollingTracer"]
+__all__ = ["Decided", "UnrollingTracer"]
+
+_COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
+_EMPTY = {("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("lt", 1), ("ge", 1)}
+_MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
+_SAME = ("not_", "bool", "item", "int", "squeeze", "view", "reshape", "to", "select", "getitem", "flatten", "unsqueeze")
+_COUNTS = ("numel", "len", "size", "shape", "sum", "count_nonzero", "bincount", "histc", "cumsum", "diff")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a forward decided by data.
+
+    Attributes:
+        kind: by whether there is anything (`numel() == 0`, `any()`), by which number something has, by how many there
+            are, or by other values.
+        place: where.
+        uses: the nodes that the answer was computed from.
+        compared: the comparison of floats whose result `any` was asked of, if there is one.
+    """
+
+    kind: Literal["emptiness", "number", "size", "value"]
+    place: str
+    uses: frozenset[fx.Node]
+    compared: fx.Node | None = None
 
 
 class UnrollingTracer(ModuleTracer):
@@ -24,9 +51,12 @@ class UnrollingTracer(ModuleTracer):
     Attributes:
         seen: node -> its value in the recorded call, as the operation gave it.
         opened: the children whose calls are traced through.
+        overwritten: name of a node -> the value that it is to have, in the place of its own.
+        decided: what data decided, in order.
     """
 
     opened: frozenset[nn.Module] = frozenset()
+    overwritten: Mapping[str, Tensor] = {}
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -38,23 +68,42 @@ class UnrollingTracer(ModuleTracer):
 
     def _decisions(self) -> Decisions:
         self.seen: dict[fx.Node, Any] = {}
+        self.decided: list[Decided] = []
         return _Answers(self, self.messages)
 
     def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
+        value = self.overwritten.get(node.name, value)
         proxy = super()._proxy(node, value)
         changes = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         self.seen[node] = copied(value) if changes else value
         return proxy
 
+    def note_decided(self, node: fx.Node, *, plain: bool, place: str | None = None) -> None:
+        """Note that the value of a node decided something, or was turned into a plain number that may."""
+        with self.session.suspended():
+            value, kind = _asked(node, self.seen)
+            if plain and kind == "emptiness":
+                kind = "size"
+            found = _compared(value, self.seen) if kind == "emptiness" else None
+        self.decided.append(Decided(kind, place or source_of(), frozenset(_uses(node)), found))
+
 
 class _Answers(Decisions):
     """Answer what hangs on data as it was, and keep no guard of it."""
 
+    _tracer: UnrollingTracer
+
     def truth(self, proxy: ValueProxy) -> bool:
-        return self._as_it_was(proxy, bool) if self._hangs_on_data(proxy) else super().truth(proxy)
+        if not self._hangs_on_data(proxy):
+            return super().truth(proxy)
+        self._tracer.note_decided(proxy.node, plain=False)
+        return self._as_it_was(proxy, bool)
 
     def plain(self, proxy: ValueProxy, source: str | None = None) -> Any:
-        return self._as_it_was(proxy, _plain) if self._hangs_on_data(proxy) else super().plain(proxy, source)
+        if not self._hangs_on_data(proxy):
+            return super().plain(proxy, source)
+        self._tracer.note_decided(proxy.node, plain=True, place=source)
+        return self._as_it_was(proxy, _plain)
 
     def text(self, proxy: ValueProxy, spec: str) -> str:
         if not self._hangs_on_data(proxy):
@@ -64,6 +113,7 @@ class _Answers(Decisions):
     def index(self, proxy: ValueProxy, frame: FrameType) -> int:
         if not isinstance(proxy.fxopt_value, Tensor) and not self._hangs_on_data(proxy):
             return super().index(proxy, frame)
+        self._pending.append(Pending(proxy, frame, frame.f_lasti, source_of()))
         return self._as_it_was(proxy, operator.index)
 
     def _assume_length(self, proxy: ValueProxy, count: int) -> None:
@@ -78,3 +128,69 @@ class _Answers(Decisions):
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
+
+
+def _asked(
+    node: fx.Node, seen: Mapping[fx.Node, Any]
+) -> tuple[fx.Node, Literal["emptiness", "number", "size", "value"]]:
+    """Return what a decision is about, and what it asks of that."""
+    while canonical_name(node) in ("not_", "bool", "logical_not") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    name = canonical_name(node)
+    if name in _COMPARISONS and len(node.args) == 2:
+        left, right = node.args
+        if not isinstance(left, fx.Node):
+            left, right, name = right, left, _MIRRORED.get(name, name)
+        if not isinstance(left, fx.Node):
+            return node, "value"
+        if (name, right) in _EMPTY and _is_count(left, seen):
+            return left, "emptiness"
+        if name in ("eq", "ne") and _is_whole(left, seen) and not _is_count(left, seen):
+            return left, "number"
+        return left, "size" if _is_count(left, seen) else "value"
+    if name == "any" or _is_count(node, seen):
+        return node, "emptiness"
+    return node, "number" if _is_whole(node, seen) else "value"
+
+
+def _is_whole(node: fx.Node, seen: Mapping[fx.Node, Any]) -> bool:
+    """Say whether a value is a whole number, or a tensor of them."""
+    value = seen.get(node)
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and not value.is_complex()
+    return type(value) is int
+
+
+def _is_count(node: fx.Node, seen: Mapping[fx.Node, Any]) -> bool:
+    """Say whether a whole number says how many there are: it was counted, or computed from what was."""
+    pending, met = [node], set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        name = canonical_name(one)
+        if name in _COUNTS or (one.target is getattr and one.args[1] == "shape"):
+            return True
+        goes_on = name in _SAME or (type(seen.get(one)) is int and one.op == "call_function") or name == "tolist"
+        if goes_on and one not in met:
+            met.add(one)
+            inputs = one.all_input_nodes
+            pending += inputs[:1] if name in _SAME else inputs
+    return False
+
+
+def _compared(node: fx.Node, seen: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """Return the comparison of floats whose answers were counted, or asked for any."""
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if canonical_name(node) in _COMPARISONS:
+            floats = (seen.get(used) for used in node.all_input_nodes)
+            return node if any(isinstance(value, Tensor) and value.is_floating_point() for value in floats) else None
+    return None
+
+
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    seen, pending = {node}, [node]
+    for one in pending:
+        yield one
+        fresh = [used for used in one.all_input_nodes if used not in seen]
+        seen.update(fresh)
+        pending += fresh

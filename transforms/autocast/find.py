@@ -17,7 +17,7 @@ from ...tracing.graphs import Context, WrappedRegion, capture_of, required_captu
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, is_leaf, qualified, user_class
 from .leaf import AutocastLeaf
-from .lists import Kind, kind_of
+from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of
 from .returning import ReturningAutocast
 
@@ -98,7 +98,7 @@ class Search:
         """Say whether a module is a single layer that gains."""
         cls = type(module)
         is_plain = not has_hooks(module) and not issubclass(cls, AutocastLeaf) and is_leaf(module)
-        return is_plain and self._kind_of_name(operator_of_module(user_class(cls))) is Kind.LOWER
+        return is_plain and self._kind_of_layer(user_class(cls)) is Kind.LOWER
 
     def _around(self, name: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield a module and those around it, with their names."""
@@ -135,6 +135,9 @@ class Search:
                 continue  # its own graph holds all that gains
             for name in names:
                 self._pass_over(self.program.module(name))
+            for node in gaining:  # layers inside a layer, as shared experts, run in the region
+                if node.op == "call_module":
+                    self._pass_over(self.program.callee(owner, node))
             size = len(gaining) + sum(self._layers_in(self.program.module(name)) for name in names)
             parts.append(Part(owner, number, nodes, gaining, size))
         return parts
@@ -173,7 +176,7 @@ class Search:
             return None if isinstance(opened, ReturningAutocast) else f"the model itself opens {opened}"
         if self._is_kept(qualified(owner, str(node.target)), module) or not is_leaf(module):
             return None
-        kind = kind_of(operator_of_module(user_class(type(module))))
+        kind = kind_of_layer(user_class(type(module)))
         if kind is Kind.LOWER:
             return "its hooks would see results in 16 bits" if has_hooks(module) else _other_type(node)
         has_matrix = any(tensor is not None and tensor.dim() > 1 for tensor in own_parameters(module).values())
@@ -208,7 +211,7 @@ class Search:
             return Kind.FLOAT32
         capture = capture_of(module)
         if capture is None or not capture.specializations:
-            return self._kind_of_name(operator_of_module(user_class(type(module))))
+            return self._kind_of_layer(user_class(type(module)))
         return self._kind_of_graphs(name, module, [each.graph for each in capture.specializations])
 
     def _kind_of_graphs(self, name: str, module: nn.Module, graphs: Sequence[fx.Graph]) -> Kind:
@@ -222,8 +225,8 @@ class Search:
     def _is_kept(self, name: str, module: nn.Module) -> bool:
         return _autocast_of(module) is not None or any(names_module(word, name, module) for word in self.keep)
 
-    def _kind_of_name(self, name: str | None) -> Kind:
-        return Kind.FLOAT32 if name in self.keep else kind_of(name)
+    def _kind_of_layer(self, cls: type[nn.Module]) -> Kind:
+        return Kind.FLOAT32 if operator_of_module(cls) in self.keep else kind_of_layer(cls)
 
 
 def _autocast_of(module: nn.Module) -> Context | None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from ...layers import batched_layers, ensemble
-from ...operators import operator_info
+from torch import nn
 
-__all__ = ["FLOAT32", "FOLLOWING", "LOWER", "Kind", "kind_of", "kind_of_fused"]
+from ...layers import batched_layers, ensemble
+from ...layers.moe import MixtureOfExperts
+from ...operators import operator_info, operator_of_module
+
+__all__ = ["FLOAT32", "FOLLOWING", "LOWER", "Kind", "kind_of", "kind_of_fused", "kind_of_layer"]
 
 
 class Kind(enum.Enum):
@@ -81,6 +84,11 @@ _FUSED: Mapping[Kind, tuple[object, ...]] = {
         batched_layers.reshape_members,
     ),
 }
+
+
+def kind_of_layer(cls: type[nn.Module]) -> Kind:
+    """Return what a region does with a leaf: as with its operator; experts gain, whose router stays in float32."""
+    return Kind.LOWER if issubclass(cls, MixtureOfExperts) else kind_of(operator_of_module(cls))
 
 
 def kind_of(name: str | None) -> Kind:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_parameters, padding_around
 from ...layers.masked import gone_attribute, gone_of
-from ...layers.members import seal, settings_of, ways_to
+from ...layers.members import seal, written_out
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -137,11 +137,7 @@ def _call(layer: nn.Module, node: fx.Node, weight: fx.Node, bias: fx.Node, edit:
 
 def _seal(call: Call, edit: Edit) -> None:
     """Let the settings that the graph now holds, and the way to the two modules, be what they are."""
-    paths = [str(call.layer.target), str(call.norm.target)]
-    sealed = ways_to(paths)
-    for path in paths:
-        sealed.setdefault(path, set()).update(settings_of(edit.owner.get_submodule(path)), ("forward",))
-    for path, names in sealed.items():
+    for path, names in written_out(edit.owner, [str(call.layer.target), str(call.norm.target)]).items():
         module = edit.owner.get_submodule(path)
         edit.on_undo(seal(module, names), module)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
@@ -17,6 +18,7 @@ from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
 from ...tracing.values import Untraceable, is_container, is_leaf, tensors_in, user_class
+from .decisions import check_decisions, check_loop
 from .members import Items, Slices, Source, family_of, find_sources
 from .rounds import Loop, find_loop
 from .routing import RoutedBy, routing_of
@@ -57,6 +59,30 @@ class Mixture:
         numbers = [each.experts if called < 0 else torch.tensor([called]) for each, called in rounds]
         return {int(number) for number in torch.cat(numbers)}
 
+    def is_like(self, other: Mixture) -> bool:
+        """Say whether two calls of one module compute the same with other tokens."""
+        mine, theirs = self.routed, other.routed
+        if self.loop.rounds[0].scale != other.loop.rounds[0].scale or self.layers != other.layers:
+            return False
+        pairs = (mine.chosen, theirs.chosen), (mine.weights, theirs.weights)
+        return mine.kind == theirs.kind and all(_name(a) == _name(b) for a, b in pairs)
+
+    def reading(self, name: str) -> Mixture:
+        """Return it with an earlier node as that of all tokens: where all go to one expert, its rows look so, too."""
+        hidden = next(node for node in self.unrolled.graph.nodes if node.name == name or node is self.routed.hidden)
+        return dataclasses.replace(self, routed=dataclasses.replace(self.routed, hidden=hidden))
+
+    @property
+    def layers(self) -> list[str]:
+        """Return what tells one expert's computation from another's."""
+        return [
+            *(f"{node.op} {node.target} {node.args} {node.kwargs}" for node in self.template.compute.graph.nodes),
+            *(
+                f"{_family(layer.weight)} {layer.bias and _family(layer.bias)} {layer.transposed}"
+                for layer in self.template.layers
+            ),
+        ]
+
     @property
     def is_stacked(self) -> bool:
         """Whether all parameters are stacked already."""
@@ -67,6 +93,34 @@ _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_
 """Names that occur in loops over experts, where a forward can be known by its names only."""
 
 _NO_CALL = "a loop over experts is read off a call; give example_inputs"
+
+
+def routings_to(mixture: Mixture, unread: set[int]) -> Iterator[dict[str, Tensor]]:
+    """Yield routings that reach experts which have no tokens, while there are any.
+
+    Args:
+        mixture: as the example routes its tokens.
+        unread: is given the numbers of those experts; whoever runs a routing takes away what it reached.
+    """
+    unread |= set(range(mixture.count)) - mixture.reached
+    chosen = mixture.routed.chosen
+    value = mixture.unrolled.values[chosen]
+    for _ in range(_MOST_ROUTINGS):
+        if not unread:
+            return
+        order = [*sorted(unread), *(number for number in range(mixture.count) if number not in unread)]
+        if mixture.routed.kind in ("chosen", "scores"):
+            yield {
+                chosen.name: torch.tensor(order)[torch.arange(value.numel()) % len(order)].view(value.shape).to(value)
+            }
+            continue
+        mask = torch.zeros_like(value).view(-1, mixture.count)
+        rows = torch.arange(len(mask))
+        mask[rows, torch.tensor(order)[rows % len(order)]] = 1
+        yield {chosen.name: mask.view(value.shape)}
+
+
+_MOST_ROUTINGS = 8
 
 
 def find_mixtures(program: Program) -> Iterator[Mixture | tuple[str, str]]:
@@ -165,20 +219,46 @@ class _Reader:
             yield [*experts, *others]
 
     def _read(self, opened: list[nn.Module]) -> Mixture:
-        unrolled = self._unrolled(opened)
+        mixture, unread = self._read_call(opened, {}), set[int]()
+        for routing in routings_to(mixture, unread):
+            other = self._read_call(opened, routing)
+            if not other.is_like(mixture):
+                raise MatchFailure(
+                    f"experts without tokens in the examples compute something else, such as {min(unread)}"
+                )
+            unread -= other.reached
+            mixture = mixture.reading(other.routed.hidden.name)
+        if unread:
+            raise MatchFailure(
+                f"the examples leave expert {min(unread)} without tokens, and what it computes is not known"
+            )
+        return mixture
+
+    def _read_call(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Mixture:
+        unrolled = self._unrolled(opened, overwritten)
         sources = find_sources(self.module, unrolled.graph, unrolled.values)
         loop = find_loop(self.module, unrolled.graph, unrolled.values, sources) if sources else None
         if loop is None:
             raise _NoLoopError
+        check_decisions(unrolled)
+        check_loop(unrolled, loop)
         return _mixture(self.name, self.module, unrolled, loop, sources)
 
-    def _unrolled(self, opened: list[nn.Module]) -> Unrolled:
+    def _unrolled(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Unrolled:
         try:
-            return self.unroller.unroll(self.name, self.call, opened)
+            return self.unroller.unroll(self.name, self.call, opened, overwritten)
         except Untraceable:
             raise
         except Exception as error:  # the module's own code may raise anything on proxies
             raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
+
+
+def _name(node: fx.Node | None) -> str | None:
+    return None if node is None else node.name
+
+
+def _family(source: Source) -> str:
+    return f"{source.family} {source.inside}" if isinstance(source, Items) else source.family
 
 
 def _is_operation(module: nn.Module) -> bool:
@@ -203,7 +283,8 @@ def _mixture(
             "its experts call dropout as a function, which draws random numbers in training; with nn.Dropout they are "
             "computed together in evaluation"
         )
-    if any(description(each, module, sources) != description(first, module, sources) for each in others):
+    wanted = first.scale, description(first, module, sources)
+    if any((each.scale, description(each, module, sources)) != wanted for each in others):
         raise MatchFailure("its experts do not all compute the same")
     template = template_of(first, loop, module, sources, unrolled.values)
     counts = {s.count for layer in template.layers for s in (layer.weight, layer.bias) if s is not None}

@@ -94,7 +94,7 @@ class GraphPooling(Pass):
         if getattr(program.callee(owner, node), "min_score", None) is not None:
             return Refusal("min_score counts shares of all nodes, which triads do not have", at)
         data = {"kind": kind}
-        return Site(program, owner, {"pool": node.name}, index, data=data, detail=f"{kind} pooling by triads")
+        return Site(program, owner, {"pool": node.name}, index, data=data, detail=f"{kind} pooling by triads at {at}")
 
     def _readout(self, program: Program, owner: str, index: int, node: fx.Node) -> Site | Refusal:
         at, given = qualified(owner, node.name), _given(node)

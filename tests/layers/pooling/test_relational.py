@@ -250,3 +250,30 @@ def test_what_does_not_fit_is_refused_in_one_line(call: Any, message: str):
     with pytest.raises(fxopt.UsageError, match=message) as raised:
         call(RO3Pooling())
     assert "\n" not in str(raised.value)
+
+
+def test_no_nodes_are_graphs_without_triples():
+    x, edges = torch.randn(0, 2), torch.zeros(2, 0, dtype=torch.long)
+    for structure in ("adjacency", "distance", "codegree"):
+        assert not RO3Pooling(structure=structure)(x, edges).any()
+
+
+def test_wrong_types_and_dtypes_are_refused_in_one_line():
+    x, edges = torch.randn(3, 2), torch.tensor([[0, 1], [1, 2]])
+    calls = [
+        (lambda: RO3Pooling(4, in_channels=2)(x.double(), edges), r"x is torch.float64, and the parameters are"),
+        (lambda: RO3Pooling()(x.to("meta"), edges.to("meta")), "edge_index is on the meta device"),
+        (lambda: RO3Pooling()(x, edges.tolist()), "edge_index is of type list"),
+        (lambda: RO3Pooling()(x, edges.int()), r"give \[2, number of edges\] torch.int64"),
+        (lambda: RO3Pooling()(x, edges, None, torch.zeros(3).long(), 1.0), "batch_size is 1.0"),
+        (lambda: RO3Pooling(structure="distance", cap=150), "cap is 150: .* give 100 at most"),
+    ]
+    for call, message in calls:
+        with pytest.raises(fxopt.UsageError, match=message):
+            call()
+
+
+def test_a_batch_vector_in_the_place_of_edge_attr_is_named():
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
+    with pytest.raises(fxopt.UsageError, match="name the graph of each as batch="):
+        RO3Pooling(8)(torch.randn(6, 8), edges, torch.tensor([0, 0, 0, 1, 1, 1]))

@@ -231,3 +231,23 @@ def test_wrong_graphs():
     ):
         with pytest.raises(fxopt.UsageError, match=message):
             pool(*call)
+
+
+def test_edges_may_lie_in_memory_in_any_way():
+    x, edges = torch.randn(5, 4), torch.tensor([[0, 1], [1, 2], [2, 0], [2, 3], [3, 4]]).t()
+    layer = RO3TriadPooling(4)
+    for one, other in zip(layer(x, edges), layer(x, edges.contiguous()), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    x, edges, layer = torch.randn(4, 3), torch.tensor([[0, 1, 2], [1, 2, 3]]), RO3TriadPooling(3)
+    calls = [
+        (lambda: layer(x, edges, torch.ones(2)), r"edge_attr is \[2\]; give a row for each of 3 edges"),
+        (lambda: layer(x, edges, None, torch.tensor([0, 0, 0, -1])), "batch names graph -1"),
+        (lambda: layer(x, edges, None, torch.tensor([0, 0, 1, 1])), "edge 1 of edge_index joins nodes of two graphs"),
+        (lambda: layer(x, edges.int()), r"give \[2, number of edges\] torch.int64"),
+    ]
+    for call, message in calls:
+        with pytest.raises(fxopt.UsageError, match=message):
+            call()

@@ -111,3 +111,9 @@ def test_what_are_no_edges_of_the_graph_is_refused(edges: Tensor, message: str):
 def test_triangles_are_the_same_on_a_device():
     edges = edges_of(nx.gnp_random_graph(200, 0.1, seed=2))
     assert torch.equal(triangles(edges.cuda(), 200).cpu(), triangles(edges, 200))
+
+
+@pytest.mark.parametrize("number", [3.5, -1, True, None])
+def test_a_wrong_number_of_nodes_is_refused(number):
+    with pytest.raises(fxopt.UsageError, match=r"num_nodes is .*; give a whole number, at least 0"):
+        triangles(torch.tensor([[0, 1], [1, 2]]), number)

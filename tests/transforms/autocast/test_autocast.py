@@ -360,3 +360,19 @@ def test_compiled_and_exported() -> None:
 )
 def test_its_text_is_read_again(pass_: Autocast) -> None:
     assert list(parse(str(pass_))) == [pass_]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_gain_and_their_router_stays_in_float32(training: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), fxopt.layers.MixtureOfExperts(16, 32, 4, 2, shared_experts=1))
+    model.train(training)
+    x, seen = torch.randn(2, 8, 16), list[torch.dtype]()
+    fast = fxopt.optimize(model, "autocast{dtype=bfloat16}", example_inputs=(x,), measure=False, time_budget=60)
+    assert [(each.status, each.detail) for each in fxopt.plan(fast).decisions] == [("applied", "_0, _1")]
+    experts = next(each for each in fast.modules() if isinstance(each, fxopt.layers.MixtureOfExperts))
+    hook = experts.router.register_forward_hook(lambda _, __, output: seen.append(output[0].dtype))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=0.05, atol=0.02)
+    hook.remove()
+    assert set(seen) == {torch.float32}

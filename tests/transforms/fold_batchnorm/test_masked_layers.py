@@ -155,8 +155,8 @@ def test_norms_of_masked_layers_fold_into_what_is_quantized():
         assert not fast.state_dict()[name][~kept].any()
 
 
-def test_compress_folds():
-    fast = optimized("compress")
+def test_they_fold_before_they_are_quantized():
+    fast = optimized("prune,fold_batchnorm,quantize")
     assert folds(fast) == 3
     pruned = optimized("prune")
     for name, kept in masks(pruned).items():

@@ -305,16 +305,31 @@ def test_a_projected_lstm_is_refused():
     assert decisions(fast) == [("refused", "its hidden state is projected, for which there is no kernel")]
 
 
-def test_compress_prunes_and_quantizes(tmp_path: Path):
-    model = Net().eval()
-    pruned = fxopt.optimize(model, "prune", example_inputs=(X,), measure=False)
-    small = fxopt.optimize(model, "compress", example_inputs=(X,), measure=False)
-    assert type(small.up).__name__ == "Int8DynamicLinear"
-    assert error(small(X), pruned(X)) < 0.05
-    for name, weight in pruned.state_dict().items():
-        assert not small.state_dict()[name][weight == 0].any()
-    fxopt.save(small, tmp_path / "model.fxopt", factory="torch.nn:Identity")
-    assert torch.equal(fxopt.load(tmp_path / "model.fxopt", model=model)(X), small(X))
+class Convolving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32)
+        self.conv2, self.head = nn.Conv2d(32, 32, 3), nn.Linear(32 * 16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv2(self.norm(self.conv(x)).relu()).relu().flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["linears", "convolutions"])
+def test_compress_makes_a_model_small_whatever_it_is_made_of(kind: str, tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = (Net(), X) if kind == "linears" else (Convolving(), torch.randn(4, 3, 8, 8))
+    expected = model.eval()(x)
+    small = fxopt.optimize(model, "compress", example_inputs=(x,), time_budget=60)
+    assert error(small(x), expected) < 0.1
+    before, after = tmp_path / "before.fxopt", tmp_path / "after.fxopt"
+    fxopt.save(fxopt.optimize(model, []), before, factory="torch.nn:Identity")
+    fxopt.save(small, after, factory="torch.nn:Identity")
+    held = {type(module).__name__ for module in small.modules()}
+    assert "WeightOnlyLinear" in held or "Int8WeightLinear" in held, held
+    assert ("Conv2d" in held) is False
+    assert after.stat().st_size < 0.75 * before.stat().st_size
+    assert torch.equal(fxopt.load(after, model=model)(x), small(x))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -26,7 +26,7 @@ class Chosen:
     kept: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{len(self.kept)} of {self.group.size} {self.group.kind} of {self.group.name}"
+        return f"removes {self.group.size - len(self.kept)} of {self.group.size} {self.group.kind} of {self.group.name}"
 
 
 def kept_indices(units: Sequence[int], kept: Collection[int]) -> list[int]:

@@ -205,7 +205,7 @@ def test_stacked_experts_lose_inner_units_and_the_router_is_refused_by_name(fami
         f"_softmax in {mixture}.gate, in which a zero counts, too: classes, and whole experts of a router, stay"
     )
     assert {decision.status for decision in decisions.values()} == {"applied"}
-    assert decisions[f"{mixture}.experts"].detail == f"12 of 24 hidden of {mixture}.experts"
+    assert decisions[f"{mixture}.experts"].detail == f"removes 12 of 24 hidden of {mixture}.experts"
     stacked = fast.get_submodule(mixture).experts
     assert stacked.gate_up_proj.shape == (4, 24, 8) and stacked.down_proj.shape == (4, 8, 12)
     fast.train()(ids).logits.sum().backward()

@@ -282,4 +282,4 @@ def test_groups_that_cut_one_dimension_are_one_site(residual: Any):
     residual.couple(first, second)
     fast = fxopt.optimize(residual.model(), structured(scope="layer"), example_inputs=(residual.x,))
     (decision,) = fxopt.plan(fast).decisions
-    assert decision.detail == "4 of 8 channels of a and of 1 more layers" and decision.status == "undone"
+    assert decision.detail == "removes 4 of 8 channels of a and of 1 more layers" and decision.status == "undone"

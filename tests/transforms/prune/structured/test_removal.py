@@ -104,6 +104,15 @@ def test_checkpoints_from_before_load_and_what_is_saved_has_zeros(case: Any):
     assert torch.equal(fast(case.x), y)
 
 
+def test_saving_an_archive_says_nothing_of_zeros(residual: Any, tmp_path: Any):
+    fast = pruned(residual)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StateWarning)
+        fxopt.save(fast, tmp_path / "small.fxopt", factory="torch.nn:Identity")
+    back = fxopt.load(tmp_path / "small.fxopt", model=residual.model().eval())
+    assert back.stem.weight.shape == fast.stem.weight.shape
+
+
 def test_it_is_restored_with_its_sizes(case: Any):
     fast = pruned(case)
     with pytest.warns(StateWarning, match="zeros"):

@@ -1,0 +1,71 @@
+"""swap_kernels on families of transformers: what is found in each, in evaluation, training and bfloat16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "head_dim": 8}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
+DECODER = {"rms_norm", "swiglu", "rotary_embedding"}
+FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "llama": ("Llama", LLAMA, DECODER),
+    "gemma": ("Gemma", LLAMA, {"rms_norm", "geglu", "rotary_embedding"}),
+    "olmo": ("Olmo", LLAMA, {"layer_norm", "swiglu", "rotary_embedding"}),
+    "glm": ("Glm", LLAMA, {"rms_norm", "swiglu"}),  # positions of neighbouring features
+    "t5": ("T5Encoder", T5, {"rms_norm"}),
+    "gpt2": ("GPT2", GPT2, {"layer_norm", "bias_act"}),
+}
+
+
+def built(family: str) -> nn.Module:
+    name, sizes, _ = FAMILIES[family]
+    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(**sizes)
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def swapped(model: nn.Module) -> tuple[nn.Module, Counter[tuple[str, str]]]:
+    ids = torch.arange(1, 9).reshape(1, 8)
+    fast = fxopt.optimize(model, "swap_kernels", example_inputs=(ids,), measure=False, time_budget=600)
+    decisions = fxopt.plan(fast).decisions
+    with torch.no_grad():
+        expected, found = model(ids)[0], fast(ids)[0]
+    assert found.dtype == expected.dtype
+    assert (found - expected).abs().max() <= (1e-4 if found.dtype == torch.float32 else 0.05) * expected.abs().max()
+    return fast, Counter((each.site["data"]["kernel"], each.status) for each in decisions if each.site)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family(family: str):
+    _, found = swapped(built(family))
+    assert {kernel for kernel, status in found if status == "applied"} == FAMILIES[family][2]
+    assert all(status == "applied" for _, status in found)
+
+
+@pytest.mark.parametrize("family", ["gemma", "t5"])
+def test_in_bfloat16(family: str):
+    _, found = swapped(built(family).bfloat16())
+    assert found["rms_norm", "applied"] >= 3
+    assert all(status == "applied" for _, status in found)
+
+
+def test_in_training_gradients_are_the_same():
+    model, ids = built("llama").train(), torch.arange(1, 9).reshape(1, 8)
+    fast, found = swapped(model)
+    assert {kernel for kernel, _ in found} == DECODER
+    for each in (model, fast):
+        each(ids)[0].square().sum().backward()
+    for (name, mine), (other, theirs) in zip(fast.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,7 @@
+"""Put operators with kernels of their own in the place of operations that compute the same."""
+
+from __future__ import annotations
+
+from .swap import SwapKernels
+
+__all__ = ["SwapKernels"]

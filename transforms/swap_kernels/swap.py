@@ -1,0 +1,76 @@
+"""Find what is computed by several operations, and put the operator that computes it in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from ...cuda_ops import Kernel
+from ...errors import MatchFailure
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...tracing.program import Program
+from .known import kernels_named
+from .occurrences import Occurrence, occurrence
+from .spelled import is_cast
+
+__all__ = ["SwapKernels"]
+
+
+@dataclass(frozen=True)
+class SwapKernels(Pass):
+    """Compute norms, gated activations, rotary positions and biases with activations by operators that have kernels.
+
+    Before: y = weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))        After: y = rms_norm(x, weight, eps)
+    Refuses: operations whose results something else reads too, and operands that the operator does not take.
+
+    Options:
+        kernels: names of those to look for; all, if none is named.
+    """
+
+    kernels: tuple[str, ...] = ()
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kernels, (tuple, list)):
+            object.__setattr__(self, "kernels", tuple(self.kernels))
+            kernels_named(self.kernels)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        kernels = kernels_named(self.kernels)
+        for owner, capture in program.captures.items():
+            for number, specialization in enumerate(capture.specializations):
+                yield from _in_graph(program, owner, number, specialization.graph, kernels)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        (kernel,) = kernels_named([site.data["kernel"]])
+        found = occurrence(edit.program, site.owner, site["result"], kernel)
+        if not isinstance(found, Occurrence):
+            raise MatchFailure(found or f"{kernel.name} is not there any more")
+        found.write(edit)
+
+
+def _in_graph(
+    program: Program, owner: str, number: int, graph: fx.Graph, kernels: Sequence[Kernel]
+) -> Iterator[Site | Refusal]:
+    """Yield what is found in a graph, the whole before its parts: a cast of the result belongs to it."""
+    taken, refused = set[fx.Node](), dict[fx.Node, Refusal]()
+    for node in reversed(graph.nodes):
+        for kernel in kernels if node not in taken else ():
+            found = occurrence(program, owner, node, kernel)
+            if isinstance(found, Occurrence) and taken.isdisjoint(found.covered):
+                taken.update(found.covered)
+                nodes = {"result": node.name}
+                data = {"kernel": kernel.name}
+                yield Site(program, owner, nodes, number, detail=kernel.name, kind=kernel.name, data=data)
+                break
+            if isinstance(found, str) and not is_cast(node):  # what is cast is looked at itself
+                refused.setdefault(node, Refusal(f"{kernel.name}: {found}", node))
+    yield from (refusal for node, refusal in refused.items() if node not in taken)
