@@ -105,7 +105,7 @@ class _Objects:
         if type(value) in (list, dict, set, deque):
             self._held.append((path, value, type(value)(value)))
         elif has_attributes(value):
-            inside = cast("dict[str, Any]", vars(cast("object", value)))
+            inside = vars(cast("object", value))
             self._held.append((path, inside, dict(inside)))
             for name, inner in self._held[-1][2].items() if depth else ():
                 self._note(f"{path}.{name}", inner, depth - 1)

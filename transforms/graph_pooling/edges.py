@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ...operators import canonical_name
 from ...passes.sites import Refusal
 from ...tracing.program import Program
 from ...tracing.values import qualified
@@ -46,6 +47,10 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         if edges is not None:
             found[edges] = _rows(node)
             continue
+        if _reorders(node):
+            return Refusal(
+                f"'{node.name}' picks or reorders its nodes: they are no longer those that edge_index names", at
+            )
         before = [used for used in node.all_input_nodes if used not in seen]
         seen.update(before)
         queue += before
@@ -75,6 +80,24 @@ def _edges_of(program: Program, owner: str, node: fx.Node) -> fx.Node | None:
         return None
     edges = given.get("edge_index")
     return edges if isinstance(edges, fx.Node) else None
+
+
+_REORDERING = (
+    "flip", "sort", "index_select", "roll", "gather", "take", "masked_select", "narrow", "repeat_interleave", "topk",
+    "take_along_dim", "flipud", "rot90", "unique",
+)  # fmt: skip
+
+
+def _reorders(node: fx.Node) -> bool:
+    """Say whether rows of a node's result may be others than those of what it reads."""
+    if canonical_name(node) != "getitem":
+        called = canonical_name(node) or str(getattr(node.target, "__name__", node.target))
+        return called.rpartition(".")[2] in _REORDERING
+    of, key = node.args
+    if not isinstance(of, fx.Node) or not hasattr(of.meta.get("val"), "shape"):
+        return False
+    first: Any = key[0] if isinstance(key, tuple) and key else key
+    return not (first is Ellipsis or first is None or first == slice(None))
 
 
 def _takes(user: fx.Node, index: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx, nn
 
+from ...compat import own_children
 from ...errors import StateWarning, UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -109,7 +110,7 @@ class GraphPooling(Pass):
         edges = edges_before(program, owner, x)
         if isinstance(edges, Refusal):
             return edges
-        data = {"channels": int(shape[1]), "kind": "readout"}
+        data = {"channels": int(shape[1]), "kind": "readout", "place": _place(program, owner, node)}
         nodes = {"pool": node.name, "edges": edges.name}
         return Site(program, owner, nodes, index, data=data, detail=f"a readout of {int(shape[1])} channels")
 
@@ -119,7 +120,7 @@ class GraphPooling(Pass):
             edit.replace_module(node, self._coarsening(edit.owner.get_submodule(str(node.target))))
             return
         given = _given(node)
-        name = edit.add_owned(self._readout_of(site, edit.owner), name="ro3_pooling")
+        name = _made_before(site, edit.owner) or edit.add_owned(self._readout_of(site, edit.owner), name="ro3_pooling")
         batch = given.get("batch")
         size = given.get("size") if batch is not None else None
         edges = site["edges"]
@@ -156,7 +157,34 @@ class GraphPooling(Pass):
             if added:
                 part.__dict__[ADDED] = added
         module.register_load_state_dict_pre_hook(_keep_what_is_missing)
+        module.__dict__[_PLACE] = site.data["place"]
         return module
+
+
+_PLACE = "_fxopt_place"
+
+
+def _place(program: Program, owner: str, node: fx.Node) -> str:
+    """Return where a readout is in the code: the same call may be in several graphs, of training and of evaluation."""
+    source = node.meta.get("source")
+    alike = [n for n in node.graph.nodes if n.meta.get("source") == source and _kind(program, owner, n) in _READOUTS]
+    return f"{source} {alike.index(node)}"
+
+
+def _made_before(site: Site, owner: nn.Module) -> str | None:
+    """Return the name of the readout that the same call has in another graph of the module."""
+    for name, child in own_children(owner).items():
+        made = None if child is None else child.__dict__.get(_PLACE)
+        if made == site.data["place"] and child not in _called(site):
+            return name
+    return None
+
+
+def _called(site: Site) -> set[nn.Module]:
+    """Return the readouts that the graph of a site has already."""
+    graph = site["pool"].graph
+    owner = site.program.module(site.owner)
+    return {owner.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
 
 
 def _keep_what_is_missing(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

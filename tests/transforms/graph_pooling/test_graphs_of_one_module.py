@@ -1,0 +1,79 @@
+"""graph_pooling where a module has several graphs, or moves its nodes about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import nn as pyg
+from torch_geometric.utils import dropout_edge
+
+import fxopt
+
+WIDTH = 8
+
+
+def graphs(count=3, size=7):
+    """Return features, edges and the batch vector of random graphs of one size."""
+    torch.manual_seed(0)
+    nodes = count * size
+    batch = torch.arange(nodes) // size
+    source = torch.randint(0, nodes, (4 * nodes,))
+    target = batch[source] * size + torch.randint(0, size, (4 * nodes,))
+    return torch.randn(nodes, WIDTH), torch.stack([source, target]), batch
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = pyg.GCNConv(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, edge_index, batch=None):
+        return self.head(pyg.global_mean_pool(self.conv(x, edge_index).relu(), batch))
+
+
+class DropsEdges(Classifier):
+    def forward(self, x, edge_index, batch=None):
+        edges, _ = dropout_edge(edge_index, p=0.5, training=self.training)
+        return self.head(pyg.global_mean_pool(self.conv(x, edges).relu(), batch))
+
+
+class Flips(Classifier):
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        return self.head(pyg.global_mean_pool(x.flip(0), batch.flip(0)))
+
+
+class Sorts(Classifier):
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        order = x[:, 0].argsort()
+        return self.head(pyg.global_mean_pool(x[order], batch[order]))
+
+
+def swapped(model, inputs):
+    return fxopt.optimize(model, "graph_pooling", example_inputs=inputs, measure=False)
+
+
+def test_training_and_evaluation_have_one_readout():
+    fast = swapped(DropsEdges().train(), graphs())
+    assert [d.status for d in fxopt.plan(fast).decisions].count("applied") >= 1
+    assert [name for name, _ in fast.named_children() if "ro3" in name] == ["ro3_pooling"]
+    for mode in (True, False):
+        fast.train(mode).zero_grad()
+        fast(*graphs()).sum().backward()
+        assert next(fast.ro3_pooling.parameters()).grad is not None
+
+
+def test_examples_with_and_without_a_batch_have_one_readout():
+    fast = swapped(Classifier().eval(), [graphs(), graphs()[:2]])
+    assert [name for name, _ in fast.named_children() if "ro3" in name] == ["ro3_pooling"]
+
+
+@pytest.mark.parametrize("cls", [Flips, Sorts])
+def test_nodes_in_another_order_are_refused(cls):
+    (decision,) = fxopt.plan(swapped(cls().eval(), graphs())).decisions
+    assert decision.status == "refused" and "picks or reorders" in decision.reason
