@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compat import autocast_dtype, is_plainly_eager
 from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task
 
-__all__ = ["choose_lowering", "combine", "mixture", "possible_lowerings"]
+__all__ = ["choose_lowering", "combine", "may_look", "mixture", "possible_lowerings"]
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
@@ -34,11 +34,13 @@ def mixture(
     projections: Sequence[Projection],
     compute: Compute,
     lowering: Lowering | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the weighted sum of the outputs of the experts that each token chose.
 
     The lowerings differ by rounding only. Without `lowering`, or where it is not possible, shapes, dtypes and how many
-    tokens the busiest expert has decide; code that is traced, compiled or exported takes one whatever the data.
+    tokens the busiest expert has decide. Code that is traced, compiled or exported takes one whatever the data, and
+    whatever `lowering` is.
 
     Args:
         x: tokens [tokens, in].
@@ -47,21 +49,28 @@ def mixture(
         projections: the linear layers of all experts, in the order that `compute` wants them.
         compute: what an expert computes: rows and its projections -> rows.
         lowering: the one to take, where it is possible.
+        dtype: of the sum; by default what the experts give, which autocast decides on where it is on.
 
     Returns:
-        [tokens, out], in the dtype that the experts give.
+        [tokens, out].
     """
     task = Task(x, indices, projections, compute)
-    if lowering is None or lowering not in possible_lowerings(task):
+    if lowering is None or not may_look(x) or lowering not in possible_lowerings(task):
         lowering = choose_lowering(task)
-    return combine(LOWERINGS[lowering](task), weights)
+    return combine(LOWERINGS[lowering](task), weights, dtype)
 
 
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum [tokens, out] of outputs [tokens, k, out] in their dtype; weights are [tokens, k]."""
+def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weighted sum [tokens, out] of outputs [tokens, k, out], in their dtype or another.
+
+    Args:
+        outputs: of the experts.
+        weights: of each of them [tokens, k].
+        dtype: of the sum; by default that of `outputs`.
+    """
     if outputs.shape[1] == 1:
-        return (outputs.squeeze(1) * weights).to(outputs.dtype)
-    return (outputs * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)
+        return (outputs.squeeze(1) * weights).to(dtype or outputs.dtype)
+    return (outputs * weights.unsqueeze(-1)).sum(1).to(dtype or outputs.dtype)
 
 
 def possible_lowerings(task: Task) -> list[Lowering]:
@@ -81,7 +90,7 @@ def choose_lowering(task: Task) -> Lowering:
     token calls its experts. With more, float32 on a CPU and what a GPU has a kernel for take `grouped_mm`; the rest
     takes one padded product, if the experts have about as many tokens as each other.
     """
-    if not _may_look(task.x):
+    if not may_look(task.x):
         return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
     if not all(projection.is_stacked for projection in task.projections) or len(task.x) == 0:
         return possible_lowerings(task)[0]
@@ -110,7 +119,7 @@ def _size(task: Task) -> int:
     return sum(weight.shape[1] * weight.shape[2] * weight.itemsize for weight in weights)
 
 
-def _may_look(x: Tensor) -> bool:
+def may_look(x: Tensor) -> bool:
     """Tell whether numbers in tensors can be read: nothing is traced, compiled, exported or captured."""
     if torch.compiler.is_compiling() or x.is_meta or not is_plainly_eager(watched=True):
         return False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...tracing.graphs import PortableGraph
 from ..vectorized import graph_of_member
-from .dispatch import mixture
-from .lowerings import Linear, Lowering, Projection
+from .dispatch import combine, may_look, mixture
+from .lowerings import LOWERINGS, Linear, Lowering, Projection, Task
 
 __all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
 
@@ -45,19 +46,24 @@ class FusedExperts(nn.Module):
         scale: what results are multiplied by besides.
         lowering: how experts are applied where that is possible; None decides at each call.
         spare: how many numbers past that of the last expert stand for none.
+        adds_to_inputs: results have the dtype of the inputs, as where a loop adds them to zeros like these; otherwise
+            that of what the experts give, which autocast decides on.
+        tokens: for how many tokens `lowering` was measured; calls of less than half or more than twice as many decide
+            by themselves. None takes it for all.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
 
     def __init__(
         self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",
-        scale: float = 1.0, lowering: Lowering | None = None, spare: int = 0,
+        scale: float = 1.0, lowering: Lowering | None = None, spare: int = 0, adds_to_inputs: bool = False,
+        tokens: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.compute = compute
         self.linears, self.routing, self.scale = tuple(linears), routing, scale
         self.lowering: Lowering | None = lowering
-        self.spare = spare
+        self.spare, self.adds_to_inputs, self.tokens = spare, adds_to_inputs, tokens
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs [..., out].
@@ -88,8 +94,10 @@ class FusedExperts(nn.Module):
             valid = (chosen >= 0) & (chosen < experts)
             chosen = chosen.clamp(0, experts - 1)
         weights = self._weights(x, chosen, weights)
-        found = self._mixture(x[: len(chosen)], chosen, weights if valid is None else weights * valid, projections)
-        return found if len(chosen) >= len(x) else F.pad(found, (0, 0, 0, len(x) - len(chosen)))
+        weights = weights if valid is None else weights * valid
+        tokens, routed = x.shape[0], chosen.shape[0]  # `len` makes a number of what is symbolic
+        found = self._mixture(x[:routed], chosen, weights, projections, tokens)
+        return found if routed >= tokens else F.pad(found, (0, 0, 0, tokens - routed))
 
     def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:
@@ -99,17 +107,36 @@ class FusedExperts(nn.Module):
     def _by_mask(self, x: Tensor, mask: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
         mask = mask if self.routing == "slots" else _rows(mask).unsqueeze(1)
         # Loops leave out experts that nobody chose, by the sum of the mask: of counts that are none it may be zero.
-        tokens, slots, chosen = (mask * (mask.sum((0, 1)) > 0)).nonzero(as_tuple=True)
+        mask = mask * (mask.sum((0, 1)) > 0)
+        if not may_look(x):
+            return self._by_all(x, mask != 0, weights, projections)
+        tokens, slots, chosen = mask.nonzero(as_tuple=True)
         if weights is None:
             own = x.new_ones(len(tokens))
         else:
             own = weights[tokens, chosen if self.routing == "mask" else slots]
-        found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections)
+        found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections, len(x))
         empty = found.new_zeros(len(x), found.shape[-1])
         return empty.index_add(0, tokens, found) if len(tokens) else empty  # as in a loop without rounds
 
-    def _mixture(self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection]) -> Tensor:
-        return mixture(x, chosen, weights, projections, self.compute, self.lowering)
+    def _by_all(self, x: Tensor, mask: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
+        """Apply every expert to every token: how many of them a mask names depends on the data."""
+        own = x.new_ones(()) if weights is None else weights.unsqueeze(1 if self.routing == "mask" else -1)
+        scores = torch.where(mask, own, 0).sum(1)
+        everyone = torch.arange(mask.shape[-1], device=x.device).expand(x.shape[0], -1)
+        outputs = LOWERINGS["blocks"](Task(x, everyone, projections, self.compute))
+        return combine(outputs.masked_fill(~mask.any(1).unsqueeze(-1), 0), scores, self._dtype(x))
+
+    def _mixture(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection], tokens: int
+    ) -> Tensor:
+        lowering = self.lowering
+        if self.tokens is not None and not (may_look(x) and self.tokens <= 2 * tokens <= 4 * self.tokens):
+            lowering = None
+        return mixture(x, chosen, weights, projections, self.compute, lowering, self._dtype(x))
+
+    def _dtype(self, x: Tensor) -> torch.dtype | None:
+        return x.dtype if self.adds_to_inputs else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep the graph node by node: pickle would trace its code again."""

@@ -134,8 +134,8 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
                     continue
                 if (old[reader.name][0] < was) != (place < now):
                     raise MatchFailure(
-                        f"'{name}' reads what '{writer.name}' writes into, and would do so "
-                        f"{'before' if place < now else 'after'} it, unlike '{reader.name}'; place it with before="
+                        f"the forward changes a tensor in place ('{writer.name}') that the new code would read "
+                        f"{'before' if place < now else 'after'} that ('{name}'), unlike the forward"
                     )
 
 

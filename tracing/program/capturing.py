@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...compat import all_modules, is_torch_wrapper, own_buffers
-from ..graphs import Capture, Specialization, capture_of
+from ..graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
 from ..guards import Source, require
 from ..reads import raised_at
 from ..recording import Call, Likeness, Recording, compiles, is_in_compiled
@@ -124,6 +125,7 @@ class _Capturer:
         self._alike: dict[Hashable, Capture] = {}
         self._likeness = Likeness()
         self._active: dict[int, tuple[Capture, Capture]] = {}
+        self._longer: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
         self.extra = ExtraArguments(names)
         self._kinds = Counter(type(module) for module in set(names.modules.values()))
@@ -132,7 +134,7 @@ class _Capturer:
         """Return the capture of one module, or why there is none; None for a Sequential that only holds others."""
         present = capture_of(module)
         if present is not None:
-            return self._woken(present)
+            return self._extended(name, module, self._woken(present))
         reason = _refusal(module)
         if reason is not None:
             return Opaque(name, "", reason)
@@ -170,6 +172,24 @@ class _Capturer:
             return capture
         known = self._active.setdefault(id(capture), (capture, capture.set_inactive(False)))
         return known[1]
+
+    def _extended(self, name: str, module: nn.Module, present: Capture) -> Capture:
+        """Return a capture that has graphs for the recorded calls, too, that none of its own is for."""
+        known = self._longer.get(id(present), (present, present))[1]
+        calls = [] if self._recording is None else self._recording.calls.get(module, [])
+        if known.lost or runs_as_sequential(module) or not any(_is_new(module, known, call) for call in calls):
+            return known
+        longer = list(known.specializations)
+        with _own_forward(module):
+            for call in calls:
+                if len(longer) < _MAX_VARIANTS and _is_new(module, replace(known, specializations=longer), call):
+                    longer += self._more(name, known.parameters, call, longer)
+        cut, regions = with_regions(module, longer)
+        if len(cut) == len(known.specializations) or regions:  # graphs may count the regions that there are
+            return known
+        extended = replace(known.copy(), specializations=cut, compiled=None)
+        self._longer[id(present)] = present, extended
+        return extended
 
     def _traced(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
         try:
@@ -293,6 +313,27 @@ def _call_key(call: Call, paths: Mapping[nn.Module, str]) -> Hashable:
 
 def _key_of(value: object) -> Hashable:
     return type(value), meta_key(meta_of(value))
+
+
+def _is_new(module: nn.Module, capture: Capture, call: Call) -> bool:
+    """Tell whether a module that has graphs has none for a call, by their guards."""
+    args, kwargs = call.plain_arguments
+    try:
+        names = {"self": module, **capture.parameters.bind(args, dict(kwargs))}
+    except TypeError:
+        return False
+    return not any(specialization.fits(names) for specialization in capture.specializations)
+
+
+@contextmanager
+def _own_forward(module: nn.Module) -> Generator[None]:
+    """Give a module that runs from graphs its own forward while inside."""
+    capture = required_capture(module)
+    uninstall(module, keep_regions=True)
+    try:
+        yield
+    finally:
+        install(module, capture)
 
 
 def _covered(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from ...compat import has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
-from ..graphs import capture_of, install, uninstall
+from ..graphs import Capture, capture_of, install, required_capture, uninstall
 from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
 from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
 from .capturing import Captures, Opaque, capture_modules
@@ -101,25 +101,41 @@ def _install_checked(
     state: ModelState,
 ) -> None:
     expected = expectations(model, found.captured, inputs, recording, state)
-    with _undone_on_error(names, found):
+    present = {name: capture_of(names.modules[name]) for name in found.captured}
+    with _undone_on_error(names, present):
         _install(names, found)
         state.accept_graphs()
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
-            uninstall(names.modules[name])
-            del found.captured[name]
-            found.opaque[name] = Opaque(name, "", "its graph gives another result than its forward")
+            _give_up(found, name, names.modules[name], present[name])
     for capture in found.captured.values():
         capture.misses.clear()
 
 
+def _give_up(found: Captures, name: str, module: nn.Module, before: Capture | None) -> None:
+    """Let a module whose graphs do not agree with its forward run without those that it did not have before."""
+    _put_back(module, before)
+    if before is not None and len(before.specializations) < len(found.captured[name].specializations):
+        found.captured[name] = required_capture(module)
+        return
+    uninstall(module)
+    del found.captured[name]
+    found.opaque[name] = Opaque(name, "", "its graph gives another result than its forward")
+
+
+def _put_back(module: nn.Module, before: Capture | None) -> None:
+    if before is None:
+        uninstall(module)
+    else:
+        install(module, before)
+
+
 @contextmanager
-def _undone_on_error(names: ModelNames, found: Captures) -> Generator[None]:
-    before = {name for name in found.captured if capture_of(names.modules[name]) is not None}
+def _undone_on_error(names: ModelNames, present: Mapping[str, Capture | None]) -> Generator[None]:
     try:
         yield
     except BaseException:
-        for name in found.captured.keys() - before:
-            uninstall(names.modules[name])
+        for name, before in present.items():
+            _put_back(names.modules[name], before)
         raise
 
 

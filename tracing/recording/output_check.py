@@ -92,8 +92,8 @@ def disagreeing(
     if _agrees(model, expected, state, grad):
         return []
     modules = {name: model.get_submodule(name) for name in captured}
-    for module in modules.values():
-        uninstall(module)
+    for name, module in modules.items():
+        uninstall(module, keep_regions=captured[name].rewritten)
     guilty: list[str] = []
     names = list(captured)[::-1]
     middle = len(names) // 2  # all of them together do not agree
@@ -105,7 +105,7 @@ def disagreeing(
         if _agrees(model, expected, state, grad):
             continue
         for name in group:
-            uninstall(modules[name])
+            uninstall(modules[name], keep_regions=captured[name].rewritten)
         middle = len(group) // 2
         if middle:
             groups += [group[middle:], group[:middle]]

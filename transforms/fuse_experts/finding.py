@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,10 +13,11 @@ from torch import Tensor, fx, nn
 from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
 from ...layers.moe import FusedExperts
+from ...operators import canonical_name, info_of
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
-from ...tracing.values import Untraceable, is_container, is_leaf
+from ...tracing.values import Untraceable, is_container, is_leaf, tensors_in, user_class
 from .decisions import check_decisions, check_loop
 from .members import Items, Slices, Source, family_of, find_sources
 from .rounds import Loop, find_loop
@@ -87,6 +89,12 @@ class Mixture:
         return all(isinstance(source, Slices) for source in self.sources)
 
 
+_ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_hot"))
+"""Names that occur in loops over experts, where a forward can be known by its names only."""
+
+_NO_CALL = "a loop over experts is read off a call; give example_inputs"
+
+
 def routings_to(mixture: Mixture, unread: set[int]) -> Iterator[dict[str, Tensor]]:
     """Yield routings that reach experts which have no tokens, while there are any.
 
@@ -118,6 +126,8 @@ _MOST_ROUTINGS = 8
 def find_mixtures(program: Program) -> Iterator[Mixture | tuple[str, str]]:
     """Yield mixtures; where there is one that cannot be computed otherwise, name of the module and why."""
     names = [name for name in program.names.modules if _may_mix(program, name)]
+    if not program.inputs:
+        yield from ((name, _NO_CALL) for name in names if _adds_by_expert(program, name))
     for name, found in _looked_at(program, names):
         if isinstance(found, Mixture):
             yield found
@@ -132,7 +142,7 @@ def mixture_at(program: Program, owner: str) -> Mixture:
         MatchFailure: if there is none.
     """
     if not program.inputs:
-        raise MatchFailure("a loop over experts is read off a call; give example_inputs")
+        raise MatchFailure(_NO_CALL)
     ((_, found),) = _looked_at(program, [owner])
     if not isinstance(found, Mixture):
         raise MatchFailure(found or "there is no loop over experts")
@@ -150,8 +160,13 @@ def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | 
         for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
             inside = [other for other, what in found.items() if what is not None and f"{other}.".startswith(f"{name}.")]
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
-                found[name] = _Reader(program, name, calls[modules[name]][0], unroller).read()
+                found[name] = _Reader(program, name, max(calls[modules[name]], key=_size), unroller).read()
     return [(name, found.get(name)) for name in names]
+
+
+def _size(call: Call) -> int:
+    """Return how many numbers a call was given: the largest of several says most."""
+    return sum(tensor.numel() for tensor in tensors_in((call.args, call.kwargs)))
 
 
 class _Reader:
@@ -263,6 +278,11 @@ def _mixture(
     name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Mixture:
     first, *others = loop.rounds
+    if any(node.op != "call_module" and info_of(node).random for each in loop.rounds for node in each.nodes):
+        raise MatchFailure(
+            "its experts call dropout as a function, which draws random numbers in training; with nn.Dropout they are "
+            "computed together in evaluation"
+        )
     wanted = first.scale, description(first, module, sources)
     if any((each.scale, description(each, module, sources)) != wanted for each in others):
         raise MatchFailure("its experts do not all compute the same")
@@ -282,6 +302,19 @@ def _may_mix(program: Program, name: str) -> bool:
     if any(isinstance(child, FusedExperts) for child in _children(module)):
         return False
     return _holds_experts(module) or _is_steered(program, name)
+
+
+def _adds_by_expert(program: Program, name: str) -> bool:
+    """Say whether a module that holds experts adds to rows or, for all that is known, decides by data."""
+    module = program.module(name)
+    if not _holds_experts(module):
+        return False
+    if capture_of(module) is None:
+        code = getattr(inspect.unwrap(user_class(type(module)).forward), "__code__", None)
+        return code is not None and not _ROUTES.isdisjoint(code.co_names)
+    graphs = [each.graph for each in required_capture(module).specializations]
+    written = any(canonical_name(node) in ("index_add", "setitem") for graph in graphs for node in graph.nodes)
+    return written and any(find_sources(module, graph, {}) for graph in graphs)
 
 
 def _holds_experts(module: nn.Module) -> bool:

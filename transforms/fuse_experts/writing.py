@@ -27,8 +27,15 @@ def tensor_names(source: Items) -> list[str]:
     return [source.path(expert) for expert in range(source.count)]
 
 
-def write(mixture: Mixture, lowering: Lowering, edit: Edit) -> None:
-    """Let the module compute its experts together."""
+def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> None:
+    """Let the module compute its experts together.
+
+    Args:
+        mixture: what it computes.
+        lowering: how the experts are applied.
+        edit: of the module.
+        always: take it for any number of tokens, not only for about as many as the call had.
+    """
     graph, new = _copied(mixture.unrolled.graph)
     edit.give_graph(mixture.unrolled.specialization)
     layers = mixture.template.layers
@@ -36,7 +43,8 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit) -> None:
         FusedExperts(
             mixture.template.compute, [(layer.transposed, layer.bias is not None) for layer in layers],
             routing=mixture.routed.kind, scale=mixture.loop.rounds[0].scale, lowering=lowering,
-            spare=mixture.routed.spare,
+            spare=mixture.routed.spare, adds_to_inputs=_adds_to_inputs(mixture),
+            tokens=None if always else mixture.loop.tokens,
         ),
         name="mixture",
     )  # fmt: skip
@@ -49,6 +57,14 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit) -> None:
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     copied = copy_graph(graph)
     return copied, dict(zip(graph.nodes, copied.nodes, strict=True))
+
+
+def _adds_to_inputs(mixture: Mixture) -> bool:
+    """Say whether the loop adds to zeros like its inputs."""
+    target = mixture.loop.target
+    if canonical_name(target) != "zeros_like" or len(operands(target)) != 1 or target.kwargs.get("dtype") is not None:
+        return False
+    return operands(target)[0] is mixture.routed.hidden
 
 
 class _Rewrite:
@@ -92,8 +108,7 @@ class _Rewrite:
         hidden, output = self.mixture.routed.hidden, self.mixture.loop.rounds[0].output
         if values[target].shape != (*values[hidden].shape[:-1], values[output].shape[-1]) or values[target].any():
             return False
-        plain = len(operands(target)) == 1 and target.kwargs.get("dtype") is None and operands(target)[0] is hidden
-        return (canonical_name(target) == "zeros_like" and plain) or self._is_made_of_results()
+        return _adds_to_inputs(self.mixture) or self._is_made_of_results()
 
     def _is_made_of_results(self) -> bool:
         """Say whether the tensor that the loop added to has its type from the loop itself."""

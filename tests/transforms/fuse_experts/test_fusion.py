@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import SPELLINGS, Block, Dense, Mixture, Named, Plain, Where
@@ -196,6 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "across": (lambda: _with(_across, Named), False, "hold a Softmax"),
     "router": (lambda: _with(lambda m: m.gate.weight.data.fill_(float("nan"))), False, "not all finite"),
     "dropout": (lambda: _with(_nothing, Named, lambda: Plain(0.1)), True, "draw random numbers"),
+    "drawn": (lambda: _with(_nothing, Where, Dropping), True, "call dropout as a function"),
     "idle": (lambda: _with(lambda m: m.gate.weight.data.zero_(), Named), True, "leave expert"),
 }
 
@@ -208,7 +210,7 @@ def test_refusals(case: str) -> None:
     (decision,) = fxopt.plan(fast).decisions
     assert decision.status in ("refused", "undone")
     assert re.search(reason, decision.reason or decision.status), decision.reason
-    if case != "dropout":
+    if case not in ("dropout", "drawn"):
         torch.testing.assert_close(fast(x_of(2, 3)), model(x_of(2, 3)), equal_nan=True)
 
 
@@ -226,6 +228,18 @@ def test_every_token_to_every_expert_is_an_ensemble() -> None:
     assert "applied" in [decision.status for decision in ensembles]
 
 
-def test_without_inputs_nothing_is_found() -> None:
-    fast = fxopt.optimize(made(Where), "fuse_experts", measure=False)
-    assert fxopt.plan(fast).decisions == ()
+def test_without_inputs_a_loop_is_refused() -> None:
+    for cls in (Where, Named):
+        (decision,) = fxopt.plan(fxopt.optimize(made(cls), "fuse_experts", measure=False)).decisions
+        assert (decision.status, decision.reason.partition("; ")[2]) == ("refused", "give example_inputs")
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert fxopt.plan(fxopt.optimize(layers, "fuse_experts", measure=False)).decisions == ()
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(self.up(x), 0.5, self.training))
