@@ -47,6 +47,8 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         if edges is not None:
             found[edges] = _rows(node)
             continue
+        if node.op == "call_module" and _passes_messages(program.callee(owner, node)):
+            return Refusal(f"'{node.name}' passes messages over edges that it does not take as 'edge_index'", at)
         if _reorders(node):
             return Refusal(
                 f"'{node.name}' picks or reorders its nodes: they are no longer those that edge_index names", at
@@ -80,6 +82,11 @@ def _edges_of(program: Program, owner: str, node: fx.Node) -> fx.Node | None:
         return None
     edges = given.get("edge_index")
     return edges if isinstance(edges, fx.Node) else None
+
+
+def _passes_messages(module: nn.Module) -> bool:
+    """Say whether a module is or holds message passing, which has edges of its own."""
+    return any(hasattr(each, "propagate") for each in module.modules())
 
 
 _REORDERING = (

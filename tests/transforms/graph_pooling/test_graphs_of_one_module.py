@@ -54,6 +54,27 @@ class Sorts(Classifier):
         return self.head(pyg.global_mean_pool(x[order], batch[order]))
 
 
+class Over(nn.Module):
+    """Message passing over edges of another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = pyg.GCNConv(WIDTH, WIDTH)
+
+    def forward(self, x, adjacency):
+        return self.conv(x, adjacency).relu()
+
+
+class OtherEdges(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.over = Over()
+
+    def forward(self, x, edge_index, batch):
+        x = self.over(self.conv(x, edge_index).relu(), edge_index.flip(0)[:, ::2])
+        return self.head(pyg.global_mean_pool(x, batch))
+
+
 def swapped(model, inputs):
     return fxopt.optimize(model, "graph_pooling", example_inputs=inputs, measure=False)
 
@@ -77,3 +98,8 @@ def test_examples_with_and_without_a_batch_have_one_readout():
 def test_nodes_in_another_order_are_refused(cls):
     (decision,) = fxopt.plan(swapped(cls().eval(), graphs())).decisions
     assert decision.status == "refused" and "picks or reorders" in decision.reason
+
+
+def test_edges_of_another_name_between_are_refused():
+    (decision,) = fxopt.plan(swapped(OtherEdges().eval(), graphs())).decisions
+    assert decision.status == "refused" and "does not take as 'edge_index'" in decision.reason
