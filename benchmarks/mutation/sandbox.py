@@ -58,6 +58,9 @@ def warm_up() -> None:
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight]).step()
+    for module in [module for name, module in sys.modules.items() if name.startswith("fxopt.cuda_ops")]:
+        for library in [value for value in vars(module).values() if isinstance(value, torch.library.Library)]:
+            library._destroy()  # its operators are registered again; torch does so by itself for `custom_op`
     for name in [name for name in sys.modules if name.partition(".")[0] == "fxopt" or name == judge.__name__]:
         del sys.modules[name]
     delattr(sys.modules[__package__], "judge")
