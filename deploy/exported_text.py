@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from ..cuda_ops import NAMES
 from ..errors import ArchiveError
 
 __all__ = ["check_program"]
@@ -21,10 +20,10 @@ _TARGET = re.compile(
     r"torch\.ops\.aten\.(?!(from_file|save|load|set_\w*|_?resize\w*|sparse_resize\w*|\w+_unsafe|_unsafe_masked\w*|_print|warn|"
     r"data|record_stream|_?pin_memory|requires_grad_|retain_grad|_cufft\w*)\b)\w+(\.\w+)?|"
     r"_operator\.(?!(attrgetter|itemgetter|methodcaller|call)\b)\w+|math\.\w+|torch\.sym_\w+|"
-    r"torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)|"
-    rf"torch\.ops\.({'|'.join(NAMES).replace('::', '[.]')})\.default"
+    r"torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)"
 )
-"""Operators: of aten, none that reads files, writes or takes memory as it is; and fxopt's own, which only compute."""
+"""Operators of others: of aten, none that reads files, writes or takes memory as it is."""
+_OWN_TARGET = re.compile(r"torch\.ops\.(fxopt)\.(\w+)\.default")
 
 _COMMENTS = frozenset("stack_trace nn_module_stack torch_fn source_fn_stack from_node custom".split())
 """Keys under which a node has what the reader keeps as text."""
@@ -86,7 +85,7 @@ class _Checker:
 
     def _text(self, text: str, key: str) -> None:
         if key in ("target", "as_operator"):
-            known = _TARGET.fullmatch(text) is not None
+            known = _TARGET.fullmatch(text) is not None or _is_own(text)
         elif key in ("in_spec", "out_spec"):
             known = not text or self._is_structure(json.loads(text)[1])
         elif key in ("expr_str", "guards_code"):
@@ -106,6 +105,15 @@ class _Checker:
 
     def _refusal(self, what: str, text: str) -> ArchiveError:
         return ArchiveError(f"{self.path} is refused: fxopt does not read {what} {text[:80]!r} from a .pt2 file")
+
+
+def _is_own(text: str) -> bool:
+    """Say whether a target is one of fxopt's operators, which only compute; they are made where a file names one."""
+    if _OWN_TARGET.fullmatch(text) is None:
+        return False
+    from ..cuda_ops import NAMES
+
+    return _OWN_TARGET.sub(r"\1::\2", text) in NAMES
 
 
 def _is_arithmetic(text: str) -> bool:
