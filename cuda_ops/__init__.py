@@ -11,6 +11,7 @@ from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
 from .definition import defined
+from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
 from .gpu import kernels_in_use
@@ -31,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "bernoulli_sigmoid",
     "bias_act",
+    "ensemble_mlp",
     "geglu",
     "kernels_in_use",
     "layer_norm",
