@@ -14,7 +14,7 @@ from .definition import defined
 from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
-from .gpu import kernels_in_use
+from .gpu import kernels_compute_on, kernels_in_use
 from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
 from .log_clip import log_clip
@@ -34,6 +34,7 @@ __all__ = [
     "bias_act",
     "ensemble_mlp",
     "geglu",
+    "kernels_compute_on",
     "kernels_in_use",
     "layer_norm",
     "linear_cross_entropy",

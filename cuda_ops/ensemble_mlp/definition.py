@@ -113,8 +113,10 @@ def ensemble_mlp(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     activation: Literal["relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"] = "relu",
+    *,
+    own_inputs: bool = False,
 ) -> Tensor:
-    """Return what multilayer perceptrons of equal form compute, each with weights of its own: [members, batch, out].
+    """Return what multilayer perceptrons of one form compute, each with weights of its own: [members, ..., out].
 
     The activation stands between layers, not behind the last one. On a GPU one launch computes all members where the
     weights of one fit into a block's memory: up to 10,240 of them, each width counted as the next power of two, 16 at
@@ -122,15 +124,24 @@ def ensemble_mlp(
     the backward computes it once more. Under autocast all is computed in its dtype.
 
     Args:
-        x: [batch, in], read by every member, or [members, batch, in]; floating-point.
+        x: [..., in], read by every member; floating-point.
         weights: of each layer [members, out, in], `in` being `out` of the layer before.
         biases: of each layer [members, out], or None where it has none.
         activation: by name; `gelu_tanh` is GELU by its approximation.
+        own_inputs: `x` is [members, ..., in], one input for each.
 
     Raises:
         UsageError: an argument is not of that form.
     """
     given = biases if biases is not None else [None] * len(weights)
     present = [x.new_empty(0) if bias is None else bias for bias in given]
-    cast = [[each.to(autocast_dtype(each)) for each in part] for part in ([x], weights, present)]
-    return _ensemble_mlp(cast[0][0], cast[1], cast[2], activation)
+    operand, *layers = ([each.to(autocast_dtype(each)) for each in part] for part in ([x], weights, present))
+    outer = 1 if own_inputs else 0
+    if x.dim() <= outer:
+        expected = "(members, ..., features)" if own_inputs else "(..., features)"
+        raise UsageError(f"{_NAME}: x has shape {tuple(x.shape)}, expected {expected}")
+    rows = operand[0].flatten(outer, -2) if x.dim() > outer + 1 else operand[0].unsqueeze(outer)
+    result = _ensemble_mlp(rows, *layers, activation)
+    if x.dim() == outer + 2:
+        return result
+    return result.unflatten(1, x.shape[outer:-1]) if x.dim() > outer + 2 else result.squeeze(1)
