@@ -31,6 +31,7 @@ from ..state import (
     translate_optimizer,
 )
 from .record import Record, record_of
+from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = ["check_optimizer", "hand_over", "move_optimizer", "move_optimizer_back", "restored"]
 
@@ -39,6 +40,13 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
+    original = _original(model, record)
+    _carry_hooks(model, original)
+    return original
+
+
+def _original(model: nn.Module, record: Record) -> nn.Module:
+    """Return the original structure without the hooks on parameters."""
     state: dict[str, Tensor] = model.state_dict()
     skeletons = _named_tensors(record.skeleton)
     trainable = _trainable(model, record, skeletons)
@@ -52,6 +60,14 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
     for name in sources.keys() & targets:
         targets[name].training = sources[name].training
     return original
+
+
+def _carry_hooks(source: nn.Module, target: nn.Module) -> list[str]:
+    """Register the hooks on parameters again, and warn of those that nothing takes."""
+    lost = carry_tensor_hooks(source, target)
+    if lost:
+        warnings.warn(lost_hooks_text(lost), stacklevel=4)
+    return lost
 
 
 def _trainable(model: nn.Module, record: Record, skeletons: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -203,6 +219,7 @@ def hand_over(
     """
     if optimizer is not None:
         _move_optimizer(optimizer, model, fast, record)
+    record.lost_hooks.extend(_carry_hooks(model, fast))
     if not inplace:
         return fast
     names, before = _names(fast), list(model.parameters())
@@ -218,7 +235,7 @@ def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, rec
     earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
-            original = restored(model, earlier)
+            original = _original(model, earlier)
             states = move_optimizer_back(optimizer, model, earlier, original)
             names = _names(original)
         translate_optimizer(optimizer, names, record.state_map, all_parameters(fast))
