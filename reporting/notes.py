@@ -10,9 +10,9 @@ from torch import nn
 
 from ..compat import all_modules
 from ..errors import UsageError
-from ..passes.driver import lost_hooks_text
 from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Phase
+from ..passes.state import lost_hooks_text
 from ..storage import byte_text
 from ..tracing.graphs import capture_of
 from ..tracing.values import all_tensors, is_sharded

@@ -9,7 +9,6 @@ from .record import PassTrace, Record, record_of, state_map_of
 from .restoration import check_optimizer, hand_over, move_optimizer, move_optimizer_back, restored
 from .root import remember
 from .run import Request, check_kind, copied, run_session
-from .tensor_hooks import lost_hooks_text
 
 __all__ = [
     "Group",
@@ -23,7 +22,6 @@ __all__ = [
     "copied",
     "grouped",
     "hand_over",
-    "lost_hooks_text",
     "move_optimizer",
     "move_optimizer_back",
     "record_of",

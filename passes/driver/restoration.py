@@ -24,14 +24,15 @@ from ..state import (
     StateMap,
     adopt_added,
     all_parameters,
+    carry_tensor_hooks,
     check_type,
     leave_to_other_ranks,
     live_optimizers,
+    lost_hooks_text,
     release_added,
     translate_optimizer,
 )
 from .record import Record, record_of
-from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = ["check_optimizer", "hand_over", "move_optimizer", "move_optimizer_back", "restored"]
 
@@ -64,7 +65,8 @@ def _original(model: nn.Module, record: Record) -> nn.Module:
 
 def _carry_hooks(source: nn.Module, target: nn.Module) -> list[str]:
     """Register the hooks on parameters again, and warn of those that nothing takes."""
-    lost = carry_tensor_hooks(source, target)
+    record = record_of(source)
+    lost = carry_tensor_hooks(source, target, () if record is None else record.state_map.names)
     if lost:
         warnings.warn(lost_hooks_text(lost), stacklevel=4)
     return lost

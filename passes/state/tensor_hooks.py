@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ...compat import tensor_hooks
-from .record import record_of
 
 __all__ = ["carry_tensor_hooks", "lost_hooks_text"]
 
 _Hooks = list[tuple[str, Callable[..., Any]]]
 
 
-def carry_tensor_hooks(source: nn.Module, target: nn.Module) -> list[str]:
+def carry_tensor_hooks(source: nn.Module, target: nn.Module, originals: Iterable[str] = ()) -> list[str]:
     """Register the hooks on a model's parameters on those of another one, of the same original names.
 
     A member of fused ones has a live view there, whose hooks act on its slice. Torch's copies have no such hooks.
+
+    Args:
+        source: the model that has them.
+        target: the model that is to have them.
+        originals: original names of what `source` holds, if it was optimized: of fused members, too.
 
     Returns:
         The names of parameters whose hooks nothing of their shape can take.
     """
     lost: list[str] = []
-    for names, tensor, hooks in _hooked(source):
+    for names, tensor, hooks in _hooked(source, originals):
         places = (_tensor_at(target, name) for name in names)
         place = next((found for found in places if found is not None and found.shape == tensor.shape), None)
         if place is None or not place.requires_grad:
@@ -47,11 +51,9 @@ def lost_hooks_text(names: Sequence[str]) -> str:
     )
 
 
-def _hooked(model: nn.Module) -> Iterator[tuple[list[str], Tensor, _Hooks]]:
+def _hooked(model: nn.Module, originals: Iterable[str]) -> Iterator[tuple[list[str], Tensor, _Hooks]]:
     """Yield parameters that have hooks, fused members' too, with all names of each."""
-    record = record_of(model)
     own: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    originals = () if record is None else record.state_map.names
     names: dict[object, list[str]] = {}
     for name in dict.fromkeys((*own, *originals)):
         tensor = own.get(name, _tensor_at(model, name))
