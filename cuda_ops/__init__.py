@@ -10,6 +10,7 @@ from .add import add
 from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
+from .compiled import compiled_kernels
 from .definition import defined
 from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm",
     "bernoulli_sigmoid",
     "bias_act",
+    "compiled_kernels",
     "ensemble_mlp",
     "geglu",
     "kernels_compute_on",

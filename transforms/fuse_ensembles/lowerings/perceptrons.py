@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch.fx.node import Argument
+
 from ..search import Ensemble, Operand, Pack, Parameters, is_stacked
 from .operands import keys_of, order_of, stacked
 from .packwise import Packwise
@@ -51,7 +53,7 @@ def _unit(perceptron: Perceptron, task: Task) -> Unit:
         x = stacked(first.operands[0], first.size, task, writer)
         layers = [[stacked(o, pack.size, task, writer) for o in pack.operands[1:]] for pack in linears]
         weights, biases = [layer[0] for layer in layers], [layer[1] if layer[1:] else None for layer in layers]
-        own = {"own_inputs": True} if is_stacked(first.operands[0]) else {}
+        own: dict[str, Argument] = {"own_inputs": True} if is_stacked(first.operands[0]) else {}
         node = writer.graph.call_function(ensemble_mlp, (x, weights, biases, activation), own)
         node.meta["origin"] = writer.origin_of(last.members)
         writer.values[last] = node
@@ -61,7 +63,9 @@ def _unit(perceptron: Perceptron, task: Task) -> Unit:
 
 def _perceptrons(ensemble: Ensemble) -> Iterator[Perceptron]:
     """Yield the longest chains of linears and activations, two linears at the least."""
-    following = {pack.operands[0]: pack for pack in ensemble.packs if isinstance(pack.operands[0], Pack)}
+    following: dict[Operand, Pack] = {
+        pack.operands[0]: pack for pack in ensemble.packs if isinstance(pack.operands[0], Pack)
+    }
     taken = set[Pack]()
     for pack in ensemble.packs:
         if pack not in taken and _is_layer(pack):
