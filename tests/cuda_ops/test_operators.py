@@ -410,8 +410,8 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
             r"weights\[1\] has shape \(1, 1, 2, 3\)",
         ),
         (
-            lambda x: cuda_ops.ensemble_mlp(x[0], [x[None]]),
-            r"x has shape \(4,\), expected \(batch, features\) or \(1, ba",
+            lambda x: cuda_ops.ensemble_mlp(x[0], [x[None]], own_inputs=True),
+            r"x has shape \(4,\), expected \(members, \.\.\., features\)",
         ),
         (lambda x: cuda_ops.ensemble_mlp(x[0, 0], [x[None]]), r"ensemble_mlp: x has shape \(\), expected \(\.\.\.,"),
         (
