@@ -10,6 +10,7 @@ from .add import add
 from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
+from .compiled import compiled_kernels
 from .definition import defined
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
@@ -31,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "bernoulli_sigmoid",
     "bias_act",
+    "compiled_kernels",
     "geglu",
     "kernels_in_use",
     "layer_norm",

@@ -48,7 +48,7 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
     def compute(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         fits = all(tensor.dtype in _DTYPES for tensor in tensors if tensor.is_floating_point())
-        if not fits or place in _broken or not _has_triton():
+        if not fits or place in _broken or (_is_triton(place) and not _has_triton()):
             return reference(*args, **kwargs)
         try:
             with torch.cuda.device(tensors[0].device):
@@ -60,6 +60,11 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
             return reference(*args, **kwargs)
 
     return compute
+
+
+def _is_triton(place: str) -> bool:
+    """Say whether a kernel is in Triton; others are in CUDA C++, and say what they lack when they are called."""
+    return place.partition(":")[0].endswith("triton_kernel")
 
 
 def _version() -> str:
@@ -80,5 +85,5 @@ def _kernel(place: str) -> Callable[..., Any]:
 @cache
 def _build_errors() -> tuple[type[Exception], ...]:
     """Return what a broken compiler, or a cache that cannot be written, raises; errors of a launch are not among it."""
-    own: Any = importlib.import_module("triton.errors").TritonError
-    return ImportError, OSError, subprocess.SubprocessError, own
+    own: tuple[Any, ...] = (importlib.import_module("triton.errors").TritonError,) if _has_triton() else ()
+    return ImportError, OSError, subprocess.SubprocessError, *own

@@ -40,6 +40,7 @@ KEY = torch.tensor([7, 0])
 EDGES = torch.tensor([[0, 0, 1, 2, 4, 4, 5, 3], [1, 2, 2, 3, 5, 6, 6, 3]])
 BATCH = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 SIMPLE = torch.ops.fxopt.oriented_edges.default(EDGES, BATCH, 2, -1)[0]
+ORIENTED = torch.tensor([[0, 0, 1, 1, 2, 4, 4, 5], [1, 2, 2, 3, 3, 5, 6, 6]])
 TRIPLES = (SIMPLE, BATCH, "distance", 1, 2**20, [True] * 4)
 TRIANGLES = (SIMPLE, BATCH, "closed", 0, 2**20, [False, True, True, True])
 CALLS: dict[str, Mapping[str, Make]] = {
@@ -133,11 +134,16 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "two": lambda _: (EDGES, BATCH, 2, -1),
         "empty": lambda _: (EDGES[:, :0], BATCH[:0], 0, 4),
     },
+    "triangles": {
+        "two": lambda _: (ORIENTED[0], ORIENTED[1], 7, 2**20),
+        "empty": lambda _: (ORIENTED[0, :0], ORIENTED[1, :0], 0, 1),
+    },
     "triple_products": {
         "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
         "closed": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *TRIANGLES),
     },
 }
+WITHOUT_VMAP = ("oriented_edges", "triangles", "triple_products")
 each_operator = pytest.mark.parametrize("name", CALLS)
 each_call = pytest.mark.parametrize(("name", "case"), [(name, case) for name, calls in CALLS.items() for case in calls])
 
@@ -195,7 +201,7 @@ def test_gradients_of_single_operands_are_right(name: str):
             assert torch.autograd.gradcheck(lambda *given: differentiable(operator(name)(*given)), args)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("oriented_edges", "triple_products")])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in WITHOUT_VMAP])
 def test_vmap_computes_what_a_loop_does(name: str):
     args = first_call(name, torch.float64)
     for batched in range(sum(isinstance(arg, Tensor) for arg in args)):
@@ -391,6 +397,11 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
             r"bias has shape \(4,\), expected \(3,\)",
         ),
         (lambda x: cuda_ops.bernoulli_sigmoid(x, seed=torch.zeros(2)), "key is float32 of shape"),
+        (lambda x: operator("triangles")(x[0], x[0], 3, 1), r"source is \[4\] torch.float32; give one torch.int64"),
+        (
+            lambda x: operator("triangles")(KEY, KEY, 3, 1),
+            "edge 0, from 7 to 7, is out of order; give edges from lower",
+        ),
     ],
 )
 def test_bad_operands_are_named(call: Callable[[Tensor], object], message: str):
