@@ -206,8 +206,8 @@ class Concatenate(_OfMany):
 class Select(_OfOne):
     """Of the tensor `old`, `size` long along `dim`, `new` has the slices `kept`; going back, the others are zeros.
 
-    Of a tensor that is gone as a whole none is kept: `new` is empty. The name may stay; whether a tensor is whole or cut
-    is then told by its length.
+    Of a tensor that is gone as a whole none is kept: `new` is empty. The name may stay; whether a tensor is whole or
+    cut is then told by its length.
     """
 
     dim: int
