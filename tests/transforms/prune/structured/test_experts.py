@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import StateWarning, UsageError
 from fxopt.layers import MixtureOfExperts
-from fxopt.layers.resized import KeptExperts
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.prune import Prune
 
@@ -204,7 +203,7 @@ def test_what_is_left_of_a_list_has_its_items_alone_and_all_names() -> None:
     model = Around(Looping())
     fast = prune(model, X)
     experts = fast.moe.experts
-    assert isinstance(experts, KeptExperts) and len(experts) == 3 == fast.moe.num_experts
+    assert type(experts).__name__ == "KeptExperts" and len(experts) == 3 == fast.moe.num_experts
     assert [type(each) for each in experts] == [Expert] * 3 and experts[-1] is list(experts)[2]
     assert list(fast.state_dict()) == list(model.state_dict())
     assert sum(each.numel() for each in fast.moe.experts.parameters()) * 5 == 3 * sum(
