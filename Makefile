@@ -8,7 +8,7 @@ PEERS_READY := $(PEERS)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test nightly check format bench docs wheel lock clean
+.PHONY: demo test nightly check format bench docs kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -35,6 +35,12 @@ bench: $(PEERS_READY) $(READY)
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# Kernels in CUDA C++, compiled beforehand for the architectures that are named: for machines without nvcc.
+ARCHITECTURES ?= sm_80 sm_90
+kernels: $(READY)
+	$(BIN)/python -c 'import sys; from fxopt.cuda_ops.compiled import compile_all; \
+		print(*compile_all(*sys.argv[1:]), sep="\n")' $(ARCHITECTURES)
 
 wheel: $(READY)
 	rm -rf build dist

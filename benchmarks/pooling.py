@@ -101,8 +101,8 @@ def _accuracy(pooling: str, graphs: list[Tensor], labels: Tensor, held_out: Tens
     return 100 * float(right.float().mean())
 
 
-def strongly_regular() -> dict[str, bool]:
-    """Return what tells the 4 x 4 rook's graph and the Shrikhande graph apart."""
+def rook_and_shrikhande() -> tuple[Any, Any]:
+    """Return the 4 x 4 rook's graph and the Shrikhande graph: strongly regular, with equal parameters."""
     nodes = [(a, b) for a in range(4) for b in range(4)]
     steps = {(0, 1), (1, 0), (1, 1), (0, 3), (3, 0), (3, 3)}
     rook, shrikhande = nx.Graph(), nx.Graph()
@@ -111,8 +111,14 @@ def strongly_regular() -> dict[str, bool]:
             rook.add_edge(i, j)
         if ((c - a) % 4, (d - b) % 4) in steps:
             shrikhande.add_edge(i, j)
+    return rook, shrikhande
+
+
+def strongly_regular() -> dict[str, bool]:
+    """Return what tells the 4 x 4 rook's graph and the Shrikhande graph apart."""
     torch.manual_seed(0)
-    pairs = [(torch.ones(16, 1), edges_of(graph), torch.zeros(16, dtype=torch.int64)) for graph in (rook, shrikhande)]
+    batch = torch.zeros(16, dtype=torch.int64)
+    pairs = [(torch.ones(16, 1), edges_of(graph), batch) for graph in rook_and_shrikhande()]
     models = {"gin_mean": Network("mean", 8).eval()} | {name: RO3Pooling(structure=name) for name in STRUCTURES}
     return {name: _differ(model, *pairs) for name, model in models.items()}
 

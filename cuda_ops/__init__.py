@@ -10,10 +10,12 @@ from .add import add
 from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
+from .compiled import compiled_kernels
 from .definition import defined
+from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
-from .gpu import kernels_in_use
+from .gpu import kernels_compute_on, kernels_in_use
 from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
 from .log_clip import log_clip
@@ -31,7 +33,10 @@ __all__ = [
     "add_rms_norm",
     "bernoulli_sigmoid",
     "bias_act",
+    "compiled_kernels",
+    "ensemble_mlp",
     "geglu",
+    "kernels_compute_on",
     "kernels_in_use",
     "layer_norm",
     "linear_cross_entropy",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cuda_ops import kernels_in_use
+from ..cuda_ops import compiled_kernels, kernels_in_use
 from ..passes.pipeline import available
 from ..settings import Settings, current
 from ..version import VERSION
@@ -43,6 +43,7 @@ def checks() -> list[Check]:
         Check("cpu instructions", torch.backends.cpu.get_cpu_capability()),
         Check("c++ compiler", _compiler()),
         Check("operators", kernels_in_use()),
+        Check("kernels in CUDA C++", compiled_kernels()),
         *_settings(current()),
         *_passes(),
     ]

@@ -96,11 +96,12 @@ class RO3Pooling(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(channels, structure, in_channels, edge_channels, cap)
+        self.node_limit = positive_integer(node_limit, "node_limit")
+        self.memory_limit = positive_integer(memory_limit, "memory_limit")
         self.channels, self.structure = channels, structure
         self.in_channels = channels if in_channels is None else in_channels
         self.edge_channels = edge_channels
         self.cap = _CAPS[structure] if cap is None else cap
-        self.node_limit, self.memory_limit = node_limit, memory_limit
         self.before = self.after = self.gate = None
         if channels is not None and self.in_channels is not None:
             self.before = nn.Linear(self.in_channels, channels, device=device, dtype=dtype)

@@ -157,6 +157,7 @@ class RO3TriadPooling(nn.Module):
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
+    _fxopt_coarsens: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -129,6 +129,11 @@ def keeps_function(pass_: Pass) -> bool:
     return pass_.numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
 
 
+def sharing(passes: Sequence[Pass]) -> list[int]:
+    """Return among how many each pass shares the time that is left: itself, and those behind that change results."""
+    return [1 + sum(not keeps_function(other) for other in passes[place + 1 :]) for place in range(len(passes))]
+
+
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 

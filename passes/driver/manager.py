@@ -22,7 +22,7 @@ from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order
+from .groups import Group, grouped, grouped_in_order, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
@@ -101,7 +101,9 @@ class Manager:
             PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
         """
         baseline = twin(self.program.model) if self._times_anything(passes) else None
-        for pass_ in _rewriting(passes):
+        rewriting = _rewriting(passes)
+        for pass_, among in zip(rewriting, sharing(rewriting), strict=True):
+            self.budget.begin(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
         self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         if baseline is not None:

@@ -12,7 +12,7 @@ from .changes import watching
 from .foreign import run_function
 from .regions import Opener, Wrapper, inline, outline
 from .tree_edit import TreeEdit
-from .unmapped import check_mapped, lasting_shapes
+from .unmapped import added_tensors, check_mapped, lasting_shapes
 
 __all__ = ["Edit"]
 
@@ -34,11 +34,11 @@ class Edit(TreeEdit):
         """
         journal = self._journal
         with watching(journal.snapshot, self.program, self.site.owner) as watch:
-            journal.watch, shapes = watch, lasting_shapes(self.holder)
+            journal.watch, shapes, added = watch, lasting_shapes(self.holder), added_tensors(self.holder)
             try:
                 yield
                 journal.keep(watch.check())
-                check_mapped(shapes, lasting_shapes(self.holder), self.state_map_of_model())
+                check_mapped(shapes, lasting_shapes(self.holder), self.state_map_of_model(), added)
             except BaseException:
                 self.undo()
                 watch.restore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from torch import nn
 from ...compat import own_buffers, own_children, own_parameters
 from ...errors import MatchFailure
 from ...tracing.graphs import Region
-from ..state import Holder, StateMap, absent_from_checkpoints
+from ..state import ADDED, Holder, StateMap, absent_from_checkpoints
 
-__all__ = ["check_mapped", "lasting_shapes"]
+__all__ = ["added_tensors", "check_mapped", "lasting_shapes"]
 
 Shapes = dict[str, torch.Size]
 
@@ -23,27 +23,43 @@ def lasting_shapes(holder: Holder) -> Shapes:
     What regions borrow is written by whom they borrow it from.
     """
     found: Shapes = {}
-    pending = [(holder.inside, holder.module)]
-    for prefix, module in pending:
+    for prefix, module in _modules(holder):
         transient = absent_from_checkpoints(module)
         for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             if tensor is not None and name not in transient:
                 found[prefix + name] = tensor.shape
+    return found
+
+
+def added_tensors(holder: Holder) -> frozenset[str]:
+    """Return the names of the tensors that passes gave to a holder's modules: no checkpoint from before has them."""
+    return frozenset(prefix + name for prefix, module in _modules(holder) for name in vars(module).get(ADDED, ()))
+
+
+def _modules(holder: Holder) -> Iterator[tuple[str, nn.Module]]:
+    pending = [(holder.inside, holder.module)]
+    for prefix, module in pending:
         children = own_children(module).items()
         pending += [(f"{prefix}{n}.", child) for n, child in children if child is not None and not _borrows(child)]
-    return found
+        yield prefix, module
 
 
 def _borrows(module: nn.Module) -> bool:
     return isinstance(module, Region)
 
 
-def check_mapped(before: Mapping[str, torch.Size], after: Mapping[str, torch.Size], state_map: StateMap) -> None:
+def check_mapped(
+    before: Mapping[str, torch.Size],
+    after: Mapping[str, torch.Size],
+    state_map: StateMap,
+    added: Collection[str] = (),
+) -> None:
     """Make sure that the steps of a rewrite account for the tensors that it left.
 
     Raises:
-        MatchFailure: naming one that no step makes, takes away or gives its shape.
+        MatchFailure: naming one that no step makes, takes away or gives its shape, or one of `added` that was changed.
     """
+    _check_added(after.keys() - before.keys(), state_map, added)
     expected: dict[str, torch.Size | None] = dict(before)
     for step in state_map.steps:
         for name in step.sources:
@@ -68,4 +84,16 @@ def check_mapped(before: Mapping[str, torch.Size], after: Mapping[str, torch.Siz
         raise MatchFailure(
             f"the pass takes '{lost}' away, and no step says what became of it: record one (edit.record_state), or "
             "checkpoints lose it"
+        )
+
+
+def _check_added(new: Collection[str], state_map: StateMap, added: Collection[str]) -> None:
+    """Let tensors that an earlier pass added stay: checkpoints from before could not be brought through a step."""
+    beside = {name.rpartition(".")[0] for name in added}
+    changed = [name for step in state_map.steps for name in step.sources if name in added]
+    changed += [name for name in new if name.rpartition(".")[0] in beside]
+    if changed:
+        module = changed[0].rpartition(".")[0]
+        raise MatchFailure(
+            f"an earlier pass made '{module}', and no checkpoint from before holds its tensors: it stays as it is"
         )

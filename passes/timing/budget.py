@@ -92,6 +92,8 @@ class TimeBudget:
     timing: float = 0.0
     clock: Callable[[], float] = time.thread_time
     _depth: int = 0
+    _beyond: float = 0.0
+    _until: float = math.inf
 
     @classmethod
     def granted(
@@ -114,17 +116,35 @@ class TimeBudget:
                 self.spent += seconds
                 self.timing += seconds if timing else 0.0
 
+    def begin(self, sharing: int = 1) -> None:
+        """Give the next pass its part of the time for sites, where so many share what is left, this one counted.
+
+        What it leaves over is for those behind it. What it takes beyond its part, since a check that has begun is
+        finished, is not taken from them.
+        """
+        if math.isfinite(self._until):
+            self._beyond += max(0.0, self.spent - self._until)
+        self._until = math.inf
+        if sharing > 1:
+            self._until = self.spent + max(0.0, self.for_sites - self.spent) / sharing
+
+    @property
+    def _in_all(self) -> float:
+        return self.seconds + self._beyond
+
     @property
     def left(self) -> float:
         """Return the seconds that are left in all."""
-        return max(0.0, self.seconds - self.spent)
+        return max(0.0, self._in_all - self.spent)
 
     @property
     def for_sites(self) -> float:
-        """Return the seconds that sites may take; what is left over is for the whole model."""
-        if math.isinf(self.seconds):
-            return math.inf
-        return self.seconds - min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
+        return min(self._until, self._beyond + self._of_sites(self.seconds))
+
+    def _of_sites(self, seconds: float) -> float:
+        kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * seconds)
+        return seconds - kept_back if math.isfinite(seconds) else math.inf
 
     def allows_check(self, *, clean_up: bool) -> bool:
         """Say whether a site may still be checked."""
@@ -137,7 +157,8 @@ class TimeBudget:
         small gain is none: the whole model tells.
         """
         kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
-        for_sites = self.seconds - kept_back if whole and math.isfinite(self.seconds) else self.for_sites
+        is_all = whole and math.isfinite(self.seconds)
+        for_sites = min(self._until, self._in_all - kept_back) if is_all else self.for_sites
         left = min(_OF_TIMING * for_sites - self.timing, for_sites - self.spent)
         seconds = max(0.0, _OF_ONE_RACE * left) / among
         return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0
@@ -150,4 +171,4 @@ class TimeBudget:
         return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
 
     def __str__(self) -> str:
-        return f"the time budget of {self.seconds:.3g} s"
+        return f"{'its part of ' if math.isfinite(self._until) else ''}the time budget of {self.seconds:.3g} s"

@@ -16,6 +16,8 @@ __all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
 
 _Picked = tuple[int, Sequence[Tensor | None]]
 
+_PLACING = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce")
+
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
@@ -61,7 +63,10 @@ class Float64Mode(DispatchMode):
         self._tables: dict[int, int] = {}
 
     def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the arguments that were used to pick from tables, each with the length of the shortest table."""
+        """Return the arguments that were used to pick from tables, each with the length of the shortest table.
+
+        It is 0 for those that were only compared for equality, or said where to write: their range is not known.
+        """
         places = {name: tensor.untyped_storage().data_ptr() for name, tensor in arguments.items() if _counts(tensor)}
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}
 
@@ -83,7 +88,8 @@ class Float64Mode(DispatchMode):
         for pick in picks:
             if pick is not None and _counts(pick):
                 place = pick.untyped_storage().data_ptr()
-                self._tables[place] = min(length, self._tables.get(place, length))
+                known = self._tables.get(place, 0)
+                self._tables[place] = min(length, known) if length and known else max(length, known)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, or what is said to compute it in float64."""
@@ -126,11 +132,21 @@ def _gathered(table: Tensor, dim: int, picks: Tensor, *_: Any) -> _Picked:
     return (table.shape[dim] if table.dim() else 1), [picks]
 
 
+def _compared(*operands: Any) -> _Picked:
+    return 0, [operand for operand in operands if isinstance(operand, Tensor)]
+
+
+def _placed(_: Tensor, __: int, places: Tensor, *___: Any) -> _Picked:
+    return 0, [places]
+
+
 _PICKING: Mapping[str, Callable[..., _Picked]] = {
     "aten::embedding": _embedded,
     "aten::_embedding_bag": _embedded,
     "aten::index": _indexed,
     "aten::index_select": _gathered,
     "aten::gather": _gathered,
+    **dict.fromkeys(("aten::eq", "aten::ne"), _compared),
+    **dict.fromkeys((f"aten::{name}{end}" for name in _PLACING for end in ("", "_")), _placed),
 }
-"""Operators that pick from tables: how long the table is, and by what they pick."""
+"""Operators that pick from tables, or take identifiers: how long the table is (0: not known), and by what they pick."""

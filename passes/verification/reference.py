@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs, flatten
-from .inputs import one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, smaller, zeros
+from .inputs import many_rows, one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, smaller, zeros
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -88,6 +88,7 @@ class Reference:
         called: those of them that ran.
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
+        alike: so many of the first of them are compared by value, and the others by what is finite.
         serving: what came of them.
         original: runs the module as it was again, where that stays as it is.
     """
@@ -110,6 +111,7 @@ class Reference:
     called: frozenset[str] = frozenset()
     stream: Run | None = None
     served: tuple[Arguments, ...] = ()
+    alike: int = 0
     serving: tuple[Run, ...] = ()
     original: ReferenceRuns | None = None
 
@@ -192,7 +194,7 @@ class _Maker:
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
-        served, serving = self._served(samples[0]) if samples and not self.brief else ((), ())
+        served, serving, alike = self._served(samples[0], calls[0]) if samples and not self.brief else ((), (), 0)
         runs = self.runs
         return Reference(
             samples=tuple(samples),
@@ -214,6 +216,7 @@ class _Maker:
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
             serving=serving,
+            alike=alike,
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -324,15 +327,27 @@ class _Maker:
             one, other = (select(self.stage.module, *call) for call in (arguments, recorded))
         return one is not None and other is not None and one[0] is other[0]
 
-    def _served(self, first: Sample) -> tuple[tuple[Arguments, ...], tuple[Run, ...]]:
-        """Make calls in a row: as recorded, of the same sizes with noise, and with a row more, large and negative."""
+    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[Arguments, ...], tuple[Run, ...], int]:
+        """Make calls in a row, and say how many of them are to be compared by value.
+
+        First as recorded, then of the same sizes with noise, then with many more rows than the example, which some ways
+        of computing are made for; at last with a row more, large and negative, where only overflow counts.
+        """
         near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
-        more = next(other_rows(self.few, first.exact.tables, self.runs.seed, more=True), None)
-        for calls in (near if more is None else (*near, more), near):
+        many = () if self.small else self._many(first, example)
+        more = tuple(itertools.islice(other_rows(self.few, first.exact.tables, self.runs.seed, more=True), 1))
+        for alike, far in ((many, more), (many, ()), ((), more), ((), ())):
             # The module may not take such calls, or not run without gradients: then nobody asks for that.
             with suppress(Exception):
-                return calls, tuple(self.runs.served(calls, self.state))
-        return (), ()
+                calls = (*near, *alike, *far)
+                return calls, tuple(self.runs.served(calls, self.state)), len(near) + len(alike)
+        return (), (), 0
+
+    def _many(self, first: Sample, example: Arguments) -> tuple[Arguments, ...]:
+        found = many_rows(self.few, example, self.runs.seed + 1)
+        with suppress(Exception):  # a guard may read what such a call does not have
+            return (found,) if found is not None and self._runs_same(found, first.arguments) else ()
+        return ()
 
     def _attempt(
         self,

@@ -43,7 +43,7 @@ class Run:
         random_state: of the CPU generator after the forward.
         expanded: the outputs whose elements share memory.
         missed: whether a module ran its own code, since none of its graphs fitted.
-        tables: the integer arguments that pick from tables, and the length of the shortest table.
+        tables: the integer arguments that pick from tables, and the length of the shortest table; 0: not known.
     """
 
     structure: tuple[tuple[str, str], ...]

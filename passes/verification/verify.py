@@ -329,10 +329,12 @@ class _Check:
             before, found = translation.quantities(old, self.reference.state), _quantities(new)
             check_same_quantities(before, found)
             check_form(before, found)
-            if number > 1:
+            if number >= self.reference.alike:
                 check_finite(before, found)
             else:
-                self._alike(first, before, found, tolerances, f"({where}, call {number + 1})")
+                self._alike(
+                    replace(first, arguments=calls[number]), before, found, tolerances, f"({where}, call {number + 1})"
+                )
 
     def _alike(self, sample: Sample, before: Quantities, found: Quantities, tolerances: Tolerances, where: str) -> None:
         """Compare two runs in the module's own types; each may err."""

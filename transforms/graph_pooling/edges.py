@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...operators import canonical_name
 from ...passes.sites import Refusal
 from ...tracing.program import Program
 from ...tracing.values import qualified
+from .rows import carriers, keeps_rows, name_of_call, rows_of
 
 __all__ = ["COARSENING", "edges_before", "full_name"]
 
@@ -19,10 +19,11 @@ COARSENING = {
     "torch_geometric.nn.pool.sag_pool.SAGPooling": "sag",
     "torch_geometric.nn.pool.asap.ASAPooling": "asap",
     "torch_geometric.nn.pool.edge_pool.EdgePooling": "edge",
-    "fxopt.layers.pooling.triad_pooling.RO3TriadPooling": "ro3",
-    "fxopt.layers.pooling.sag_triads.SAGTriadPooling": "ro3",
 }
 """Class -> what it is called; each gives new features and new edges first."""
+
+_COARSENS = "_fxopt_coarsens"
+"""The attribute by which a layer of fxopt says so: PyTorch Geometric, which it stands on, takes seconds to import."""
 
 
 def full_name(module: nn.Module) -> str:
@@ -45,15 +46,13 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         node = queue.pop()
         edges = _edges_of(program, owner, node)
         if edges is not None:
-            found[edges] = _rows(node)
+            found[edges] = rows_of(node)
             continue
         if node.op == "call_module" and _passes_messages(program.callee(owner, node)):
             return Refusal(f"'{node.name}' passes messages over edges that it does not take as 'edge_index'", at)
-        if _reorders(node):
-            return Refusal(
-                f"'{node.name}' picks or reorders its nodes: they are no longer those that edge_index names", at
-            )
-        before = [used for used in node.all_input_nodes if used not in seen]
+        if not keeps_rows(program, owner, node):
+            return Refusal(_moved(program, owner, node), at)
+        before = [used for used in carriers(node) if used not in seen]
         seen.update(before)
         queue += before
     if not found:
@@ -61,7 +60,7 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
     if len(found) > 1:
         return Refusal("several edge_index lead to it, of different graphs", at)
     edges, rows = found.popitem()
-    if rows != _rows(x):
+    if rows != rows_of(x):
         return Refusal("its nodes are no longer those that edge_index names", at)
     return edges
 
@@ -72,7 +71,7 @@ def _edges_of(program: Program, owner: str, node: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or source.op != "call_module":
         return None
     module = program.callee(owner, source)
-    if full_name(module) in COARSENING:
+    if full_name(module) in COARSENING or getattr(module, _COARSENS, False):
         return next((user for user in source.users if _takes(user, 1)), source)
     if source is not node:
         return None
@@ -84,33 +83,18 @@ def _edges_of(program: Program, owner: str, node: fx.Node) -> fx.Node | None:
     return edges if isinstance(edges, fx.Node) else None
 
 
+def _moved(program: Program, owner: str, node: fx.Node) -> str:
+    """Return why the nodes behind a call may not be those before it."""
+    called = name_of_call(program, owner, node)
+    if called == "getitem":
+        return f"'{node.name}' picks or reorders its nodes: they are no longer those that edge_index names"
+    return f"'{node.name}' may pick or reorder its nodes: whether {called} keeps those of edge_index is not known"
+
+
 def _passes_messages(module: nn.Module) -> bool:
     """Say whether a module is or holds message passing, which has edges of its own."""
     return any(hasattr(each, "propagate") for each in module.modules())
 
 
-_REORDERING = (
-    "flip", "sort", "index_select", "roll", "gather", "take", "masked_select", "narrow", "repeat_interleave", "topk",
-    "take_along_dim", "flipud", "rot90", "unique",
-)  # fmt: skip
-
-
-def _reorders(node: fx.Node) -> bool:
-    """Say whether rows of a node's result may be others than those of what it reads."""
-    if canonical_name(node) != "getitem":
-        called = canonical_name(node) or str(getattr(node.target, "__name__", node.target))
-        return called.rpartition(".")[2] in _REORDERING
-    of, key = node.args
-    if not isinstance(of, fx.Node) or not hasattr(of.meta.get("val"), "shape"):
-        return False
-    first: Any = key[0] if isinstance(key, tuple) and key else key
-    return not (first is Ellipsis or first is None or first == slice(None))
-
-
 def _takes(user: fx.Node, index: int) -> bool:
     return getattr(user.target, "__name__", "") == "getitem" and user.args[1:] == (index,)
-
-
-def _rows(node: fx.Node) -> int | None:
-    shape = getattr(node.meta.get("val"), "shape", None)
-    return shape[0] if shape else None

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ...compat import own_children
 from ...errors import StateWarning, UsageError
-from ...passes.contract import Pass
+from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...passes.state import ADDED
@@ -30,6 +30,11 @@ _AGGREGATIONS = {"MeanAggregation": "mean", "SumAggregation": "add", "MaxAggrega
 _READOUTS = ("mean", "add", "max")
 _SOURCES = (*_READOUTS, "topk", "sag", "asap", "edge")
 _BASIC = "torch_geometric.nn.aggr.basic."
+_OTHERS = {
+    "edge": "EdgePooling scores edges and joins two nodes each: its weights have no place where nodes are scored",
+    "asap": "ASAPooling shares nodes out among clusters: its weights have no place where clusters are disjoint",
+}
+"""What has no counterpart -> why."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class GraphPooling(Pass):
     Options:
         to: `ro3`, what is put in.
         source: what is replaced: `mean`, `add` and `max` readouts, `topk` and `sag` coarsening; by default all
-            these. `asap` and `edge` are found, and refused with what to do instead.
+            these. `asap` and `edge` are found, and refused with the reason.
         structure: of `RO3Pooling`: `adjacency`, `distance` or `codegree`.
         triads: of `RO3TriadPooling`: `closed` or `all`.
         seed: of the new parameters.
@@ -66,8 +71,7 @@ class GraphPooling(Pass):
     def __post_init__(self) -> None:
         if isinstance(self.source, str):
             object.__setattr__(self, "source", (self.source,))
-
-    def check(self, model: nn.Module) -> None:
+        check_option_types(self)
         if self.to != "ro3":
             raise UsageError(f"pass 'graph_pooling': to={self.to!r} is unknown{did_you_mean(str(self.to), ('ro3',))}")
         for word in self.source:
@@ -90,8 +94,8 @@ class GraphPooling(Pass):
         if kind in _READOUTS:
             return self._readout(program, owner, index, node)
         at = qualified(owner, str(node.target))
-        if kind not in ("topk", "sag"):
-            return Refusal("it returns other things than TopKPooling does; use RO3TriadPooling in the model's code", at)
+        if kind in _OTHERS:
+            return Refusal(f"{_OTHERS[kind]}; use RO3TriadPooling in the model's code", at)
         if getattr(program.callee(owner, node), "min_score", None) is not None:
             return Refusal("min_score counts shares of all nodes, which triads do not have", at)
         data = {"kind": kind}
@@ -206,10 +210,9 @@ def _kind(program: Program, owner: str, node: fx.Node) -> str | None:
     if node.op != "call_module":
         return None
     called = full_name(program.callee(owner, node))
-    kind = COARSENING.get(called)
-    if kind is None and called.startswith(_BASIC):
+    if called.startswith(_BASIC):
         return _AGGREGATIONS.get(called.removeprefix(_BASIC))
-    return None if kind == "ro3" else kind
+    return COARSENING.get(called)
 
 
 def _given(node: fx.Node) -> Mapping[str, Any]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
-from .noise import stands_for_infinity
+from .noise import perturbed_inputs, stands_for_infinity
 
-__all__ = ["few_rows", "one_row", "other_rows", "other_strides", "smaller", "zeros"]
+__all__ = ["few_rows", "many_rows", "one_row", "other_rows", "other_strides", "smaller", "zeros"]
 
 _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
@@ -26,6 +26,9 @@ Two would be too few: a norm over a batch of two gives plus and minus one, whose
 fewer there are, the less they say of how far rounding leads.
 """
 
+_SMALL = 1 << 14
+"""A call of so many numbers costs next to nothing."""
+
 
 def other_rows(
     arguments: Arguments, tables: Mapping[str, int], seed: int, *, more: bool = False
@@ -33,11 +36,11 @@ def other_rows(
     """Yield calls with another number of rows, large and negative, identifiers from whole tables, masks changed.
 
     The first is the farthest from the example, the last the nearest: the one to take is the first that the original
-    takes.
+    takes. Integers that are compared with numbers, or say where to write, take values that the call has.
 
     Args:
         arguments: of the call.
-        tables: the integer arguments that pick from tables, with the tables' lengths.
+        tables: the integer arguments that pick from tables, with the tables' lengths; 0 where that is not known.
         seed: of identifiers and masks.
         more: with one row more; else with three, which is cheaper, or one more than there are.
     """
@@ -49,8 +52,37 @@ def other_rows(
         count += 1
     # Numbers that pick from no table are scaled, too; the sign is kept where the original is not defined below zero.
     for factors, integers in ((_FACTORS, True), (_FACTORS, False), ((100.0, 0.5), False), ((1.0,), False)):
-        yield drawn.over(_resized(arguments, {0: {rows: count}}), _scaled(count, factors, integers))
+        change = _scaled(count, factors, integers)
+        yield drawn.over(_resized(arguments, {0: {rows: count}}), change, exchanged=integers)
     yield drawn.over(arguments, _scaled(rows, _FACTORS, integers=False))
+
+
+def many_rows(arguments: Arguments, example: Arguments, seed: int) -> Arguments | None:
+    """Return the call with at least twice the rows and the numbers of an example; of a small one, with four times.
+
+    What there is repeats, with noise on floats, so that all integers are values that the call has. Numbers that ascend,
+    as those of the graphs of a batch, do so still.
+
+    Args:
+        arguments: of the call: the example, or a smaller one made of it.
+        example: the call as it was recorded.
+        seed: of the noise.
+    """
+    rows, least = _rows(arguments), _rows(example)
+    size, wanted = (sum(tensor.numel() for tensor in _tensors(each).values()) for each in (arguments, example))
+    if not rows or not size:
+        return None
+    times = 4 if wanted <= _SMALL else 2
+    count = max(times * least, -(-times * wanted * rows // size))
+    ascending = [_ascends(tensor) for tensor in _leaves(arguments)]
+    order = iter(ascending)
+    resized = map_tensors(lambda x: x.sort()[0] if next(order) else x, _resized(arguments, {0: {rows: count}}))
+    return perturbed_inputs(resized, seed)
+
+
+def _ascends(tensor: Tensor) -> bool:
+    is_plain = tensor.dim() == 1 and tensor.dtype in (torch.int64, torch.int32) and tensor.layout is torch.strided
+    return is_plain and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def one_row(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Iterator[Arguments]:
@@ -181,7 +213,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 class _Drawn:
-    """Draw identifiers from the whole of their tables, and masks anew."""
+    """Draw identifiers from the whole of their tables, and masks anew; exchange those of which only some are known."""
 
     def __init__(self, arguments: Arguments, tables: Mapping[str, int], seed: int, *, masks: bool = True) -> None:
         names = {id(tensor): name for name, tensor in _tensors(arguments).items()}
@@ -189,18 +221,29 @@ class _Drawn:
         self._lengths = [tables.get(names.get(key, "")) for key in order]
         self._seed, self._masks = seed, masks
 
-    def over(self, arguments: Arguments, change: TensorFunction) -> Arguments:
-        """Return a call with identifiers and masks drawn, and all other tensors changed by `change`."""
+    def over(self, arguments: Arguments, change: TensorFunction, *, exchanged: bool = False) -> Arguments:
+        """Return a call with identifiers and masks drawn, and all other tensors changed by `change`.
+
+        Identifiers of which only some values are known are exchanged, or stay.
+        """
         lengths = iter(self._lengths)
         generator = torch.Generator().manual_seed(self._seed)
 
         def draw(tensor: Tensor) -> Tensor:
             length = next(lengths)
-            if length is not None:
+            if length is not None and length > 0:
                 return _identifiers(tensor, length, generator)
+            if length is not None:
+                return self._exchanged(tensor, generator) if exchanged else tensor
             return self._mask(tensor, generator) if tensor.dtype is torch.bool else change(tensor)
 
         return map_tensors(draw, arguments)
+
+    def _exchanged(self, numbers: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a mask of zeros and ones changed; other identifiers in another order of their rows."""
+        if numbers.dim() > 1 and numbers.numel() and bool(((numbers == 0) | (numbers == 1)).all()):
+            return self._mask(numbers.bool(), generator).to(numbers.dtype)
+        return numbers.roll(1, 0) if numbers.dim() else numbers
 
     def _mask(self, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Return a mask with about a third of its places the other way, or with none."""

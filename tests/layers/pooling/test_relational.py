@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import combinations, combinations_with_replacement
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import networkx as nx
@@ -189,23 +192,20 @@ def test_graphs_without_nodes_give_no_row_or_zeros():
     assert pool(x, edges, batch=edges[0], batch_size=3).shape == (3, pool.width(2))
 
 
-def rook_and_shrikhande() -> tuple[Any, Any]:
-    nodes = [(a, b) for a in range(4) for b in range(4)]
-    steps = {(0, 1), (1, 0), (1, 1), (0, 3), (3, 0), (3, 3)}
-    rook, shrikhande = nx.Graph(), nx.Graph()
-    for (i, (a, b)), (j, (c, d)) in combinations(enumerate(nodes), 2):
-        if (a == c) != (b == d):
-            rook.add_edge(i, j)
-        if ((c - a) % 4, (d - b) % 4) in steps:
-            shrikhande.add_edge(i, j)
-    return rook, shrikhande
+@pytest.fixture(scope="module")
+def benchmark(checkout: Path) -> ModuleType:
+    """Return `benchmarks/pooling.py`, which holds the graphs."""
+    pytest.importorskip("torch_geometric")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(checkout / "benchmarks")
+        return importlib.import_module("pooling")
 
 
-def test_only_common_neighbours_tell_rook_and_shrikhande_apart():
+def test_only_common_neighbours_tell_rook_and_shrikhande_apart(benchmark: ModuleType):
     ones = torch.ones(16, 1)
     for structure, tells_apart in (("adjacency", False), ("distance", False), ("codegree", True)):
         pool = RO3Pooling(structure=structure)
-        rook, shrikhande = (pool(ones, edges_of(graph)) for graph in rook_and_shrikhande())
+        rook, shrikhande = (pool(ones, edges_of(graph)) for graph in benchmark.rook_and_shrikhande())
         assert torch.equal(rook, shrikhande) != tells_apart
 
 
@@ -242,6 +242,11 @@ BATCH = torch.tensor([0, 0, 1, 1])
         (lambda _: RO3Pooling("distance"), "channels is of type str"),
         (lambda _: RO3Pooling(structure="edges"), "unknown structure 'edges'; give one of adjacency, distance"),
         (lambda _: RO3Pooling(cap=2), "reads no cap"),
+        (
+            lambda _: RO3Pooling(structure="distance", node_limit=1.5),
+            "node_limit is of type float; give a whole number",
+        ),
+        (lambda _: RO3Pooling(memory_limit=0), "memory_limit is 0; give a whole number, at least 1"),
         (lambda _: RO3Pooling(in_channels=2), "give channels, too"),
         (lambda _: RO3Pooling(2, "distance", edge_channels=2), "leave edge_channels out"),
     ],

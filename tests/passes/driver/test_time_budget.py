@@ -101,6 +101,34 @@ def test_clean_ups_leave_time_to_the_others(races: list[list[str]]) -> None:
     assert [status for status, _ in outcomes(manager)] == ["skipped"] * 3 + ["applied"] * 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Slow(Subtract):
+    """The same for another purpose, with a check that takes ten times the budget."""
+
+    goal: ClassVar[Goal] = Goal.SIZE
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    budget_of: Any = dataclasses.field(default=None, compare=False)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        super().rewrite(site, edit)
+        self.budget_of.spent += 10 * self.budget_of.seconds
+
+
+def test_a_pass_that_takes_all_the_time_leaves_those_behind_their_part(races: list[list[str]]) -> None:
+    class Lossy(Subtract):
+        numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+
+    budget = TimeBudget(100.0)
+    manager = managed(budget, Slow(budget_of=budget), Lossy())
+    statuses = [(d.step, d.status) for d in manager.decisions]
+    assert statuses.count((0, "applied")) == 1  # its first check took all that it had
+    assert {d.reason for d in manager.decisions if d.status == "skipped"} == {
+        "not checked: its part of the time budget of 100 s was spent; allow more by time_budget"
+    }
+    assert [status for step, status in statuses if step == 1] == ["applied"] * 3
+    assert len(races) == 4  # three sites and the whole model
+
+
 def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_judges(races: list[list[str]]) -> None:
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
     assert outcomes(manager) == [("applied", "")] * 3

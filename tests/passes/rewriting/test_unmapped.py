@@ -118,3 +118,11 @@ def test_a_function_that_adds_parameters_is_refused():
     (decision,) = fxopt.plan(fast).decisions
     assert decision.status != "applied"
     assert "the pass adds 'added.weight'" in decision.reason
+
+
+def test_what_an_earlier_pass_added_stays():
+    shapes = {"one.weight": torch.Size([4, 4])}
+    with pytest.raises(MatchFailure, match="an earlier pass made 'new', and no checkpoint from before"):
+        check_mapped(shapes, shapes, StateMap((Rename("new.weight", "newer"),)), ["new.weight"])
+    with pytest.raises(MatchFailure, match="an earlier pass made 'new'"):
+        check_mapped(shapes, {**shapes, "new.counter": torch.Size([])}, StateMap(), ["new.weight"])

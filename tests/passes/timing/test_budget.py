@@ -77,11 +77,42 @@ def test_time_for_the_whole_model_is_kept_back() -> None:
     assert (budget.for_a_race(), budget.left) == (0.0, 20.0)
 
 
+def test_passes_that_share_have_equal_parts_and_take_what_is_left_over() -> None:
+    budget = TimeBudget(40.0, forward=1.0)  # 20 for sites
+    budget.begin(sharing=2)
+    assert budget.for_sites == 10.0
+    assert str(budget) == "its part of the time budget of 40 s"
+    budget.spent = 4.0
+    budget.begin()
+    assert (budget.for_sites, budget.left, str(budget)) == (20.0, 36.0, "the time budget of 40 s")
+
+
+def test_a_check_that_takes_too_long_takes_nothing_from_the_passes_behind() -> None:
+    budget = TimeBudget(40.0, forward=1.0)
+    budget.begin(sharing=2)
+    budget.spent = 50.0
+    assert not budget.allows_check(clean_up=False)
+    budget.begin()
+    assert (budget.for_sites - budget.spent, budget.left) == (10.0, 30.0)
+    budget.spent = 60.0
+    assert not budget.allows_check(clean_up=False)
+    assert budget.left == 20.0
+
+
+def test_a_pass_that_shares_with_nobody_takes_from_those_behind() -> None:
+    budget = TimeBudget(40.0, forward=1.0)
+    budget.begin()
+    budget.spent = 30.0
+    budget.begin()
+    assert not budget.allows_check(clean_up=False)
+
+
 def test_a_short_budget_is_not_all_kept_back() -> None:
     assert TimeBudget(1.0, forward=1.0).for_sites == 0.5
 
 
 def test_without_a_limit_everything_is_allowed() -> None:
     budget = TimeBudget(spent=1e9)
+    budget.begin(sharing=3)
     assert budget.allows_check(clean_up=True)
     assert budget.for_a_race() == math.inf

@@ -147,3 +147,54 @@ def test_results_of_a_run_stay_what_they_were_when_a_later_one_writes() -> None:
     model = nn.BatchNorm1d(4)
     taken = reference(model, [Inputs(torch.randn(6, 4)), Inputs(torch.randn(6, 4))], training=True)
     assert verify(taken, model).ok
+
+
+def test_what_errs_only_above_its_examples_rows_is_found() -> None:
+    def wrong(m: Any, x: Tensor) -> Tensor:
+        return x @ m.weight if x.numel() // 4 <= 64 else torch.cat([x[:64] @ m.weight, x[64:]])
+
+    assert "call 3" in judged(lambda m, x: x @ m.weight, wrong, rows(20)).reason
+    assert judged(lambda m, x: x @ m.weight, lambda m, x: (m.weight.T @ x.T).T, rows(20)).ok
+
+
+def test_many_rows_are_more_than_the_example_has_of_rows_and_numbers() -> None:
+    class Seen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(x.shape)
+            return x.tanh()
+
+    for shape in ((16, 40, 30), (2, 8), (1, 500, 64)):
+        sizes = list[torch.Size]()
+        reference(Seen(), [Inputs(torch.randn(shape))])
+        assert any(size[0] >= 2 * shape[0] and size.numel() >= 2 * torch.Size(shape).numel() for size in sizes)
+
+
+def test_integers_stay_within_the_values_of_the_example() -> None:
+    def loop(m: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        return sum(torch.where((chosen == number).unsqueeze(-1), x * m.table[number], 0.0) for number in range(4))
+
+    chosen = torch.tensor([1, 3, 2, 1])
+    assert judged(loop, lambda m, x, chosen: x * m.table[:4][chosen], rows(), chosen).ok
+    assert not judged(loop, lambda m, x, chosen: x * m.table[torch.tensor([1, 3, 2, 1])], rows(), chosen).ok
+
+
+def test_a_call_on_which_the_original_raises_is_not_held_against_a_rewrite() -> None:
+    def checked(m: Any, x: Tensor) -> Tensor:
+        if len(x) > 4 or bool((x.abs() > 50).any()):
+            raise ValueError("not that many, and not that large")
+        return x @ m.weight
+
+    def narrow(m: Any, x: Tensor) -> Tensor:
+        if len(x) > 4 or bool((x.abs() > 50).any()):
+            raise RuntimeError("no block is large enough")
+        return (m.weight.T @ x.T).T
+
+    assert judged(checked, narrow, rows()).ok
+
+
+def test_a_mask_of_integers_is_changed() -> None:
+    def before(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x.masked_fill(mask == 0, -1e9), -1)
+
+    mask = torch.ones(4, 4, dtype=torch.int64)
+    assert not judged(before, lambda m, x, mask: torch.softmax(x, -1), rows(), mask).ok

@@ -244,6 +244,12 @@ class Flat(Classifier):
         return pyg.global_mean_pool(self.conv(x, edge_index).sum(1), batch)
 
 
+class Weighted(Classifier):
+    def forward(self, x, edge_index, batch):
+        x, _, _, batch, _ = self.pool(self.conv(x, edge_index), edge_index, None, batch)
+        return self.head(x)
+
+
 class Unpooled(Classifier):
     def forward(self, x, edge_index, batch):
         return self.head(self.conv(x, edge_index))
@@ -258,13 +264,27 @@ class Unpooled(Classifier):
         (Flat(), "1 dimensions"),
         (Unpooled(), "no graph of this model pools"),
         (Classifier(pool=pyg.TopKPooling(WIDTH, min_score=0.1)), "min_score"),
-        (Classifier(pool=pyg.EdgePooling(WIDTH)), "returns other things"),
+        (Classifier(pool=pyg.EdgePooling(WIDTH)), "EdgePooling scores edges and joins two nodes each"),
+        (Weighted(pool=pyg.ASAPooling(WIDTH)), "ASAPooling shares nodes out among clusters"),
     ],
 )
 def test_refused_with_a_reason(model, reason):
     fast = swapped(model.eval())
     assert "undone" not in statuses(fast)
     assert any(reason in (found or "") for found in reasons(fast))
+
+
+@pytest.mark.parametrize("compression", ["prune", "qat"])
+def test_other_passes_leave_the_new_layers_as_they_are_and_say_why(compression):
+    model = Classifier().eval()
+    for fast in (
+        swapped(model, f",{compression}"),
+        fxopt.optimize(swapped(model), compression, example_inputs=graphs()),
+    ):
+        refused = [d.reason for d in fxopt.plan(fast).decisions if d.site["owner"].startswith("ro3_pooling.")]
+        assert len(refused) == 3
+        assert all("no checkpoint from before holds its tensors: it stays as it is" in reason for reason in refused)
+        assert "applied" in [d.status for d in fxopt.plan(fast).decisions if d.site["owner"] == "head"]
 
 
 def test_a_call_without_a_batch_vector_or_with_a_size():
@@ -290,9 +310,9 @@ def test_a_call_without_a_batch_vector_or_with_a_size():
         ({"triads": "open"}, "triads='open'; give closed or all"),
     ],
 )
-def test_wrong_options(options, message):
+def test_wrong_options_are_refused_where_they_are_given(options, message):
     with pytest.raises(fxopt.UsageError, match=message):
-        fxopt.optimize(Classifier(), GraphPooling(**options), example_inputs=graphs())
+        GraphPooling(**options)
 
 
 @settings(deadline=None, max_examples=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def packed(monkeypatch: Any) -> list[Tensor]:
         found.append(weight.detach().clone())
         return found[-1]
 
-    for place in (importlib.import_module("fxopt.layers.masked.semi_structured"), KERNELS):
+    for place in (inspect.getmodule(KERNELS.obstacle_to_sparse), KERNELS):
         monkeypatch.setattr(place, "obstacle_to_sparse", lambda *_: None)
         monkeypatch.setattr(place, "packed_weight", pack)
     return found
