@@ -28,6 +28,7 @@ __all__ = [
     "int8_convolution",
     "int8_convolution_packed",
     "int8_lstm",
+    "int8_numbers",
     "int8_packed",
     "int8_product_dynamic",
     "int8_product_of_weights",
@@ -249,6 +250,12 @@ def why_no_static_int8() -> str:
     packed = int8_static_packed(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
     found = int8_product_static(largest, 1.0, 0, packed, (1.0, 0, torch.float32, "none"))
     return "" if bool((found == 64 * 255 * 127).all()) else "this CPU has no VNNI, without which sums overflow"
+
+
+def int8_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return activations of float32 as uint8, x / scale + zero_point rounded, in one pass over them."""
+    _warn_now()
+    return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8).int_repr()
 
 
 def int8_static_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:

@@ -6,6 +6,9 @@ Every cell is a mixture, a number of tokens, a phase and a dtype; all 108 are sh
 targets of their own first, and the first `--cells` are measured. Columns are whole blocks with equal weights, router
 included: SwiGLU experts, softmax over the chosen. They are timed in one run, interleaved, on one thread, in at least 30
 rounds. A floor fails only where the 95% interval of the ratio lies wholly below it.
+
+Outputs must be equal, but for rounding. Tokens that get other experts, as fxopt's router computes in float32, are left
+out; they may be one and 5% of all.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ FLOOR = 0.95
 TARGETS = {False: 3.0, True: 1.8}
 """Times as fast as the loop over modules in float32, 64 experts, 8 of them for each of 32 tokens; by training."""
 ROUNDS = 30
+OTHER_EXPERTS = 0.05
+LARGEST_ERROR = 0.02
+"""Of a token's output, relative to it."""
 LARGEST_COPY = 2**28
 """Bytes of weights that `batched_mm` of transformers may copy."""
 
@@ -196,18 +202,30 @@ def measure(cell: Cell, *, seconds: float) -> dict[str, Any]:
     models, omitted = columns(cell, x)
     upstream = torch.randn_like(x)
     steps = {name: step(model, x, upstream, training=cell.training) for name, model in models.items()}
-    check(steps)
+    check(steps, agreeing(models, x))
     timings = time_candidates(steps, seconds=seconds, least_rounds=ROUNDS)
     return {"cell": asdict(cell), "name": str(cell), "omitted": omitted, **compared(timings, list(steps))}
 
 
-def check(steps: dict[str, Callable[[], Tensor]]) -> None:
-    """Make sure that all columns compute the same, but for rounding."""
+def agreeing(models: dict[str, nn.Module], x: Tensor) -> Tensor:
+    """Tell which tokens get the same experts from fxopt's router, in float32, as from one in their dtype [tokens]."""
+    ours = models["fxopt"].router(x)[1]
+    loop = models["module_loop"]
+    others = loop.router(x).float().softmax(-1).topk(loop.top_k).indices
+    agree = (ours.sort(-1).values == others.sort(-1).values).all(1)
+    apart = int((~agree).sum())
+    assert apart <= 1 + OTHER_EXPERTS * len(x), f"{apart} of {len(x)} tokens get other experts"
+    return agree
+
+
+def check(steps: dict[str, Callable[[], Tensor]], agree: Tensor) -> None:
+    """Make sure that all columns compute the same for every token, but for rounding; fxopt where experts `agree`."""
     outputs = {name: run().detach().float() for name, run in steps.items()}
     expected = outputs["module_loop"]
     for name, output in outputs.items():
-        error = float((output - expected).norm() / expected.norm())
-        assert error < 0.02, f"{name} is off by {error:.3f}"
+        errors = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
+        error = float((errors[agree] if name == "fxopt" else errors).amax()) if agree.any() else 0.0
+        assert error < LARGEST_ERROR, f"{name} is off by {error:.3f}"
 
 
 def compared(timings: Timings, names: list[str]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from .bias_act import bias_act
 from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
 from .compiled import compiled_kernels
 from .definition import defined
+from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.spellings import KERNELS as _OF_GATED
-from .gpu import kernels_in_use
+from .gpu import kernels_compute_on, kernels_in_use
 from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
 from .log_clip import log_clip
@@ -33,7 +34,9 @@ __all__ = [
     "bernoulli_sigmoid",
     "bias_act",
     "compiled_kernels",
+    "ensemble_mlp",
     "geglu",
+    "kernels_compute_on",
     "kernels_in_use",
     "layer_norm",
     "linear_cross_entropy",

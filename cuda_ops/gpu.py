@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import one_line
 
-__all__ = ["kernels_in_use", "on_gpu"]
+__all__ = ["kernels_compute_on", "kernels_in_use", "on_gpu"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read and write; they compute in float32. Float64 is computed by the reference: it is what others are
@@ -34,6 +34,11 @@ def kernels_in_use() -> str:
         return "CPU reference: no CUDA device"
     broken = f"; reference for {', '.join(_broken)}, which could not be built" if _broken else ""
     return f"triton {_version()}{broken}"
+
+
+def kernels_compute_on(device: torch.device) -> bool:
+    """Say whether kernels, and no references, compute fxopt's operators on a device."""
+    return device.type == "cuda" and _has_triton()
 
 
 def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...compat_quantized import needs_reduced_range
+from ...compat import is_plainly_eager
+from ...compat_quantized import int8_numbers, needs_reduced_range, runs_simulation
 from ...errors import StateError
 from ...tracing.recording import Factors
 
@@ -76,8 +77,15 @@ def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return x
+    if _has_kernel(x):
+        return int8_numbers(x.detach(), scale, zero_point)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (1.0 / scale)).add_(zero_point + 0.5).clamp_(0, _LARGEST).to(torch.uint8)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32 and x.is_cpu
+    return is_plain and not runs_simulation() and is_plainly_eager()
 
 
 def from_numbers(numbers: Tensor, of: Range, dtype: torch.dtype) -> Tensor:

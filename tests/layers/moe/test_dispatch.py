@@ -139,6 +139,45 @@ def test_a_token_that_is_nan_spoils_no_gradient_but_those_of_its_experts(lowerin
 
 
 @each_lowering
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token", range(4))
+def test_a_token_that_is_not_finite_spoils_no_gradient_of_an_idle_expert(lowering, spoiled, token):
+    projections = stacked(5, torch.float32)
+    x, indices = torch.randn(4, WIDTH), torch.tensor([[1, 3], [3, 1], [1, 3], [3, 1]])
+    x[token] = spoiled
+    mixture(x, indices, torch.rand(4, 2), projections, gated, lowering).sum().backward()
+    for projection in projections:
+        for tensor in projection[:2]:
+            assert not tensor.grad[[0, 2, 4]].any()
+
+
+def every_expert(tokens: int, experts: int) -> Tensor:
+    return chosen(tokens, experts, experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [False, True])
+def test_many_tokens_that_chose_every_expert_are_not_sorted(dtype, training):
+    projections = stacked(4, dtype)
+    many, few = (Task(torch.randn(n, WIDTH, dtype=dtype), every_expert(n, 4), projections, gated) for n in (256, 8))
+    some = Task(many.x, chosen(256, 4, 2), projections, gated)
+    with torch.set_grad_enabled(training):
+        assert [choose_lowering(task) == "dense" for task in (many, few, some)] == [True, False, False]
+    assert "dense" in possible_lowerings(few)
+    assert "dense" not in possible_lowerings(some)
+
+
+def test_weights_in_16_bits_are_added_up_in_32():
+    weights = torch.full((40, 8), 1 / 3, dtype=torch.bfloat16)
+    x = torch.ones(40, WIDTH, dtype=torch.bfloat16)
+    same = [Projection(torch.eye(WIDTH, dtype=torch.bfloat16).expand(8, -1, -1).contiguous())]
+    exact = (8 * weights[0, 0].float()).bfloat16().item()
+    for lowering in LOWERINGS:
+        output = mixture(x, every_expert(40, 8), weights, same, lambda rows, linears: linears[0](rows), lowering)
+        assert output.eq(exact).all(), lowering
+
+
+@each_lowering
 def test_all_tokens_may_choose_the_same_expert(lowering):
     projections = stacked(6, torch.float32)
     x, indices, weights = torch.randn(9, WIDTH), torch.full((9, 1), 5), torch.rand(9, 1)
