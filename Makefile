@@ -5,10 +5,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-benchmarks
 PEERS_READY := $(PEERS)/.ready
+TRITON := .venv-kernels
+TRITON_READY := $(TRITON)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test nightly check format bench docs kernels wheel lock clean
+.PHONY: demo test test-kernels nightly check format bench docs kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -16,6 +18,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+
+# Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
+test-kernels: $(TRITON_READY) $(READY)
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/pytest tests/cuda_ops/test_kernels.py $(TESTS)
 
 nightly: $(READY)
 	$(BIN)/pytest tests -k random --hypothesis-profile nightly --timeout 7200 $(TESTS)
@@ -68,6 +74,12 @@ $(READY): requirements.lock pyproject.toml
 $(PEERS_READY): requirements-benchmarks.lock | $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(PEERS) \
 		--requirement requirements-benchmarks.lock
+	touch $@
+
+# Not into .venv: it is 700 MB, which nothing else needs here, and torch imports it where it finds it.
+$(TRITON_READY): requirements-kernels.lock | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --upgrade --target $(TRITON) \
+		--requirement requirements-kernels.lock
 	touch $@
 
 $(DOCS_READY): requirements-docs.lock

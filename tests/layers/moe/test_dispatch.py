@@ -89,9 +89,10 @@ def test_a_lowering_gives_what_each_token_by_itself_gives(lowering, transposed, 
 
 @each_lowering
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3)])
-def test_without_gradients_it_is_the_same(lowering, bias, tokens, experts, k):
-    projections = stacked(experts, torch.float32, bias=bias)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3), (5, 4, 4)])
+def test_without_gradients_it_is_the_same(lowering, bias, transposed, tokens, experts, k):
+    projections = stacked(experts, torch.float32, bias=bias, transposed=transposed)
     x, weights, indices = torch.randn(tokens, WIDTH), torch.rand(tokens, k), chosen(tokens, experts, k)
     with torch.no_grad():
         output = mixture(x, indices, weights, projections, gated, lowering)
