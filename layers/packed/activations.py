@@ -22,7 +22,7 @@ class Activation:
         fixed: arguments that it has, by name.
         free: names of numbers that it reads.
         numbers: these.
-        kernel: what oneDNN calls it; "" where its kernel makes numbers of NaN, so that it is computed behind the product.
+        kernel: what oneDNN calls it; "" where its kernel makes numbers of NaN: then it is computed behind the product.
         kind: which kind of it.
     """
 
