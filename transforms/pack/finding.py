@@ -144,7 +144,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interva
             kinds.setdefault(found.kind, []).append(found)
     gains = Gains()
     for kind, alike in kinds.items():
-        gains.of(kind, lambda alike=alike: _calls(program, alike))
+        if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
+            gains.of(kind, lambda alike=alike: _calls(program, alike))
     return gains.known
 
 
