@@ -83,7 +83,7 @@ def signs(model: nn.Module, path: str, graph: fx.Graph) -> Iterator[str]:
     name = type(owner).__name__
     for node in graph.nodes:
         module = owner.get_submodule(str(node.target)) if node.op == "call_module" else None
-        word = getattr(node.target, "__name__", str(node.target))
+        word = "" if module is not None else getattr(node.target, "__name__", str(node.target))
         if word == "rsqrt":
             yield f"norm in {name}: rsqrt"
         elif word in ("layer_norm", "rms_norm") and "fxopt" not in str(node.target):
@@ -93,7 +93,7 @@ def signs(model: nn.Module, path: str, graph: fx.Graph) -> Iterator[str]:
         elif word == "neg" and any(getattr(user.target, "__name__", "") in ("cat", "stack") for user in node.users):
             yield f"rotary in {name}: {', '.join(sorted(getattr(u.target, '__name__', '') for u in node.users))} of neg"
         elif is_gate(node, word, module):
-            yield f"gate in {name}: {word if module is None else type(module).__name__} times"
+            yield f"gate in {name}: {word or type(module).__name__} times"
 
 
 def is_gate(node: fx.Node, word: str, module: nn.Module | None) -> bool:
