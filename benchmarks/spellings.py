@@ -27,8 +27,8 @@ import fxopt
 
 FAMILIES = (
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text phi phi3 olmo olmo2 olmoe cohere glm "
-    "gpt_neox starcoder2 stablelm granite smollm3 helium persimmon falcon bloom mpt opt gpt2 t5 bert roberta electra albert "
-    "distilbert deberta-v2 modernbert vit dinov2 swin whisper wav2vec2 bart clip"
+    "gpt_neox starcoder2 stablelm granite smollm3 helium persimmon falcon bloom mpt opt gpt2 t5 bert roberta electra "
+    "albert distilbert deberta-v2 modernbert vit dinov2 swin whisper wav2vec2 bart clip"
 )
 ACTIVATIONS = (nn.SiLU, nn.GELU)
 
