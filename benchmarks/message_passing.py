@@ -53,16 +53,13 @@ def measured(make: Callable[[], nn.Module], nodes: int, rounds: int, *, training
     eager = Network(make).train(training)
     x, edges = torch.randn(nodes, WIDTH), torch.randint(0, nodes, (2, nodes * DEGREE))
     fast = over_rows(eager, training=training)
-    expected, found = eager(x, edges), fast(x, edges)
+    with torch.no_grad():
+        expected, found = eager(x, edges), fast(x, edges)
     row: dict[str, Any] = {"error": float((found - expected).abs().max() / expected.abs().max())}
-    seconds = [
-        (
-            _seconds(eager, x, edges, training),
-            _seconds(fast, x, edges, training),
-            _seconds(fast, x, edges.clone(), training),
-        )
-        for _ in range(rounds)
-    ]
+    seconds: list[tuple[float, ...]] = []
+    for _ in range(rounds):
+        pairs = ((eager, edges), (fast, edges), (fast, edges.clone()))
+        seconds.append(tuple(_seconds(model, x, given, training) for model, given in pairs))
     row["milliseconds"] = 1000 * _middle([own for own, _, _ in seconds])[0]
     row["same_graph"] = _middle([own / same for own, same, _ in seconds])
     row["new_graph"] = _middle([own / new for own, _, new in seconds])

@@ -21,7 +21,10 @@ from .rows import Part, Rows, rows_of
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
 
 _WORTH = 2**19
-"""Rows are made at the first sight of a graph whose messages are this many numbers; of a smaller one at the second."""
+"""Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
+
+_TRIALS = 64
+"""So many smaller graphs go over rows, too; if none comes again, further ones do so at their second sight."""
 
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
@@ -169,17 +172,26 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
 def _plain_rows(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
     """Return the rows of the edges as they are given."""
     what = ("edges", len(x), conv.flow)
-    if not _is_worth_it(kept, x, edge_index, what):
+    if not _is_worth_it(conv, kept, x, edge_index, what):
         return None
     return kept.of((edge_index,), what, lambda: rows_of(edge_index, len(x), flow=conv.flow))
 
 
-def _is_worth_it(kept: KeptGraphs, x: Tensor, edge_index: Tensor, what: tuple[Any, ...]) -> bool:
+def _is_worth_it(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, what: tuple[Any, ...]) -> bool:
     """Say whether rows are there, or are made: sorting the edges of a small graph costs more than one call gains."""
-    if edge_index.shape[1] * x.shape[1] >= _WORTH or kept.holds((edge_index,), what):
+    if edge_index.shape[1] * x.shape[1] >= _WORTH:
         return True
-    seen = kept.holds((edge_index,), "seen")
-    kept.of((edge_index,), "seen", lambda: True)
+    given = (edge_index,)
+    if kept.holds(given, what):
+        if kept.trials and kept.of(given, "layer", lambda: id(conv)) == id(conv):  # not another layer of the same call
+            kept.trials = 0
+        return True
+    if kept.trials < _TRIALS:
+        kept.trials += 1
+        kept.of(given, "layer", lambda: id(conv))
+        return True
+    seen = kept.holds(given, "seen")
+    kept.of(given, "seen", lambda: True)
     return seen
 
 
@@ -204,7 +216,7 @@ def _normalized(
         rows = kept.of((edges,), ("cached", len(x), conv.flow), lambda: rows_of(edges, len(x), flow=conv.flow))
         return None if rows is None else (rows, weights.index_select(0, rows.order))
     what = ("normalized", len(x), conv.flow, conv.add_self_loops)
-    if not _is_worth_it(kept, x, edge_index, what):
+    if not _is_worth_it(conv, kept, x, edge_index, what):
         return None
 
     def made() -> tuple[Rows, Tensor] | None:
@@ -231,7 +243,7 @@ def _rows_with_loops(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor)
     if not conv.add_self_loops:
         return _plain_rows(conv, kept, x, edge_index)
     what = ("loops", len(x), conv.flow)
-    if not _is_worth_it(kept, x, edge_index, what):
+    if not _is_worth_it(conv, kept, x, edge_index, what):
         return None
     return kept.of(
         (edge_index,), what, lambda: rows_of(_looped(conv, edge_index, None, len(x))[0], len(x), flow=conv.flow)

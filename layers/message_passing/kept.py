@@ -38,9 +38,13 @@ class KeptGraphs:
     """Results by the tensors that they were computed from: the same object, never written to since.
 
     Threads may share it. A copy of it, or one from a pickle, is empty.
+
+    Attributes:
+        trials: how many graphs there were, since one came again, that would not have been worth it alone.
     """
 
     def __init__(self) -> None:
+        self.trials = 0
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 

@@ -339,3 +339,18 @@ def test_threads_with_graphs_of_their_own():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_layers_share_the_rows_of_a_graph(monkeypatch):
+    model = nn.ModuleList(pyg.SAGEConv(WIDTH, WIDTH) for _ in range(3)).double()
+    for number in range(3):
+        model[number] = compressed(model[number], model, trains=True)
+    made, own = [], convolutions.rows_of
+    monkeypatch.setattr(convolutions, "rows_of", lambda *args, **kwargs: made.append(1) or own(*args, **kwargs))
+    x, edge_index = graph(7)
+    for layers in (model, copy.deepcopy(model)):
+        made.clear()
+        for _ in range(2):
+            for layer in layers:
+                layer(x, edge_index)
+        assert len(made) == 1
