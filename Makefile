@@ -5,10 +5,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv-benchmarks
 PEERS_READY := $(PEERS)/.ready
+TRITON := .venv-kernels
+TRITON_READY := $(TRITON)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test nightly check format bench docs wheel lock clean
+.PHONY: demo test test-kernels nightly check format bench docs kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -16,6 +18,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+
+# Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
+test-kernels: $(TRITON_READY) $(READY)
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/pytest tests/cuda_ops/test_kernels.py $(TESTS)
 
 nightly: $(READY)
 	$(BIN)/pytest tests -k random --hypothesis-profile nightly --timeout 7200 $(TESTS)
@@ -35,6 +41,12 @@ bench: $(PEERS_READY) $(READY)
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# Kernels in CUDA C++, compiled beforehand for the architectures that are named: for machines without nvcc.
+ARCHITECTURES ?= sm_80 sm_90
+kernels: $(READY)
+	$(BIN)/python -c 'import sys; from fxopt.cuda_ops.compiled import compile_all; \
+		print(*compile_all(*sys.argv[1:]), sep="\n")' $(ARCHITECTURES)
 
 wheel: $(READY)
 	rm -rf build dist
@@ -62,6 +74,12 @@ $(READY): requirements.lock pyproject.toml
 $(PEERS_READY): requirements-benchmarks.lock | $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(PEERS) \
 		--requirement requirements-benchmarks.lock
+	touch $@
+
+# Not into .venv: it is 700 MB, which nothing else needs here, and torch imports it where it finds it.
+$(TRITON_READY): requirements-kernels.lock | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --upgrade --target $(TRITON) \
+		--requirement requirements-kernels.lock
 	touch $@
 
 $(DOCS_READY): requirements-docs.lock

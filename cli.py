@@ -21,6 +21,7 @@ from .prechecks import (
     check_output,
     check_pipeline,
     check_plan_output,
+    check_report_output,
     check_tolerance,
     complete_name,
     complete_pipeline,
@@ -118,6 +119,7 @@ def optimize(
     phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
     verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
     measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that are faster.")] = None,
     time_budget: TimeBudget = None,
@@ -132,6 +134,7 @@ def optimize(
     check_pipeline(passes)
     check_output(output, model)
     check_plan_output(save_plan)
+    check_report_output(report)
     from . import api
     from .arguments import factory_for
     from .passes.timing import BudgetRequest
@@ -154,12 +157,9 @@ def optimize(
             plan=plan,
             seed=seed,
         )
-    if save_plan is not None:
-        api.plan(fast).save(save_plan)
     if output is not None:
         api.save(fast, output, factory=factory)
-    report = api.report(fast)
-    _show(report.to_json() if as_json else report.table(), as_json)
+    _tell(fast, save_plan, report, as_json)
 
 
 @app.command()
@@ -348,6 +348,18 @@ def _open(
     if example_inputs is None:
         typer.echo(f"fxopt: no example inputs, so nothing can be checked or timed; {_MAKE_INPUTS}", err=True)
     return opened, example_inputs
+
+
+def _tell(fast: nn.Module, plan: Path | None, report: Path | None, as_json: bool) -> None:
+    """Write and print what was done to a model."""
+    from . import api
+
+    done = api.report(fast)
+    if plan is not None:
+        api.plan(fast).save(plan)
+    if report is not None:
+        done.to_html(report)
+    _show(done.to_json() if as_json else done.table(), as_json)
 
 
 def _hide(value: Any) -> None:

@@ -63,6 +63,7 @@ __all__ = [
     "read_by_name",
     "storage_id",
     "submodule",
+    "tensor_hooks",
     "torch_functions_off",
     "transient_buffers",
     "untraceable_entries",
@@ -177,6 +178,15 @@ def has_pre_hooks(module: nn.Module) -> bool:
 def has_state_hooks(module: nn.Module) -> bool:
     """Say whether the module has hooks that may change what its state dict holds."""
     return bool(module.__dict__["_state_dict_hooks"] or module.__dict__["_state_dict_pre_hooks"])
+
+
+def tensor_hooks(tensor: Tensor) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the hooks on a tensor's gradient, each with the name of the method that registers it."""
+    any_: Any = tensor
+    before: dict[int, Callable[..., Any]] = any_._backward_hooks or {}
+    after: dict[int, Callable[..., Any]] = any_._post_accumulate_grad_hooks or {}
+    on_gradient = [("register_hook", hook) for hook in before.values()]
+    return on_gradient + [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

@@ -22,12 +22,15 @@ __all__ = [
     "Int8Result",
     "Observer",
     "empty_tensor",
+    "float8_product",
+    "has_float8",
     "int4_packed",
     "int4_product",
     "int8_cells",
     "int8_convolution",
     "int8_convolution_packed",
     "int8_lstm",
+    "int8_numbers",
     "int8_packed",
     "int8_product_dynamic",
     "int8_product_of_weights",
@@ -56,6 +59,7 @@ OBSERVERS = {
 _TALKING = ("torchao", "torch.utils._pytree")
 _NO_TORCHAO = 'calibration needs torchao; install it with: pip install "fxopt[quantization]"'
 
+_FLOAT8_CAPABILITY = (8, 9)
 _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
 
@@ -166,6 +170,26 @@ def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor
     return _TORCH._weight_int4pack_mm_for_cpu(x.contiguous(), packed[0], group, packed[1])
 
 
+def has_float8(device: torch.device) -> bool:
+    """Say whether a device multiplies float8: GPUs of NVIDIA since Ada and Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+
+def float8_product(rows: Tensor, of_rows: Tensor, weight: Tensor, of_outputs: Tensor) -> Tensor:
+    """Return the product of activations and a weight, both of float8_e4m3fn, in bfloat16; sums are made in float32.
+
+    Args:
+        rows: [rows, inputs], both sizes of a weight multiples of 16.
+        of_rows: scales, [rows, 1] of float32.
+        weight: [outputs, inputs].
+        of_outputs: scales, [outputs] of float32.
+    """
+    scales = of_rows, of_outputs.view(1, -1)
+    return _TORCH._scaled_mm(rows, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
 def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:
     """Return the cells of an LSTM as its kernel reads them.
 
@@ -249,6 +273,12 @@ def why_no_static_int8() -> str:
     packed = int8_static_packed(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
     found = int8_product_static(largest, 1.0, 0, packed, (1.0, 0, torch.float32, "none"))
     return "" if bool((found == 64 * 255 * 127).all()) else "this CPU has no VNNI, without which sums overflow"
+
+
+def int8_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return activations of float32 as uint8, x / scale + zero_point rounded, in one pass over them."""
+    _warn_now()
+    return torch.quantize_per_tensor(x, scale, zero_point, torch.quint8).int_repr()
 
 
 def int8_static_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:

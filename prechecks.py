@@ -16,6 +16,7 @@ __all__ = [
     "check_output",
     "check_pipeline",
     "check_plan_output",
+    "check_report_output",
     "check_tolerance",
     "complete_name",
     "complete_pipeline",
@@ -23,6 +24,8 @@ __all__ = [
 
 _MARKS = ("manifest.json", "archive_format")
 """What a zip file has, in the root or one folder below, that fxopt or torch.export wrote."""
+_HEAD = 1000
+"""So many letters of a page tell whose it is."""
 
 
 def check_pipeline(text: str | None) -> None:
@@ -58,7 +61,7 @@ def check_output(path: Path | None, *models: str, suffix: str = "") -> None:
     """
     if path is None:
         return
-    _check_place(path, "-o")
+    _check_place(path, "-o", "model.fxopt")
     if suffix and path.suffix not in ("", suffix):
         raise InputError(f"-o {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     if any(_same(path, Path(model.partition(":")[0])) for model in models):
@@ -75,9 +78,22 @@ def check_plan_output(path: Path | None) -> None:
     """
     if path is None:
         return
-    _check_place(path, "--save-plan")
+    _check_place(path, "--save-plan", "plan.json")
     if path.exists() and not _is_plan(path):
         raise InputError(f"--save-plan {path} is there and is no plan; it is not overwritten: write to another file")
+
+
+def check_report_output(path: Path | None) -> None:
+    """Make sure that a page can be written to `path`, and that nothing is lost by it.
+
+    Raises:
+        InputError: the folder is not there, or something else than a report is.
+    """
+    if path is None:
+        return
+    _check_place(path, "--report", "report.html")
+    if path.exists() and not _is_report(path):
+        raise InputError(f"--report {path} is there and is no report; it is not overwritten: write to another file")
 
 
 def check_tolerance(tolerance: float | None) -> None:
@@ -90,9 +106,9 @@ def check_tolerance(tolerance: float | None) -> None:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
 
 
-def _check_place(path: Path, option: str) -> None:
+def _check_place(path: Path, option: str, name: str) -> None:
     if path.is_dir():
-        raise InputError(f"{option} {path} is a folder; name a file in it, as {path / 'model.fxopt'}")
+        raise InputError(f"{option} {path} is a folder; name a file in it, as {path / name}")
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
 
@@ -115,6 +131,16 @@ def _is_plan(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "decisions" in found
+
+
+def _is_report(path: Path) -> bool:
+    from .reporting.html import PAGE_MARK
+
+    try:
+        with path.open(encoding="utf-8") as file:
+            return PAGE_MARK in file.read(_HEAD)
+    except (OSError, ValueError):
+        return False
 
 
 def complete_name(incomplete: str) -> list[str]:

@@ -17,6 +17,11 @@ __all__ = ["Settings", "current", "weights_only"]
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
+def _own_cache() -> Path:
+    """Return a folder that nobody else writes to: what is in it is loaded and run."""
+    return Path(os.path.expanduser("~/.cache/fxopt/kernels"))  # noqa: PTH111 - without a home, Path would raise
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment says; each field is the variable `FXOPT_` and its name in capitals.
@@ -27,6 +32,7 @@ class Settings:
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
         reproducer_dir: the folder that reproducers of failed passes are written to.
         time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
+        kernel_cache: the folder that compiled kernels are kept in.
     """
 
     verify: bool = True
@@ -34,6 +40,7 @@ class Settings:
     pass_timeout: float = 300.0
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
     time_budget: str | None = None
+    kernel_cache: Path = field(default_factory=_own_cache)
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
@@ -86,4 +93,5 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "time_budget": lambda _, text: text,
     "pass_timeout": _seconds,
     "reproducer_dir": lambda _, text: Path(text).expanduser(),
+    "kernel_cache": lambda _, text: Path(text).expanduser(),
 }

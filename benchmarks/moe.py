@@ -6,6 +6,9 @@ Every cell is a mixture, a number of tokens, a phase and a dtype; all 108 are sh
 targets of their own first, and the first `--cells` are measured. Columns are whole blocks with equal weights, router
 included: SwiGLU experts, softmax over the chosen. They are timed in one run, interleaved, on one thread, in at least 30
 rounds. A floor fails only where the 95% interval of the ratio lies wholly below it.
+
+Outputs must be equal, but for rounding. Tokens that get other experts, as fxopt's router computes in float32, are left
+out; they may be one and 5% of all.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import fxopt
 from fxopt.layers import MixtureOfExperts
-from fxopt.passes.timing import Timings, time_candidates
+from fxopt.passes.timing import Interval, Timings, time_candidates
 
 SEED = 20261122
 EXPERTS, TOP_K, TOKENS = (8, 16, 64), (2, 4, 8), (1, 32, 512)
@@ -38,6 +42,9 @@ FLOOR = 0.95
 TARGETS = {False: 3.0, True: 1.8}
 """Times as fast as the loop over modules in float32, 64 experts, 8 of them for each of 32 tokens; by training."""
 ROUNDS = 30
+OTHER_EXPERTS = 0.05
+LARGEST_ERROR = 0.02
+"""Of a token's output, relative to it."""
 LARGEST_COPY = 2**28
 """Bytes of weights that `batched_mm` of transformers may copy."""
 
@@ -196,18 +203,30 @@ def measure(cell: Cell, *, seconds: float) -> dict[str, Any]:
     models, omitted = columns(cell, x)
     upstream = torch.randn_like(x)
     steps = {name: step(model, x, upstream, training=cell.training) for name, model in models.items()}
-    check(steps)
+    check(steps, agreeing(models, x))
     timings = time_candidates(steps, seconds=seconds, least_rounds=ROUNDS)
     return {"cell": asdict(cell), "name": str(cell), "omitted": omitted, **compared(timings, list(steps))}
 
 
-def check(steps: dict[str, Callable[[], Tensor]]) -> None:
-    """Make sure that all columns compute the same, but for rounding."""
+def agreeing(models: dict[str, nn.Module], x: Tensor) -> Tensor:
+    """Tell which tokens get the same experts from fxopt's router, in float32, as from one in their dtype [tokens]."""
+    ours = models["fxopt"].router(x)[1]
+    loop = models["module_loop"]
+    others = loop.router(x).float().softmax(-1).topk(loop.top_k).indices
+    agree = (ours.sort(-1).values == others.sort(-1).values).all(1)
+    apart = int((~agree).sum())
+    assert apart <= 1 + OTHER_EXPERTS * len(x), f"{apart} of {len(x)} tokens get other experts"
+    return agree
+
+
+def check(steps: dict[str, Callable[[], Tensor]], agree: Tensor) -> None:
+    """Make sure that all columns compute the same for every token, but for rounding; fxopt where experts `agree`."""
     outputs = {name: run().detach().float() for name, run in steps.items()}
     expected = outputs["module_loop"]
     for name, output in outputs.items():
-        error = float((output - expected).norm() / expected.norm())
-        assert error < 0.02, f"{name} is off by {error:.3f}"
+        errors = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
+        error = float((errors[agree] if name == "fxopt" else errors).amax()) if agree.any() else 0.0
+        assert error < LARGEST_ERROR, f"{name} is off by {error:.3f}"
 
 
 def compared(timings: Timings, names: list[str]) -> dict[str, Any]:
@@ -218,10 +237,21 @@ def compared(timings: Timings, names: list[str]) -> dict[str, Any]:
     return {
         "rounds": len(timings.rounds),
         "module_loop_us": timings.microseconds("module_loop"),
-        "speedup": {name: [round(v, 3) for v in (s.low, s.mid, s.high)] for name, s in speedups.items()},
+        "speedup": {name: interval(s) for name, s in speedups.items()},
         "best": best,
-        "over_best": {name: [round(v, 3) for v in (s.low, s.mid, s.high)] for name, s in over_best.items()},
+        "over_best": {name: interval(s) for name, s in over_best.items()},
     }
+
+
+def interval(ratio: Interval) -> list[float | None]:
+    """Return its lower end, middle and upper end; the ends of one that dropped out, far slower, are not known."""
+    return [round(v, 3) if math.isfinite(ratio.high) or v == ratio.mid else None for v in astuple(ratio)]
+
+
+def is_slow(result: dict[str, Any]) -> bool:
+    """Tell whether fxopt is below the floor: by the upper end, or where that is not known, by the middle."""
+    _, mid, high = result["over_best"]["fxopt"]
+    return (mid if high is None else high) < FLOOR
 
 
 def row(result: dict[str, Any]) -> str:
@@ -229,11 +259,12 @@ def row(result: dict[str, Any]) -> str:
         f"{name.removeprefix('transformers_')} {value[1]:.2f}x" for name, value in result["speedup"].items()
     )
     low, mid, high = result["over_best"]["fxopt"]
-    return f"{result['name']:52s} {mid:.2f} [{low:.2f}, {high:.2f}] of {result['best']:24s} {shown}"
+    ends = "no interval" if high is None else f"[{low:.2f}, {high:.2f}]"
+    return f"{result['name']:52s} {mid:.2f} {ends:12s} of {result['best']:24s} {shown}"
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    slow = [result for result in results if result["over_best"]["fxopt"][2] < FLOOR]
+    slow = [result for result in results if is_slow(result)]
     reached = {
         str(Cell(64, 8, 32, training, "float32")): {"target": target, "reached": result["speedup"]["fxopt"]}
         for training, target in TARGETS.items()

@@ -82,28 +82,48 @@ def by_reference(reference: Function) -> Differentiated:
     """Take gradients through a reference of plain operations, computed once more: of a backward, second derivatives."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch passes it
-        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in inputs))
-        ctx.plain = [None if isinstance(each, Tensor) else each for each in inputs]
+        flat = _flat([each if _is_of_tensors(each) else [each] for each in inputs])
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in flat))
+        ctx.plain = [None if isinstance(each, Tensor) else each for each in flat]
+        ctx.form = [len(each) if _is_of_tensors(each) else None for each in inputs]
 
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         deeper = torch.is_grad_enabled()
+        needs = _flat(ctx.needs_input_grad)
         given = [plain if kept is None else kept for kept, plain in zip(ctx.saved_tensors, ctx.plain, strict=True)]
         with torch.enable_grad():
             if not deeper:
-                pairs = zip(given, ctx.needs_input_grad, strict=True)
+                pairs = zip(given, needs, strict=True)
                 given = [e.detach().requires_grad_(w) if isinstance(e, Tensor) else e for e, w in pairs]
-            results = reference(*given)
+            results = reference(*_formed(given, ctx.form))
             results = (results,) if isinstance(results, Tensor) else results
-            reached = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
-            wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
+            pairs = zip(results, _flat(grads), strict=True)
+            reached = [(r, g) for r, g in pairs if g is not None and r.requires_grad]
+            wanted = [place for place, needed in enumerate(needs) if needed]
             found = torch.autograd.grad(
                 [r for r, _ in reached], [given[place] for place in wanted], [g for _, g in reached],
                 create_graph=deeper, allow_unused=True,
             )  # fmt: skip
         of = dict(zip(wanted, found, strict=True))
-        return tuple(of.get(place) for place in range(len(given)))
+        return tuple(_formed([of.get(place) for place in range(len(given))], ctx.form))
 
     return {"setup": setup, "backward": backward}
+
+
+def _is_of_tensors(value: Any) -> bool:
+    """Say whether autograd looks into an argument: a list of tensors."""
+    return isinstance(value, list) and all(isinstance(each, Tensor) for each in cast("list[Any]", value))
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """Return values with the elements of lists in their place."""
+    return [each for value in values for each in (cast("list[Any]", value) if isinstance(value, list) else [value])]
+
+
+def _formed(flat: Sequence[Any], form: Sequence[int | None]) -> list[Any]:
+    """Return arguments that `_flat` flattened; `form` says how many each list has, None of what is no list."""
+    values = iter(flat)
+    return [next(values) if count is None else [next(values) for _ in range(count)] for count in form]
 
 
 def times(own: Tensor, other: Tensor) -> Tensor:
@@ -160,20 +180,25 @@ def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
 def looped(operator: Function) -> Function:
     """Batch any operator: one call for each member."""
 
-    def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         pairs = list(zip(args, in_dims, strict=True))
-        members = [
-            operator(*(arg if place is None else arg.select(place, i) for arg, place in pairs))
-            for i in range(info.batch_size)
-        ]
+        members = [operator(*(_member(arg, place, i) for arg, place in pairs)) for i in range(info.batch_size)]
         if isinstance(members[0], Tensor):
             return torch.stack(members), 0
-        results = tuple(torch.stack(each) for each in zip(*members, strict=True))
+        results = [torch.stack(each) for each in zip(*members, strict=True)]
+        results = results if isinstance(members[0], list) else tuple(results)
         return results, _first(results)
 
     return batched
 
 
+def _member(arg: Any, place: Any, index: int) -> Any:
+    """Return what one member reads; of a list, `place` is one, too."""
+    if isinstance(place, list):
+        return [_member(*pair, index) for pair in zip(arg, cast("list[Any]", place), strict=True)]
+    return arg if place is None else arg.select(place, index)
+
+
 def _first(results: Any) -> Any:
     """Return where the members' dimension of results is: it comes first."""
-    return 0 if isinstance(results, Tensor) else tuple(0 for _ in results)
+    return 0 if isinstance(results, Tensor) else type(results)([0] * len(results))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import one_line
 
-__all__ = ["kernels_in_use", "on_gpu"]
+__all__ = ["kernels_compute_on", "kernels_in_use", "on_gpu"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What kernels read and write; they compute in float32. Float64 is computed by the reference: it is what others are
@@ -36,6 +36,11 @@ def kernels_in_use() -> str:
     return f"triton {_version()}{broken}"
 
 
+def kernels_compute_on(device: torch.device) -> bool:
+    """Say whether kernels, and no references, compute fxopt's operators on a device."""
+    return device.type == "cuda" and _has_triton()
+
+
 def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """Return what computes an operator on a GPU: its kernel, or the reference where that cannot be had.
 
@@ -48,7 +53,7 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
     def compute(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         fits = all(tensor.dtype in _DTYPES for tensor in tensors if tensor.is_floating_point())
-        if not fits or place in _broken or not _has_triton():
+        if not fits or place in _broken or (_is_triton(place) and not _has_triton()):
             return reference(*args, **kwargs)
         try:
             with torch.cuda.device(tensors[0].device):
@@ -60,6 +65,11 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
             return reference(*args, **kwargs)
 
     return compute
+
+
+def _is_triton(place: str) -> bool:
+    """Say whether a kernel is in Triton; others are in CUDA C++, and say what they lack when they are called."""
+    return place.partition(":")[0].endswith("triton_kernel")
 
 
 def _version() -> str:
@@ -80,5 +90,5 @@ def _kernel(place: str) -> Callable[..., Any]:
 @cache
 def _build_errors() -> tuple[type[Exception], ...]:
     """Return what a broken compiler, or a cache that cannot be written, raises; errors of a launch are not among it."""
-    own: Any = importlib.import_module("triton.errors").TritonError
-    return ImportError, OSError, subprocess.SubprocessError, own
+    own: tuple[Any, ...] = (importlib.import_module("triton.errors").TritonError,) if _has_triton() else ()
+    return ImportError, OSError, subprocess.SubprocessError, *own

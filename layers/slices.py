@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -90,6 +91,17 @@ class View(NamedTuple):
             slice_.copy_(torch.zeros(()) if value is None else _apart(value.detach(), slice_, "this gradient"))
 
 
+@dataclass(frozen=True)
+class _MemberHook:
+    """A hook on a stacked parameter that acts for one member: which, and what the user registered there."""
+
+    of_all: Callable[[Tensor], Tensor | None]
+    of_member: tuple[int, Callable[..., Any]]
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        return self.of_all(tensor)
+
+
 class Slice(Tensor):
     """A slice of a stacked parameter: its data, gradient and hooks are that one's.
 
@@ -151,7 +163,7 @@ class Slice(Tensor):
             whole[position] = changed
             return whole
 
-        return cast("Any", self._fxopt_view.stacked).register_hook(of_all)
+        return cast("Any", self._fxopt_view.stacked).register_hook(_MemberHook(of_all, (position, hook)))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that is given the slice, once it has its gradient."""
@@ -160,7 +172,8 @@ class Slice(Tensor):
         def of_all(_: Tensor) -> None:
             hook(view.read())
 
-        return cast("Any", view.stacked).register_post_accumulate_grad_hook(of_all)
+        of_member = _MemberHook(of_all, (view.position, hook))
+        return cast("Any", view.stacked).register_post_accumulate_grad_hook(of_member)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an independent parameter of the same numbers."""

@@ -12,7 +12,7 @@ from .calls import (
     mutates,
     resolve,
 )
-from .derived import Derived, derived
+from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, operator_of_module, register_operator
@@ -21,6 +21,7 @@ __all__ = [
     "CallArguments",
     "Chance",
     "Derived",
+    "Keeping",
     "OpInfo",
     "Registration",
     "canonical_name",

@@ -18,10 +18,24 @@ from torch.autograd import Function
 
 from ..compat import UNCHANGED, is_plainly_eager, version_of
 
-__all__ = ["Derived", "derived"]
+__all__ = ["Derived", "Keeping", "derived"]
 
 
-class Derived:
+class Keeping:
+    """A function in graphs that keeps what it made of tensors as long as these are the same.
+
+    Attributes:
+        operator: what the table of operators calls it.
+    """
+
+    operator: ClassVar[str]
+
+    def forget_all(self) -> None:
+        """Let everything be made anew."""
+        raise NotImplementedError
+
+
+class Derived(Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
     A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
@@ -34,6 +48,7 @@ class Derived:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
     """
 
+    operator: ClassVar[str] = "derived"
     count: ClassVar[int] = 0
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -66,7 +81,9 @@ class Derived:
         return self._attached(made, originals) if wanted else made
 
     def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:
-        """Return the result as one that gradients flow through to the originals."""
+        """Return the result as one that gradients flow through to the originals, unless the function ends them."""
+        if getattr(self.function, "ends_gradients", False):
+            return made
         if not is_plainly_eager():  # torch.func takes no such autograd function
             return self.function(*originals)
         single = isinstance(made, Tensor)

@@ -1,4 +1,4 @@
-"""The report as HTML, for notebooks: everything in it is escaped, and it brings its own few styles."""
+"""The report as HTML, for notebooks and as a page: all text is escaped, and it brings its own few styles."""
 
 from __future__ import annotations
 
@@ -8,26 +8,108 @@ from html import escape
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 
-__all__ = ["report_html"]
+__all__ = ["PAGE_MARK", "report_html", "report_page"]
+
+PAGE_MARK = "<meta name='generator' content='fxopt'/>"
+"""What tells a page of fxopt from other files."""
 
 _CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top"
 _HEAD = f"{_CELL};border-bottom:1px solid #999"
 _FIGURES = f"{_CELL};font-variant-numeric:tabular-nums;overflow-wrap:break-word"
 _NOTE = "margin:4px 0;color:#a15c00"
+_KINDS = {"+": "added", "-": "removed", "@": "place"}
+_FILES = ("---", "+++")
+
+_STYLES = """
+:root {
+  color-scheme: light dark;
+  --line: #d5d5d5; --soft: #6a6a6a; --added: #e3f4e5; --removed: #fbe6e4; --note: #8a4f00;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --line: #444; --soft: #a0a0a0; --added: #17351b; --removed: #45201d; --note: #e0a458; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1.25rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
+p.pipeline, pre { font-family: ui-monospace, monospace; font-size: 0.85rem; overflow-wrap: anywhere; }
+p.versions { color: var(--soft); font-size: 0.85rem; margin-top: 2.5rem; }
+section { overflow-x: auto; }
+tr + tr td { border-top: 1px solid var(--line); }
+pre { border: 1px solid var(--line); padding: 0.6rem 0; overflow-x: auto; }
+pre code { display: block; font: inherit; width: max-content; min-width: 100%; }
+pre span { display: block; padding: 0 0.8rem; min-height: 1.4em; }
+section:first-of-type td:first-child { white-space: nowrap; }
+.note { color: var(--note) !important; }
+.added { background: var(--added); } .removed { background: var(--removed); }
+.file { font-weight: bold; } .place { color: var(--soft); }
+"""
 
 
 def report_html(table: ReportTable) -> str:
     """Return the report's headline, figures, rows and reasons as one element."""
-    parts = [f"<p style='margin:4px 0'><b>{escape(headline(table.record))}</b></p>"]
-    parts.append(_table((), summary(table.record).items()))
-    if table.rows:
-        parts.append(_table(titles(table.record).values(), map(cells, table.rows)))
-        timed = [f"{row.site}: {row.timed}" for row in table.rows if row.timed]
-        parts += [f"<p style='margin:4px 0;opacity:0.7'>{escape(line)}</p>" for line in timed]
-    if table.left:
-        parts.append(_table(("left as it was", "where", "why"), ((e.status, e.what, e.reason) for e in table.left)))
-    parts += [f"<p style='{_NOTE}'>{escape(printable(note))}</p>" for note in table.notes]
+    parts = [f"<p style='margin:4px 0'><b>{escape(headline(table.record))}</b></p>", _figures(table)]
+    parts += [_rewrites(table), _left(table), _notes(table)]
     return f"<div style='overflow-x:auto;font-size:90%'>{''.join(parts)}</div>"
+
+
+def report_page(table: ReportTable, diff: str) -> str:
+    """Return the report as a page of its own.
+
+    Args:
+        table: what was done.
+        diff: of the graphs before and after.
+    """
+    plan = table.record.plan
+    sections = {
+        "": _figures(table),
+        "What was done": _rewrites(table),
+        "What was left as it was": _left(table),
+        "What to know": _notes(table),
+        "The graphs before and after": _diff(diff) if diff else "",
+    }
+    body = "\n".join(
+        f"<section>{f'<h2>{escape(title)}</h2>' if title else ''}{content}</section>"
+        for title, content in sections.items()
+        if content
+    )
+    pipeline = escape(printable(", ".join(plan.pipeline)))
+    versions = f"fxopt {escape(plan.fxopt)}, PyTorch {escape(plan.torch)}"
+    return (
+        f"<!DOCTYPE html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'/>\n{PAGE_MARK}\n"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'/>\n"
+        f"<title>fxopt: {escape(headline(table.record))}</title>\n<style>{_STYLES}</style>\n</head>\n<body>\n"
+        f"<h1>{escape(headline(table.record))}</h1>\n<p class='pipeline'>{pipeline}</p>\n"
+        f"{body}\n<p class='versions'>{versions}</p>\n</body>\n</html>\n"
+    )
+
+
+def _figures(table: ReportTable) -> str:
+    return _table((), summary(table.record).items())
+
+
+def _rewrites(table: ReportTable) -> str:
+    if not table.rows:
+        return ""
+    timed = [f"{row.site}: {row.timed}" for row in table.rows if row.timed]
+    lines = (f"<p style='margin:4px 0;opacity:0.7'>{escape(line)}</p>" for line in timed)
+    return _table(titles(table.record).values(), map(cells, table.rows)) + "".join(lines)
+
+
+def _left(table: ReportTable) -> str:
+    rows = ((each.status, each.what, each.reason) for each in table.left)
+    return _table(("left as it was", "where", "why"), rows) if table.left else ""
+
+
+def _notes(table: ReportTable) -> str:
+    return "".join(f"<p class='note' style='{_NOTE}'>{escape(printable(note))}</p>" for note in table.notes)
+
+
+def _diff(text: str) -> str:
+    return f"<pre><code>{''.join(map(_diff_line, text.splitlines()))}</code></pre>"
+
+
+def _diff_line(line: str) -> str:
+    kind = "file" if line.startswith(_FILES) else _KINDS.get(line[:1], "same")
+    return f"<span class='{kind}'>{escape(printable(line))}</span>"
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

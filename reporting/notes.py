@@ -12,6 +12,7 @@ from ..compat import all_modules
 from ..errors import UsageError
 from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Phase
+from ..passes.state import lost_hooks_text
 from ..storage import byte_text
 from ..tracing.graphs import capture_of
 from ..tracing.values import all_tensors, is_sharded
@@ -35,7 +36,15 @@ _LIBRARIES = ("torch", "transformers", "torch_geometric", "diffusers", "timm")
 def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
     sizes = _bytes(record, model), _left_for_speed(record)
-    said = (unverified(record), *_costs(record), *sizes, _for_training(record), _sharded(model), _printing(model))
+    said = (
+        unverified(record),
+        *_costs(record),
+        *sizes,
+        _for_training(record),
+        _sharded(model),
+        _printing(model),
+        _hooks(record),
+    )
     return [note for note in said if note]
 
 
@@ -110,8 +119,8 @@ def _bytes(record: Record, model: nn.Module) -> str:
 
 def _left_for_speed(record: Record) -> str:
     """Say that more could be small which was left as it was since it is not faster."""
-    undone = [d.reason for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status == "undone"]
-    count = sum("faster" in reason or "slower" in reason for reason in undone)
+    undone = [d for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status == "undone"]
+    count = sum(d.figures.get("undone_for") == "speed" for d in undone)
     if not count:
         return ""
     what = "one place was" if count == 1 else f"{count} places were"
@@ -144,6 +153,11 @@ def _sharded(model: nn.Module) -> str:
         "the parameters are sharded, and others than before: an optimizer trains them if it was given as optimizer=, "
         "or is built over them"
     )
+
+
+def _hooks(record: Record) -> str:
+    """Say which parameters lost the hooks on their gradients."""
+    return lost_hooks_text(record.lost_hooks)
 
 
 def _printing(model: nn.Module) -> str:

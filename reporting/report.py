@@ -6,12 +6,14 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..storage import as_path, write_atomically
 from .diff import diff_graphs
-from .html import report_html
+from .html import report_html, report_page
 from .table import ReportTable
 from .wording import headline, summary
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     from ..passes.driver import Record
@@ -69,6 +71,15 @@ class Report:
             "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write table and diff as a page that needs nothing else; a file is replaced whole or, with an error, stays.
+
+        Raises:
+            UsageError: `path` is none.
+            OSError: it cannot be written.
+        """
+        write_atomically(as_path(path), report_page(self.table(), self.diff()))
 
     def __str__(self) -> str:
         return str(self.table())

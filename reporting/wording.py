@@ -104,8 +104,19 @@ def summary(record: Record) -> dict[str, str]:
     if record.spent:
         lines["checks and timing"] = _spent(record.spent)
     if record.traces:
-        lines["passes took"] = ", ".join(f"{trace.name} {duration(trace.seconds)}" for trace in record.traces)
+        lines["passes took"] = _took(record)
     return lines
+
+
+def _took(record: Record) -> str:
+    """Say how long each pass ran, those that ran more than once with all of their runs."""
+    runs: dict[str, list[float]] = {}
+    for trace in record.traces:
+        runs.setdefault(trace.name, []).append(trace.seconds)
+    return ", ".join(
+        f"{name} {duration(sum(took))}" + (f" in {len(took)} runs" if len(took) > 1 else "")
+        for name, took in runs.items()
+    )
 
 
 def _whole_model(record: Record) -> str:

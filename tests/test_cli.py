@@ -372,6 +372,7 @@ def test_doctor_says_what_the_machine_has(fxopt: Fxopt):
     found = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
     assert found["cpu instructions"] == torch.backends.cpu.get_cpu_capability()
     assert found["c++ compiler"]
+    assert found["FXOPT_TIME_BUDGET"] == "40 forwards of the model, or 2 s if that is more"
 
 
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
@@ -408,6 +409,8 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
         (("optimize", "bare.py", "-o", "./bare.py"), "is the model that is read"),
         (("optimize", "zoo:heads", "--save-plan", "absent/plan.json"), "there is no folder absent"),
         (("optimize", "zoo:heads", "--save-plan", "bare.py"), "is there and is no plan"),
+        (("optimize", "zoo:heads", "--report", "bare.py"), "is there and is no report"),
+        (("optimize", "zoo:heads", "--report", "."), "--report . is a folder; name a file in it, as report.html"),
         (("export", "zoo:heads", "-o", "weights.pt2"), "-o weights.pt2 is there and is no saved model"),
         (("export", "zoo:heads", "-o", "b.onnx"), "-o b.onnx: this writes .pt2 files; name it b.pt2"),
     ],
@@ -424,10 +427,11 @@ def test_where_results_go_is_checked_before_the_work(
     assert {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()} == before
 
 
-def test_a_saved_model_and_a_plan_are_written_again(fxopt: Fxopt):
+def test_results_are_written_again(fxopt: Fxopt, zoo: Path):
     for _ in range(2):
-        arguments = ("-p", "eliminate_dead_code", "-o", "out.fxopt", "--save-plan", "plan.json")
-        assert fxopt("optimize", "zoo:heads", *arguments, *FAST).code == 0
+        files = ("-o", "out.fxopt", "--save-plan", "plan.json", "--report", "report.html")
+        assert fxopt("optimize", "zoo:heads", "-p", "eliminate_dead_code", *files, *FAST).code == 0
+    assert "0 rewrites applied for inference" in (zoo / "report.html").read_text()
 
 
 def test_a_file_of_python_names_a_model(fxopt: Fxopt, zoo: Path):

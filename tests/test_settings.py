@@ -20,8 +20,9 @@ def test_each_variable_is_read():
         "FXOPT_PASS_TIMEOUT": "2.5",
         "FXOPT_REPRODUCER_DIR": "/somewhere",
         "FXOPT_TIME_BUDGET": "30",
+        "FXOPT_KERNEL_CACHE": "/elsewhere",
     }
-    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"), "30")
+    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"), "30", Path("/elsewhere"))
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):

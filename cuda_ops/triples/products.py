@@ -14,7 +14,7 @@ from ..definition import define
 from .structures import TYPES, typed_triples
 from .triangles import OrientedGraph, check_edge_index
 
-__all__ = ["CLOSED", "sums_by_type", "triple_products"]
+__all__ = ["CLOSED", "sums_by_type", "triple_products", "triple_products_reference"]
 
 CLOSED: Final = "closed"
 """Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
@@ -41,7 +41,7 @@ def sums_by_type(
     return sums[3]
 
 
-def _reference(
+def triple_products_reference(
     p: Tensor,
     q: Tensor,
     r: Tensor,
@@ -130,4 +130,12 @@ def _backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
     return (*gradients, *[None] * 6)
 
 
-triple_products = define(_NAME, _reference, check=_check, fake=_like_inputs, setup=_keep, backward=_backward)
+triple_products = define(
+    _NAME,
+    triple_products_reference,
+    check=_check,
+    fake=_like_inputs,
+    kernel="triples.cuda_kernel:triple_products",
+    setup=_keep,
+    backward=_backward,
+)

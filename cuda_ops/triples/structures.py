@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from .triangles import parts
+from .wedges import parts
 
 __all__ = ["NODE_LIMIT", "TYPES", "check_sizes", "typed_triples"]
 

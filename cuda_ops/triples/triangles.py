@@ -1,16 +1,17 @@
-"""Find all triangles of graphs in sparse tensor operations, a part at a time."""
+"""All triangles of graphs: edges that users give, made simple and oriented, and the nodes of what is found."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ...errors import UsageError, expect
+from .listing import listed_triangles
+from .wedges import closed_wedges
 
 __all__ = [
     "MEMORY_LIMIT",
@@ -20,16 +21,12 @@ __all__ = [
     "check_edges",
     "check_nodes",
     "lexicographic",
-    "parts",
     "simple_edges",
     "triangles",
 ]
 
 MEMORY_LIMIT = 64 * 2**20
 """Bytes that what is computed on the way may take."""
-
-_BYTES_A_WEDGE = 128
-"""What a wedge takes while it is looked at: its two edges, its nodes, the key of the edge that would close it."""
 
 
 def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_LIMIT) -> Tensor:
@@ -55,8 +52,7 @@ def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_
         raise UsageError(f"num_nodes is {num_nodes!r}; give a whole number, at least 0")
     check_edges(edge_index, num_nodes)
     graph = OrientedGraph(simple_edges(edge_index, num_nodes), num_nodes)
-    found = [graph.nodes(edges) for edges in graph.triangles(memory_limit)]
-    columns = torch.cat(found, 1) if found else edge_index.new_empty(3, 0)
+    columns = graph.nodes(listed_triangles(graph.source, graph.target, num_nodes, memory_limit))
     return columns[:, lexicographic(columns, num_nodes)]
 
 
@@ -136,35 +132,12 @@ class OrientedGraph:
         rank = torch.empty_like(self.by_rank)
         rank[self.by_rank] = torch.arange(n, device=rank.device)
         first, last = rank[self.edges].aminmax(dim=0)
-        self.keys, self.order = (first * n + last).sort()
+        self.order = (first * n + last).argsort()
         self.source, self.target = first[self.order], last[self.order]
-
-    @cached_property
-    def row_ends(self) -> Tensor:
-        """For each edge the place behind the last edge from the same source."""
-        return torch.bincount(self.source, minlength=self.num_nodes).cumsum(0)[self.source]
 
     def triangles(self, memory_limit: int = MEMORY_LIMIT) -> Iterator[Tensor]:
         """Yield triangles as [3, t] places of edges u-v, u-w and v-w in `source` and `target`, where u < v < w."""
-        later = self.row_ends - torch.arange(1, len(self.source) + 1, device=self.source.device)
-        wedges = max(1, memory_limit // _BYTES_A_WEDGE)
-        sketch = _Sketch.of(self.source, self.target, self.num_nodes)
-        for first, last in parts(later, wedges):
-            yield self._closed(first, last, later[first:last], sketch)
-
-    def _closed(self, first: int, last: int, later: Tensor, sketch: _Sketch) -> Tensor:
-        """Return the triangles whose edges u-v lie at these places; `later` says how many edges u-w follow each."""
-        places = torch.arange(first, last, device=later.device)
-        edge = places.repeat_interleave(later)
-        shift = places + 1 - (later.cumsum(0) - later)
-        other = shift.index_select(0, edge - first).add_(torch.arange(len(edge), device=edge.device))
-        v, w = self.target.index_select(0, edge), self.target.index_select(0, other)
-        kept = sketch.may_hold(v, w)
-        edge, other = edge.index_select(0, kept), other.index_select(0, kept)
-        keys = v.index_select(0, kept).mul_(self.num_nodes).add_(w.index_select(0, kept))
-        closing = torch.searchsorted(self.keys, keys).clamp_(max=len(self.keys) - 1)
-        found = (self.keys.index_select(0, closing) == keys).nonzero().view(-1)
-        return torch.stack([edge, other, closing]).index_select(1, found)
+        return closed_wedges(self.source, self.target, self.num_nodes, memory_limit)
 
     def nodes(self, edges: Tensor) -> Tensor:
         """Return the nodes [3, t] of triangles that are given by their edges, ascending."""
@@ -172,37 +145,6 @@ class OrientedGraph:
         u, v, w = (self.by_rank.index_select(0, rank) for rank in ranks)
         low, high = torch.minimum(torch.minimum(u, v), w), torch.maximum(torch.maximum(u, v), w)
         return torch.stack([low, u + v + w - low - high, high])
-
-
-@dataclass
-class _Sketch:
-    """Which edges there may be: most pairs of nodes that are no edge are told by one look into a small table."""
-
-    table: Tensor
-    width: int
-
-    @classmethod
-    def of(cls, source: Tensor, target: Tensor, num_nodes: int) -> _Sketch:
-        """Return it with eight places for each edge or more, the same number for each node, a power of two."""
-        width = 1 << (8 * len(source) // max(num_nodes, 1)).bit_length()
-        table = torch.zeros(num_nodes * width, dtype=torch.bool, device=source.device)
-        table[source * width + (target & (width - 1))] = True
-        return cls(table, width)
-
-    def may_hold(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return which of these pairs may be edges."""
-        place = (target & (self.width - 1)).add_(source, alpha=self.width)
-        return self.table.index_select(0, place).nonzero().view(-1)
-
-
-def parts(counts: Tensor, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, last) whose counts sum to `limit` at most, or that hold one count."""
-    ends = counts.cumsum(0)
-    first, done = 0, 0
-    while first < len(counts):
-        last = max(first + 1, int(torch.searchsorted(ends, done + limit, right=True)))
-        yield first, last
-        first, done = last, int(ends[last - 1])
 
 
 def lexicographic(columns: Tensor, num_nodes: int) -> Tensor:

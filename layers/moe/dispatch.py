@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compat import autocast_dtype, is_plainly_eager
 from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task
 
-__all__ = ["choose_lowering", "combine", "may_look", "mixture", "possible_lowerings"]
+__all__ = ["choose_lowering", "may_look", "mixture", "possible_lowerings"]
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
@@ -23,8 +23,14 @@ _FEW = 16
 _SMALL = 4 * 2**20
 """Copying so many bytes of weights costs less than a call for each expert."""
 
+_BIG = 2**19
+"""Reading so many bytes of an expert that has no tokens costs more than a call for each expert."""
+
 _SHORT = 8
 """So many rows of padding cost less than a product more."""
+
+_FULL, _LONG = 32, 256
+"""From so many tokens for every expert, calls cost less than sorting: in float32 without gradients, and otherwise."""
 
 
 def mixture(
@@ -57,20 +63,7 @@ def mixture(
     task = Task(x, indices, projections, compute)
     if lowering is None or not may_look(x) or lowering not in possible_lowerings(task):
         lowering = choose_lowering(task)
-    return combine(LOWERINGS[lowering](task), weights, dtype)
-
-
-def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weighted sum [tokens, out] of outputs [tokens, k, out], in their dtype or another.
-
-    Args:
-        outputs: of the experts.
-        weights: of each of them [tokens, k].
-        dtype: of the sum; by default that of `outputs`.
-    """
-    if outputs.shape[1] == 1:
-        return (outputs.squeeze(1) * weights).to(dtype or outputs.dtype)
-    return (outputs * weights.unsqueeze(-1)).sum(1).to(dtype or outputs.dtype)
+    return LOWERINGS[lowering](task, weights, dtype)
 
 
 def possible_lowerings(task: Task) -> list[Lowering]:
@@ -80,6 +73,8 @@ def possible_lowerings(task: Task) -> list[Lowering]:
     if not all(projection.is_stacked for projection in task.projections):
         return ["loop"]
     lowerings: list[Lowering] = ["loop", "padded", "blocks", "gathered"]
+    if task.indices.shape[1] == task.num_experts:
+        lowerings.append("dense")
     return [*lowerings, "grouped"] if _can_group(task) else lowerings
 
 
@@ -87,8 +82,9 @@ def choose_lowering(task: Task) -> Lowering:
     """Return the lowering to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
 
     Where the data are not to be looked at, shapes alone decide. Without gradients, few small experts are copied. One
-    token calls its experts. With more, float32 on a CPU and what a GPU has a kernel for take `grouped_mm`; the rest
-    takes one padded product, if the experts have about as many tokens as each other.
+    token calls its experts. Many tokens that all chose every expert are not sorted. Else float32 on a CPU and what a
+    GPU has a kernel for take `grouped_mm`; the rest takes one padded product, if the experts have about as many tokens
+    as each other, and big ones are not idle.
     """
     if not may_look(task.x):
         return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
@@ -99,10 +95,13 @@ def choose_lowering(task: Task) -> Lowering:
         return "gathered"
     if len(task.x) == 1 and not (trains and pairs >= task.num_experts):
         return "loop"
+    if _is_dense(task, trains=trains):
+        return "dense"
     can_group = _can_group(task)
     if can_group and (_has_kernel(task) if task.x.is_cuda else autocast_dtype(task.x) == torch.float32):
         return "grouped"
-    if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
+    wastes = not trains and pairs <= 2 * task.num_experts and _size(task) >= _BIG
+    if not wastes and task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
         return "padded"
     return "grouped" if can_group else "loop"
 
@@ -111,6 +110,12 @@ def _trains(task: Task) -> bool:
     """Tell whether a backward pass may follow."""
     tensors = (task.x, *(projection.weight for projection in task.projections))
     return torch.is_grad_enabled() and any(cast("Tensor", tensor).requires_grad for tensor in tensors)
+
+
+def _is_dense(task: Task, *, trains: bool) -> bool:
+    """Tell whether every expert has every token, and those are many, on a CPU."""
+    least = _FULL if autocast_dtype(task.x) == torch.float32 and not trains else _LONG
+    return task.indices.shape[1] == task.num_experts and len(task.x) >= least and not task.x.is_cuda
 
 
 def _size(task: Task) -> int:

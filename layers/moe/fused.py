@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from ...tracing.graphs import PortableGraph
 from ..vectorized import graph_of_member
-from .dispatch import combine, may_look, mixture
-from .lowerings import LOWERINGS, Linear, Lowering, Projection, Task
+from .dispatch import may_look, mixture
+from .lowerings import Linear, Lowering, Projection, Task, combine, outputs_in_blocks
 
 __all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
 
@@ -124,7 +124,7 @@ class FusedExperts(nn.Module):
         own = x.new_ones(()) if weights is None else weights.unsqueeze(1 if self.routing == "mask" else -1)
         scores = torch.where(mask, own, 0).sum(1)
         everyone = torch.arange(mask.shape[-1], device=x.device).expand(x.shape[0], -1)
-        outputs = LOWERINGS["blocks"](Task(x, everyone, projections, self.compute))
+        outputs = outputs_in_blocks(Task(x, everyone, projections, self.compute))
         return combine(outputs.masked_fill(~mask.any(1).unsqueeze(-1), 0), scores, self._dtype(x))
 
     def _mixture(

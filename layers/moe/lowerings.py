@@ -20,8 +20,13 @@ __all__ = [
     "Lowering",
     "Projection",
     "Task",
+    "combine",
     "loop_over_experts",
+    "outputs_in_blocks",
 ]
+
+_SHORT = 4
+"""So many tokens of an expert are few: products that start from its weights are faster."""
 
 Linear = Callable[[Tensor], Tensor]
 """One projection, of the expert that each row belongs to: [..., in] -> [..., out]."""
@@ -33,7 +38,11 @@ It is called with the rows of one expert or of many, in two dimensions or three.
 rows, of which one counts.
 """
 
-Lowering = Literal["loop", "grouped", "padded", "blocks", "gathered"]
+Lowering = Literal["loop", "grouped", "padded", "blocks", "gathered", "dense"]
+
+
+_Sum = Callable[["Task", Tensor, "torch.dtype | None"], Tensor]
+"""Of a task, the weights of each token's experts [tokens, k] and the dtype of the sum, by default that of outputs."""
 
 
 class Projection(NamedTuple):
@@ -153,6 +162,37 @@ class Task:
         return rows.index_select(0, places).view(*self.indices.shape, rows.shape[-1])
 
 
+def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weighted sum [tokens, out] of outputs [tokens, k, out], in their dtype or another.
+
+    Args:
+        outputs: of the experts.
+        weights: of each of them [tokens, k].
+        dtype: of the sum; by default that of `outputs`.
+    """
+    if outputs.shape[1] == 1:
+        return (outputs.squeeze(1) * weights).to(dtype or outputs.dtype)
+    return (outputs * weights.unsqueeze(-1)).sum(1).to(dtype or outputs.dtype)
+
+
+def _added(task: Task, rows: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the weighted sum [tokens, out] of rows [pairs, out], one for each sorted pair.
+
+    Each is added in its place, which saves a copy in the order of the tokens. GPUs add in any order, so they copy.
+    """
+    if task.x.device.type != "cpu":
+        return combine(task.unsorted(rows), weights, dtype)
+    own = _exact(weights).reshape(-1).index_select(0, task.pairs.order).unsqueeze(1)
+    counted = rows * own
+    total = counted.new_zeros(task.x.shape[0], rows.shape[-1])
+    return total.index_add_(0, task.pairs.order // task.indices.shape[1], counted).to(dtype or rows.dtype)
+
+
+def _exact(weights: Tensor) -> Tensor:
+    """Return weights in the dtype to add up in: float32 at least."""
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+
 def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Call experts one after another, each with its own tokens; those that have none are not called.
 
@@ -175,7 +215,8 @@ def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Call
     return done.index_select(0, places).view(tokens, k, done.shape[-1])
 
 
-def _looped(task: Task) -> Tensor:
+def _expert_of(task: Task) -> Callable[[int, Tensor], Tensor]:
+    """Return what gives the output [n, out] of an expert, by its number, for its tokens [n, in]."""
     members = [(*projection.members(), projection.transposed) for projection in task.projections]
 
     def linear(number: int, member: tuple[Sequence[Tensor], Sequence[Tensor] | None, bool], rows: Tensor) -> Tensor:
@@ -186,20 +227,47 @@ def _looped(task: Task) -> Tensor:
     def expert(number: int, rows: Tensor) -> Tensor:
         return task.compute(rows, [partial(linear, number, member) for member in members])
 
-    return loop_over_experts(task.x, task.indices, task.num_experts, expert)
+    return expert
 
 
-def _grouped(task: Task) -> Tensor:
+def _looped(task: Task) -> Tensor:
+    return loop_over_experts(task.x, task.indices, task.num_experts, _expert_of(task))
+
+
+def _dense(task: Task, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Call every expert with every token, where all were chosen: nothing is sorted, copied or waited for."""
+    x, expert = task.x, _expert_of(task)
+    own = _exact(weights)
+    counts = own.new_zeros(x.shape[0], task.num_experts).scatter_add(1, task.indices, own).unsqueeze(-1).unbind(1)
+    first = expert(0, x)
+    total = first * counts[0]
+    for number in range(1, task.num_experts):
+        total += expert(number, x) * counts[number]
+    return total.to(dtype or first.dtype)
+
+
+def _grouped(task: Task, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Sort the pairs by expert, and multiply all groups by `torch.nn.functional.grouped_mm`."""
-    pairs = task.pairs
+    pairs, multiply = task.pairs, _weights_first if _has_short_groups(task) else F.grouped_mm
 
     def linear(projection: Projection, rows: Tensor) -> Tensor:
         weight, bias = projection.stacked()
-        product = F.grouped_mm(as_autocast(rows), as_autocast(weight), offs=pairs.ends)
+        product = multiply(as_autocast(rows), as_autocast(weight), offs=pairs.ends)
         return product if bias is None else product + as_autocast(bias).index_select(0, pairs.experts)
 
     linears = [partial(linear, projection) for projection in task.projections]
-    return task.unsorted(task.compute(task.sorted_rows(), linears))
+    return _added(task, task.compute(task.sorted_rows(), linears), weights, dtype)
+
+
+def _has_short_groups(task: Task) -> bool:
+    """Tell whether experts have so few tokens on average that `_weights_first` is faster, in float32 on a CPU."""
+    is_plain = task.x.device.type == "cpu" and autocast_dtype(task.x) == torch.float32
+    return is_plain and not torch.is_grad_enabled() and task.indices.numel() <= _SHORT * task.num_experts
+
+
+def _weights_first(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """Multiply as `grouped_mm` does, each group transposed: W x' reads the weights of few rows once, as they lie."""
+    return F.grouped_mm(weight.transpose(1, 2), rows.t(), offs=offs).t().contiguous()
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
@@ -228,17 +296,23 @@ def _padded(task: Task) -> Tensor:
     numbers = torch.arange(blocks, device=x.device)
     cells = _cells(task, numbers, length)
     source = _tokens(task, numbers, torch.zeros_like(numbers), length)
+    if torch.is_grad_enabled():  # a row that is NaN would spoil the gradients of an expert that it is not for
+        finite = x.detach().isfinite().all(1).long().argmax()
+        source = torch.where((pairs.counts == 0).unsqueeze(1), finite, source)
     rows = x.index_select(0, source.view(-1)).view(blocks, length, x.shape[-1])
     outputs = task.compute(rows, [partial(_batched, *each.stacked()) for each in task.projections]).flatten(0, 1)
     return outputs.index_select(0, pairs.unsorted(cells)).view(tokens, k, outputs.shape[-1])
 
 
-def _in_blocks(task: Task) -> Tensor:
+def outputs_in_blocks(task: Task) -> Tensor:
     """Give each expert as many short blocks as it needs, and copy its weights for each.
 
     All shapes follow from those of the arguments: nothing waits for the device, and it can be traced, for any number
     of tokens. A block is as long as the average number of tokens of an expert, so twice as many blocks as
     experts are always enough.
+
+    Returns:
+        The outputs of the experts of each token [tokens, k, out].
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
     is_symbolic = _is_symbolic(tokens)
@@ -293,11 +367,17 @@ def _tokens(task: Task, experts: Tensor, skipped: Tensor, length: int) -> Tensor
     return pairs.order[places] // task.indices.shape[1]
 
 
-LOWERINGS: Mapping[Lowering, Callable[[Task], Tensor]] = {
-    "loop": _looped,
+def _combined(outputs: Callable[[Task], Tensor]) -> _Sum:
+    """Return a lowering that first has the outputs of the experts of each token [tokens, k, out]."""
+    return lambda task, weights, dtype: combine(outputs(task), weights, dtype)
+
+
+LOWERINGS: Mapping[Lowering, _Sum] = {
+    "loop": _combined(_looped),
     "grouped": _grouped,
-    "padded": _padded,
-    "blocks": _in_blocks,
-    "gathered": _gathered,
+    "padded": _combined(_padded),
+    "blocks": _combined(outputs_in_blocks),
+    "gathered": _combined(_gathered),
+    "dense": _dense,
 }
-"""Each gives the outputs of the experts of each token [tokens, k, out]."""
+"""Each gives the weighted sum of the outputs of the experts of each token [tokens, out], as `combine` does."""

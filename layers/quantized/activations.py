@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...compat_quantized import needs_reduced_range
+from ...compat import is_plainly_eager
+from ...compat_quantized import int8_numbers, needs_reduced_range, runs_simulation
 from ...errors import StateError
 from ...tracing.recording import Factors
 
-__all__ = ["Range", "from_numbers", "quantized_at_once", "to_numbers"]
+__all__ = ["Range", "from_numbers", "in_float8", "quantized_at_once", "to_numbers"]
 
 _LARGEST = 255
+_LARGEST_FLOAT8 = 448.0
+_LEAST = 1e-12
+"""Of rows that are all zero."""
 _SLACK = 1e-3
 """Of half a step, for what rounds in the type of an activation."""
 _STEPS = 127 if needs_reduced_range() else 255
@@ -69,6 +73,13 @@ def quantized_at_once(x: Tensor) -> Tensor:
     return x + (rounded - wide).to(x.dtype) if torch.is_grad_enabled() and x.requires_grad else rounded.to(x.dtype)
 
 
+def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an activation, [..., inputs], in float8 (e4m3), and the scale of each row, [..., 1] of float32."""
+    wide = x.detach().float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / _LARGEST_FLOAT8
+    return (wide / scales).to(torch.float8_e4m3fn), scales
+
+
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
     """Return the numbers, uint8, that stand for an activation; those of a NaN say nothing.
 
@@ -76,8 +87,15 @@ def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return x
+    if _has_kernel(x):
+        return int8_numbers(x.detach(), scale, zero_point)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (1.0 / scale)).add_(zero_point + 0.5).clamp_(0, _LARGEST).to(torch.uint8)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32 and x.is_cpu
+    return is_plain and not runs_simulation() and is_plainly_eager()
 
 
 def from_numbers(numbers: Tensor, of: Range, dtype: torch.dtype) -> Tensor:

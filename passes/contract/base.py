@@ -40,6 +40,8 @@ class Pass:
         averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
             averaged over all of them.
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
+        judges_itself: `find` has timed what it yields, and what that computes in float64 is what was there: sites are
+            neither timed nor, where the pass keeps the function, verified one by one, but with the whole model.
         trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
             compared with one before.
         before: names of passes that must not run earlier than this one.
@@ -57,6 +59,7 @@ class Pass:
     own_forward: ClassVar[OwnForward | None] = None
     averages: ClassVar[bool] = False
     trainable: ClassVar[bool] = True
+    judges_itself: ClassVar[bool] = False
     trains_by_call: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()

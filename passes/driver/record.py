@@ -56,6 +56,7 @@ class Record:
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
         attributes: qualified names of the attributes that passes gave other values.
+        lost_hooks: the parameters whose hooks could not be registered on the result.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class Record:
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     attributes: frozenset[str] = frozenset()
+    lost_hooks: list[str] = field(default_factory=list[str])
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
     )

@@ -24,9 +24,11 @@ from ..state import (
     StateMap,
     adopt_added,
     all_parameters,
+    carry_tensor_hooks,
     check_type,
     leave_to_other_ranks,
     live_optimizers,
+    lost_hooks_text,
     release_added,
     translate_optimizer,
 )
@@ -39,6 +41,13 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 def restored(model: nn.Module, record: Record) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks and attributes."""
+    original = _original(model, record)
+    _carry_hooks(model, original)
+    return original
+
+
+def _original(model: nn.Module, record: Record) -> nn.Module:
+    """Return the original structure without the hooks on parameters."""
     state: dict[str, Tensor] = model.state_dict()
     skeletons = _named_tensors(record.skeleton)
     trainable = _trainable(model, record, skeletons)
@@ -52,6 +61,15 @@ def restored(model: nn.Module, record: Record) -> nn.Module:
     for name in sources.keys() & targets:
         targets[name].training = sources[name].training
     return original
+
+
+def _carry_hooks(source: nn.Module, target: nn.Module) -> list[str]:
+    """Register the hooks on parameters again, and warn of those that nothing takes."""
+    record = record_of(source)
+    lost = carry_tensor_hooks(source, target, () if record is None else record.state_map.names)
+    if lost:
+        warnings.warn(lost_hooks_text(lost), stacklevel=4)
+    return lost
 
 
 def _trainable(model: nn.Module, record: Record, skeletons: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -203,6 +221,7 @@ def hand_over(
     """
     if optimizer is not None:
         _move_optimizer(optimizer, model, fast, record)
+    record.lost_hooks.extend(_carry_hooks(model, fast))
     if not inplace:
         return fast
     names, before = _names(fast), list(model.parameters())
@@ -218,7 +237,7 @@ def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, rec
     earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
-            original = restored(model, earlier)
+            original = _original(model, earlier)
             states = move_optimizer_back(optimizer, model, earlier, original)
             names = _names(original)
         translate_optimizer(optimizer, names, record.state_map, all_parameters(fast))

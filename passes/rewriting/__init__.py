@@ -6,7 +6,7 @@ from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .inlining import obstacle_to_inlining, unmet_guards
-from .matching import Found, Held, Place
+from .matching import Found, Held, Place, call_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
 
@@ -20,6 +20,7 @@ __all__ = [
     "Snapshot",
     "UnnotedChange",
     "anything",
+    "call_in",
     "either",
     "handed_out",
     "has_effects",

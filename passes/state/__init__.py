@@ -5,7 +5,7 @@ from __future__ import annotations
 from .added import adopt_added, live_optimizers, release_added
 from .bits import packed, unpacked
 from .checkpoints import (
-    ADDED,
+    ADDED_TENSORS,
     RECORD_KEY,
     SETTLED,
     STATE_MAP,
@@ -23,9 +23,10 @@ from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quant
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
 from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
+from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = [
-    "ADDED",
+    "ADDED_TENSORS",
     "ELEMENT_WISE",
     "RECORD_KEY",
     "SETTLED",
@@ -47,6 +48,7 @@ __all__ = [
     "absent_from_checkpoints",
     "adopt_added",
     "all_parameters",
+    "carry_tensor_hooks",
     "check_type",
     "copied_module",
     "cut_from_sharded",
@@ -56,6 +58,7 @@ __all__ = [
     "holder_of",
     "leave_to_other_ranks",
     "live_optimizers",
+    "lost_hooks_text",
     "packed",
     "quantized",
     "refuse_sharded",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fxopt
 from fxopt import cuda_ops
@@ -35,11 +36,18 @@ def head(dtype: torch.dtype, leading: int = 5) -> tuple[Any, ...]:
     return leaf(leading, 4, dtype=dtype), leaf(6, 4, dtype=dtype), leaf(6, dtype=dtype), TARGET
 
 
+def members(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Return weights and biases of three members 4-5-2, whose last layer has no bias."""
+    weights = [leaf(3, 5, 4, dtype=dtype), leaf(3, 2, 5, dtype=dtype)]
+    return weights, [leaf(3, 5, dtype=dtype), torch.empty(0, dtype=dtype)]
+
+
 TARGET = torch.tensor([1, 5, -100, 0, 1])
 KEY = torch.tensor([7, 0])
 EDGES = torch.tensor([[0, 0, 1, 2, 4, 4, 5, 3], [1, 2, 2, 3, 5, 6, 6, 3]])
 BATCH = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 SIMPLE = torch.ops.fxopt.oriented_edges.default(EDGES, BATCH, 2, -1)[0]
+ORIENTED = torch.tensor([[0, 0, 1, 1, 2, 4, 4, 5], [1, 2, 2, 3, 3, 5, 6, 6]])
 TRIPLES = (SIMPLE, BATCH, "distance", 1, 2**20, [True] * 4)
 TRIANGLES = (SIMPLE, BATCH, "closed", 0, 2**20, [False, True, True, True])
 CALLS: dict[str, Mapping[str, Make]] = {
@@ -70,6 +78,16 @@ CALLS: dict[str, Mapping[str, Make]] = {
     },
     "bias_act_backward": {
         "everything": lambda t: (fixed(3, 4, dtype=t), fixed(3, 4, dtype=t), fixed(4, dtype=t), KEY, "gelu", 0.5),
+    },
+    "ensemble_mlp": {
+        "shared": lambda t: (leaf(3, 4, dtype=t), *members(t), "tanh"),
+        "own": lambda t: (leaf(3, 2, 4, dtype=t).mT.contiguous().mT, *members(t), "gelu"),
+        "one layer": lambda t: (fixed(3, 4, dtype=t), *(each[:1] for each in members(t)), "relu"),
+        "empty": lambda t: (leaf(0, 4, dtype=t), *members(t), "silu"),
+    },
+    "ensemble_mlp_backward": {
+        "shared": lambda t: (fixed(3, 3, 2, dtype=t), leaf(3, 4, dtype=t), *members(t), "tanh", True),
+        "own": lambda t: (fixed(3, 2, 2, dtype=t), leaf(3, 2, 4, dtype=t), *members(t), "silu", False),
     },
     "gated": {
         "silu": lambda t: (leaf(3, 4, dtype=t), leaf(3, 4, dtype=t), "silu"),
@@ -133,11 +151,16 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "two": lambda _: (EDGES, BATCH, 2, -1),
         "empty": lambda _: (EDGES[:, :0], BATCH[:0], 0, 4),
     },
+    "triangles": {
+        "two": lambda _: (ORIENTED[0], ORIENTED[1], 7, 2**20),
+        "empty": lambda _: (ORIENTED[0, :0], ORIENTED[1, :0], 0, 1),
+    },
     "triple_products": {
         "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
         "closed": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *TRIANGLES),
     },
 }
+WITHOUT_VMAP = ("oriented_edges", "triangles", "triple_products")
 each_operator = pytest.mark.parametrize("name", CALLS)
 each_call = pytest.mark.parametrize(("name", "case"), [(name, case) for name, calls in CALLS.items() for case in calls])
 
@@ -173,7 +196,15 @@ def test_torch_accepts_the_registrations(name: str, case: str):
 
 
 def takes_gradients(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in tree_leaves(args))
+
+
+def gradients_are_right(name: str, args: tuple[Any, ...]) -> bool:
+    """Compare them with differences; lists of tensors are flattened, as `gradcheck` looks into none."""
+    leaves, form = tree_flatten(args)
+    return torch.autograd.gradcheck(
+        lambda *given: differentiable(operator(name)(*tree_unflatten(given, form))), tuple(leaves)
+    )
 
 
 @each_call
@@ -181,35 +212,33 @@ def test_results_are_contiguous_and_gradients_are_right(name: str, case: str):
     args = CALLS[name][case](torch.float64)
     assert all(result.is_contiguous() for result in flat(operator(name)(*args)))
     if takes_gradients(args):
-        assert torch.autograd.gradcheck(lambda *given: differentiable(operator(name)(*given)), args)
+        assert gradients_are_right(name, args)
 
 
 @each_operator
 def test_gradients_of_single_operands_are_right(name: str):
     for kept in range(2):
-        args = tuple(
-            arg.detach() if isinstance(arg, Tensor) and i != kept else arg
-            for i, arg in enumerate(first_call(name, torch.float64))
-        )
+        leaves, form = tree_flatten(first_call(name, torch.float64))
+        single = [e.detach() if isinstance(e, Tensor) and i != kept else e for i, e in enumerate(leaves)]
+        args = tree_unflatten(single, form)
         if takes_gradients(args):
-            assert torch.autograd.gradcheck(lambda *given: differentiable(operator(name)(*given)), args)
+            assert gradients_are_right(name, args)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("oriented_edges", "triple_products")])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in WITHOUT_VMAP])
 def test_vmap_computes_what_a_loop_does(name: str):
-    args = first_call(name, torch.float64)
-    for batched in range(sum(isinstance(arg, Tensor) for arg in args)):
-        members = [args] + [first_call(name, torch.float64) for _ in range(2)]
-        place = [1 if i == batched and args[i].dim() else 0 if i == batched else None for i in range(len(args))]
-        given = [
-            torch.stack([m[i] for m in members], place[i]) if place[i] is not None else arg
-            for i, arg in enumerate(args)
-        ]
-        got = torch.func.vmap(operator(name), tuple(place))(*given)
-        for i, member in enumerate(members):
-            expected = operator(name)(*(member[j] if p is not None else args[j] for j, p in enumerate(place)))
+    members, form = zip(*(tree_flatten(first_call(name, torch.float64)) for _ in range(3)), strict=True)
+    first = members[0]
+    for batched in (i for i, leaf in enumerate(first) if isinstance(leaf, Tensor)):
+        along = 1 if first[batched].dim() else 0
+        given = [torch.stack([m[i] for m in members], along) if i == batched else e for i, e in enumerate(first)]
+        place = tree_unflatten([along if i == batched else None for i in range(len(first))], form[0])
+        got = torch.func.vmap(operator(name), place)(*tree_unflatten(given, form[0]))
+        for number, member in enumerate(members):
+            alone = [member[i] if i == batched else e for i, e in enumerate(first)]
+            expected = operator(name)(*tree_unflatten(alone, form[0]))
             for one, other in zip(flat(got), flat(expected), strict=True):
-                torch.testing.assert_close(one[i], other)
+                torch.testing.assert_close(one[number], other)
 
 
 class Everything(nn.Module):
@@ -232,6 +261,7 @@ class Everything(nn.Module):
         normed, x = cuda_ops.add_rms_norm(cuda_ops.rms_norm(x), x, self.linear.bias)
         normed, x = cuda_ops.add_layer_norm(cuda_ops.layer_norm(x, self.linear.bias), normed)
         x = cuda_ops.swiglu(normed, x) + cuda_ops.geglu(x, normed)
+        x = cuda_ops.ensemble_mlp(x, [self.linear.weight[None]] * 2, [self.linear.bias[None], None], "silu")[0]
         return x + cuda_ops.linear_cross_entropy(x, self.linear.weight, self.key.new_ones(x.shape[0]), self.linear.bias)
 
 
@@ -241,9 +271,10 @@ def test_capture_keeps_each_call_as_one_node():
     captured = program.model
     targets = [str(node.target) for node in program.graphs[""].nodes if node.op == "call_function"]
     called = (
-        "add bernoulli_sigmoid log_clip rotary_embedding bias_act rms_norm rms_norm layer_norm layer_norm gated gated"
+        "add bernoulli_sigmoid log_clip rotary_embedding bias_act rms_norm rms_norm layer_norm layer_norm gated gated "
+        "ensemble_mlp linear_cross_entropy_sum"
     )
-    expected = [f"fxopt.{name}.default" for name in (*called.split(), "linear_cross_entropy_sum")]
+    expected = [f"fxopt.{name}.default" for name in called.split()]
     assert [target for target in targets if target.startswith("fxopt.")] == expected
     for rows in (5, 2):
         x = torch.randn(rows, 8)
@@ -301,15 +332,11 @@ def test_under_autocast_probabilities_and_logs_are_float32():
         assert cuda_ops.log_clip(x).dtype == torch.float32
         assert [each.dtype for each in cuda_ops.bernoulli_sigmoid(x)] == [torch.float32] * 2
         assert cuda_ops.add(x, x).dtype == torch.bfloat16
+        assert cuda_ops.ensemble_mlp(x.float(), [x.float()[None]]).dtype == torch.bfloat16
 
 
-def second_derivative(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
-    torch.autograd.grad(gradient.square().sum(), x)
-
-
-def test_second_derivatives_are_right_or_refused():
-    x = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+def test_second_derivatives_are_right():
+    x, target = torch.rand(3, 4, dtype=torch.float64, requires_grad=True), torch.tensor([0, -100, 2])
     for call in (
         cuda_ops.log_clip,
         lambda x: cuda_ops.add(x * x, x),
@@ -320,15 +347,12 @@ def test_second_derivatives_are_right_or_refused():
         lambda x: cuda_ops.rms_norm(x, x[0]),
         lambda x: cuda_ops.add_rms_norm(x, x * x, x[0]),
         lambda x: cuda_ops.layer_norm(x, x[0], x[1]),
+        lambda x: cuda_ops.linear_cross_entropy(x, x * x, target, x[:, 0], label_smoothing=0.1),
+        lambda x: cuda_ops.linear_cross_entropy(x, x, target, reduction="sum"),
+        lambda x: cuda_ops.linear_cross_entropy(x, x, target, reduction="none"),
+        lambda x: cuda_ops.ensemble_mlp(x[:, None], [x[None, :, :], x.mT[None]], [x[None, :, 0], None], "tanh"),
     ):
         assert torch.autograd.gradgradcheck(call, x)
-    target = torch.tensor([0, 1, 2])
-    refused = [
-        (lambda x: cuda_ops.linear_cross_entropy(x, x, target), "create_graph=True asks for second derivatives"),
-    ]
-    for call, message in refused:
-        with pytest.raises(fxopt.UsageError, match=message):
-            second_derivative(call, x)
 
 
 def test_rotary_tables_have_gradients_where_they_are_asked_for():
@@ -366,6 +390,31 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
         (lambda x: cuda_ops.bias_act(x, activation="selu"), "bias_act: activation is 'selu'; pass one of relu, gelu"),
         (lambda x: cuda_ops.bias_act(x, residual=x[0]), r"residual has shape \(4,\), expected \(3, 4\)"),
         (lambda x: cuda_ops.bias_act(x, dropout=2.0), "dropout is 2.0; pass a probability"),
+        (lambda x: cuda_ops.ensemble_mlp(x, []), "^ensemble_mlp: weights is empty; pass one for each layer"),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x]), r"weights\[0\] has shape \(3, 4\), expected \(3, out, 4\)"),
+        (
+            lambda x: cuda_ops.ensemble_mlp(x, [x[None]] * 2),
+            r"weights\[1\] has shape \(1, 3, 4\), expected \(1, out, 3\)",
+        ),
+        (
+            lambda x: cuda_ops.ensemble_mlp(x, [x[None], x[:2, :3][None, None]]),
+            r"weights\[1\] has shape \(1, 1, 2, 3\)",
+        ),
+        (
+            lambda x: cuda_ops.ensemble_mlp(x[0], [x[None]], own_inputs=True),
+            r"x has shape \(4,\), expected \(members, \.\.\., features\)",
+        ),
+        (lambda x: cuda_ops.ensemble_mlp(x[0, 0], [x[None]]), r"ensemble_mlp: x has shape \(\), expected \(\.\.\.,"),
+        (
+            lambda x: cuda_ops.ensemble_mlp(x[None], [x[None].expand(2, 3, 4)], own_inputs=True),
+            r"x has shape \(1, 3, 4\), expected",
+        ),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x[None]], []), "biases has 0 elements, weights 1; pass None where none"),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x[None]], [x]), r"biases\[0\] has shape \(3, 4\), expected \(1, 3\)"),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x[None].double()]), r"weights\[0\] is float64, x is float32; cast one"),
+        (lambda x: cuda_ops.ensemble_mlp(x.int(), [x[None]]), "x is int32; pass a floating-point tensor"),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x[None].to("meta")]), r"weights\[0\] is on meta, x on cpu; move one"),
+        (lambda x: cuda_ops.ensemble_mlp(x, [x[None]], activation="selu"), "activation is 'selu'; pass one of relu"),
         (lambda x: cuda_ops.rms_norm(x[0, 0]), "rms_norm: x has no dimension to go along"),
         (
             lambda x: cuda_ops.add_layer_norm(x, x[:1]),
@@ -391,6 +440,11 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
             r"bias has shape \(4,\), expected \(3,\)",
         ),
         (lambda x: cuda_ops.bernoulli_sigmoid(x, seed=torch.zeros(2)), "key is float32 of shape"),
+        (lambda x: operator("triangles")(x[0], x[0], 3, 1), r"source is \[4\] torch.float32; give one torch.int64"),
+        (
+            lambda x: operator("triangles")(KEY, KEY, 3, 1),
+            "edge 0, from 7 to 7, is out of order; give edges from lower",
+        ),
     ],
 )
 def test_bad_operands_are_named(call: Callable[[Tensor], object], message: str):

@@ -3,14 +3,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
 
+from fxopt.errors import UsageError
 from fxopt.passes.driver import PassTrace, Record
 from fxopt.passes.pipeline import Decision, Plan
+from fxopt.reporting.html import PAGE_MARK
 from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
 
@@ -241,6 +244,41 @@ def test_html_is_escaped_and_says_the_same():
     for text in ("speed in inference", "63.1x (58 to 69.2)", "heads: 128 members, 4 parameters each", "bmm 72 us"):
         assert text in html
     ET.fromstring(html)  # every element is closed
+
+
+def test_the_page_holds_everything_and_needs_nothing_else(tmp_path: Path):
+    evil = "<script>alert(1)</script>\x1b[2J"
+    shown = report(
+        APPLIED, decision("undone", evil, reason=evil), timings={"before_ms": 4.2, "after_ms": 0.07, "speedup": 60.0}
+    )
+    shown = Report(shown.record, notes=(evil,))
+    shown.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    ET.fromstring(page)  # every element is closed
+    assert page.startswith("<!DOCTYPE html>") and PAGE_MARK in page[:1000]
+    assert "<script" not in page and "\x1b" not in page and "http" not in page
+    for text in ("60x in inference", "63.1x (58 to 69.2)", "What was left as it was", "fxopt 0.1.0, PyTorch 2.13.0"):
+        assert text in page
+    assert "<span class='added'>+fused = self.fused(x)</span>" in page
+    assert "<span class='removed'>-heads_0 = self.heads.0(x)</span>" in page
+
+
+def test_the_page_leaves_out_what_is_empty(tmp_path: Path):
+    shown = report()
+    Report(dataclasses.replace(shown.record, graphs_after=shown.record.graphs_before)).to_html(str(tmp_path / "r.html"))
+    assert "<h2>" not in (tmp_path / "r.html").read_text()
+
+
+def test_a_page_goes_where_it_can_be_written(tmp_path: Path):
+    with pytest.raises(UsageError, match="path is of type int"):
+        report().to_html(cast(Any, 3))
+    with pytest.raises(IsADirectoryError):
+        report().to_html(tmp_path)
+
+
+def test_a_pass_that_runs_twice_is_named_once():
+    runs = [PassTrace("prune", 1.0, 1, 1), PassTrace("quantize", 0.5, 1, 1), PassTrace("prune", 2.0, 1, 1)]
+    assert "passes took       prune 3 s in 2 runs, quantize 500 ms\n" in str(report(APPLIED, traces=tuple(runs)))
 
 
 @pytest.mark.parametrize(

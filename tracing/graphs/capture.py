@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import CaptureError
-from ...operators import Derived
+from ...operators import Keeping
 from ..guards import SELF, Argument, Guard, Source, is_training, reader
 from ..values import Signature, class_recipe, signature_of
 from .contexts import Context
@@ -133,7 +133,7 @@ class Capture:
     def forget_derived(self) -> None:
         """Let the tensors that rewritten graphs derive from others be made anew."""
         for node in (node for each in self.specializations if self.rewritten for node in each.graph.nodes):
-            if isinstance(node.target, Derived):
+            if isinstance(node.target, Keeping):
                 node.target.forget_all()
 
     def copy(self) -> Capture:

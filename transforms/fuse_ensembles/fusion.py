@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import MatchFailure
@@ -111,21 +112,31 @@ class FuseEnsembles(Pass):
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
             program, owner, dict(members), case.specialization,
-            choices=self._choices(ensemble, holder), phase=phase, required=self.lowering is not Lowering.AUTO,
+            choices=self._choices(ensemble, program.module(owner), holder),
+            phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
             kind=_kind(ensemble, program.module(owner)),
         )  # fmt: skip
 
-    def _choices(self, ensemble: Ensemble, holder: Holder) -> tuple[str, ...]:
+    def _choices(self, ensemble: Ensemble, owner: nn.Module, holder: Holder) -> tuple[str, ...]:
         if self.lowering is not Lowering.AUTO:
             return (self.lowering.value,)
-        return lowerings_for(ensemble, autocast=_casts(holder))
+        device = next(tensor_of(owner, operand.names[0]).device for operand in ensemble.parameters)
+        return lowerings_for(ensemble, autocast=_casts(holder), kernels=_kernels_compute_on(device))
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         fuse((site,), edit)
 
     def rewrite_group(self, sites: Sequence[Site], edit: Edit) -> None:
         fuse(sites, edit)
+
+
+def _kernels_compute_on(device: torch.device) -> bool:
+    if device.type == "cpu":  # most are, and fxopt's operators take time to import
+        return False
+    from ...cuda_ops import kernels_compute_on
+
+    return kernels_compute_on(device)
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------

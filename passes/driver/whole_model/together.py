@@ -57,11 +57,27 @@ class Together:
         """Return what is left to be decided one by one, after what stands now, verified together."""
         found = Simulated(self.tuner, self.history, self.seed).undecided(pass_, found)
         groups = [item for item in found if isinstance(item, Group)]
-        if len(groups) < _FEWEST or not self.tuner.checks:
+        if not self.tuner.checks or (len(groups) < _FEWEST and not pass_.judges_itself):
             return list(found)
+        if pass_.judges_itself and keeps_function(pass_) and self.tuner.program.whole_calls:
+            return self._left_to_the_whole(pass_, groups, found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
         known = set(map(id, decided))
+        return [item for item in found if id(item) not in known]
+
+    def _left_to_the_whole(
+        self, pass_: Pass, groups: Sequence[Group], found: Sequence[Group | Refusal]
+    ) -> list[Group | Refusal]:
+        """Write groups that are verified with the model as it is handed over; return the rest."""
+        self._pass = pass_
+        figures = {"checked": "with the whole model"}
+        if pass_.goal is Goal.SPEED:
+            figures["untimed"] = "judged with the whole model"
+        written = self._written(groups)
+        for group, edit in written:
+            self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit)
+        known = {id(group) for group, _ in written}
         return [item for item in found if id(item) not in known]
 
     def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:

@@ -89,9 +89,10 @@ def test_a_lowering_gives_what_each_token_by_itself_gives(lowering, transposed, 
 
 @each_lowering
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3)])
-def test_without_gradients_it_is_the_same(lowering, bias, tokens, experts, k):
-    projections = stacked(experts, torch.float32, bias=bias)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3), (5, 4, 4)])
+def test_without_gradients_it_is_the_same(lowering, bias, transposed, tokens, experts, k):
+    projections = stacked(experts, torch.float32, bias=bias, transposed=transposed)
     x, weights, indices = torch.randn(tokens, WIDTH), torch.rand(tokens, k), chosen(tokens, experts, k)
     with torch.no_grad():
         output = mixture(x, indices, weights, projections, gated, lowering)
@@ -136,6 +137,45 @@ def test_a_token_that_is_nan_spoils_no_gradient_but_those_of_its_experts(lowerin
     x[2] = float("nan")
     mixture(x, indices, torch.rand(6, 2), projections, gated, lowering).sum().backward()
     assert [grad.isnan().any().item() for grad in projections[0].weight.grad] == [True, True, False, False]
+
+
+@each_lowering
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token", range(4))
+def test_a_token_that_is_not_finite_spoils_no_gradient_of_an_idle_expert(lowering, spoiled, token):
+    projections = stacked(5, torch.float32)
+    x, indices = torch.randn(4, WIDTH), torch.tensor([[1, 3], [3, 1], [1, 3], [3, 1]])
+    x[token] = spoiled
+    mixture(x, indices, torch.rand(4, 2), projections, gated, lowering).sum().backward()
+    for projection in projections:
+        for tensor in projection[:2]:
+            assert not tensor.grad[[0, 2, 4]].any()
+
+
+def every_expert(tokens: int, experts: int) -> Tensor:
+    return chosen(tokens, experts, experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [False, True])
+def test_many_tokens_that_chose_every_expert_are_not_sorted(dtype, training):
+    projections = stacked(4, dtype)
+    many, few = (Task(torch.randn(n, WIDTH, dtype=dtype), every_expert(n, 4), projections, gated) for n in (256, 8))
+    some = Task(many.x, chosen(256, 4, 2), projections, gated)
+    with torch.set_grad_enabled(training):
+        assert [choose_lowering(task) == "dense" for task in (many, few, some)] == [True, False, False]
+    assert "dense" in possible_lowerings(few)
+    assert "dense" not in possible_lowerings(some)
+
+
+def test_weights_in_16_bits_are_added_up_in_32():
+    weights = torch.full((40, 8), 1 / 3, dtype=torch.bfloat16)
+    x = torch.ones(40, WIDTH, dtype=torch.bfloat16)
+    same = [Projection(torch.eye(WIDTH, dtype=torch.bfloat16).expand(8, -1, -1).contiguous())]
+    exact = (8 * weights[0, 0].float()).bfloat16().item()
+    for lowering in LOWERINGS:
+        output = mixture(x, every_expert(40, 8), weights, same, lambda rows, linears: linears[0](rows), lowering)
+        assert output.eq(exact).all(), lowering
 
 
 @each_lowering
@@ -230,6 +270,19 @@ def test_one_busy_expert_is_not_padded_for():
     x = torch.randn(64, WIDTH, dtype=torch.float64)
     assert choose_lowering(Task(x, torch.arange(64).remainder(32)[:, None], projections, gated)) == "padded"
     assert choose_lowering(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_big_experts_that_are_mostly_idle_are_not_padded_for(training):
+    def lowering(tokens: int, width: int) -> str:
+        weight = torch.zeros(8, width, width, dtype=torch.bfloat16).requires_grad_(training)
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16)
+        indices = torch.arange(tokens * 2).remainder(8).view(tokens, 2)
+        return choose_lowering(Task(x, indices, [Projection(weight)], lambda rows, linears: linears[0](rows)))
+
+    assert lowering(8, 512) == ("padded" if training else "grouped")
+    assert lowering(40, 512) == "padded"
+    assert lowering(40, 64) == "padded"
 
 
 def test_tracing_takes_the_lowering_whose_shapes_need_no_data():

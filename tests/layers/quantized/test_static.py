@@ -86,6 +86,18 @@ def test_numbers_that_come_in_are_read_by_the_layers_own_range():
         assert torch.equal(static(to_numbers(x, 0.03, 120)), static(x))
 
 
+def test_numbers_made_in_one_pass_are_those_of_plain_operators(recwarn: pytest.WarningsRecorder):
+    x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, torch.tensor([[0.0, 1e30, -1e30], [float("inf"), -float("inf"), 7.0]])])
+    found = to_numbers(x, 0.03, 120)
+    expected = (x.double() / 0.03 + 120).round().clamp(0, 255)
+    assert found.dtype is torch.uint8
+    assert torch.equal(found.double(), expected)
+    assert torch.equal(to_numbers(x.double(), 0.03, 120), found)  # of another type: no kernel
+    assert torch.equal(to_numbers(x.t(), 0.03, 120), found.t())
+    assert not recwarn.list  # PyTorch says of the tensors in between that they will go
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_other_types_get_what_the_kernels_stand_for(kind: torch.dtype):
     layer = nn.Conv2d(3, 8, 3)

@@ -141,7 +141,7 @@ SPELLINGS = [
     Comprehension, Loop, StackMean, PythonSum, RunningTotal, WeightedSum, Residual, SeparateInputs, UserMembers,
     Functional, Nested,
 ]  # fmt: skip
-LOWERINGS = ["wide", "wide_input_first", "bmm", "grouped_conv", "vmap"]
+LOWERINGS = ["wide", "wide_input_first", "bmm", "grouped_conv", "vmap", "mlp"]
 
 
 def example(model: nn.Module, batch: int = 4) -> Tensor:

@@ -15,7 +15,7 @@ import fxopt
 from fxopt.testing import assert_equivalent
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap")
+LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap", "mlp")
 
 
 class Normed(nn.Module):

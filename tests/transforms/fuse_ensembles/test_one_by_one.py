@@ -184,7 +184,7 @@ def test_a_call_that_was_given_beforehand_runs_a_fused_graph() -> None:
 
 
 def test_every_lowering() -> None:
-    for lowering in ("wide", "bmm", "grouped_conv", "vmap"):
+    for lowering in ("wide", "bmm", "grouped_conv", "vmap", "mlp"):
         plain = Heads()
         fast = optimized(plain, lowering)
         parameters = list(fast.parameters())

@@ -39,7 +39,7 @@ class Together(nn.Module):
 
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap", "wide_input_first")
+LOWERINGS = ("wide", "bmm", "grouped_conv", "vmap", "mlp", "wide_input_first")
 
 
 def fused(model: nn.Module, lowering: str = "wide", x: Tensor = X) -> nn.Module:

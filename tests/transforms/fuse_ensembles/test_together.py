@@ -48,7 +48,7 @@ MODELS = {"unequal": Unequal, "chain": lambda: Chain(4)}
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lowering", ["wide", "bmm", "grouped_conv", "vmap"])
+@pytest.mark.parametrize("lowering", ["wide", "bmm", "grouped_conv", "vmap", "mlp"])
 @pytest.mark.parametrize("training", [True, False])
 def test_ensembles_of_one_graph_are_fused_as_one(name: str, lowering: str, training: bool) -> None:
     model = MODELS[name]().train(training)

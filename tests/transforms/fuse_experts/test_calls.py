@@ -87,9 +87,9 @@ def test_what_was_measured_is_for_about_as_many_tokens(monkeypatch: pytest.Monke
     assert [(d.status, d.choice) for d in fxopt.plan(fast).decisions] == [("applied", "padded")]
     for name, apply in fxopt.layers.moe.LOWERINGS.items():
 
-        def noted(task: object, name: str = name, apply: Callable[[object], Tensor] = apply) -> Tensor:
+        def noted(*args: object, name: str = name, apply: Callable[..., Tensor] = apply) -> Tensor:
             taken.append(name)
-            return apply(task)
+            return apply(*args)
 
         monkeypatch.setitem(fxopt.layers.moe.LOWERINGS, name, noted)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from ....errors import MatchFailure
 from ....layers import ensemble as batched
 from ..search import Ensemble
 from .packwise import Packwise
+from .perceptrons import Perceptrons, has_perceptrons
 from .rebuilding import Unit
 from .task import Task
 from .vmap import vmapped
@@ -31,6 +32,7 @@ class Lowering(enum.Enum):
     BMM = "bmm"
     GROUPED_CONV = "grouped_conv"
     VMAP = "vmap"
+    MLP = "mlp"
     LOOP = "loop"
 
 
@@ -43,12 +45,14 @@ class LoweringRule:
         suits: says of an ensemble whether this computes it in another way than the other rows do.
         input_first: whether weights [N, out, in] of linears that read one input lie in memory as [in, N, out].
         in_autocast: whether it may stand where a region autocasts.
+        for_kernels: whether it can be the fastest only where kernels of fxopt's own compute.
     """
 
     write: Callable[[Task], Sequence[Unit]]
     suits: Callable[[Ensemble], bool]
     input_first: bool = False
     in_autocast: bool = True
+    for_kernels: bool = False
 
 
 def _shares_input(ensemble: Ensemble) -> bool:
@@ -73,15 +77,25 @@ LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
         Lowering.GROUPED_CONV: LoweringRule(Packwise(batched.shared_grouped_linear, batched.grouped_linear), _any),
         # Inside of vmap nothing is autocast.
         Lowering.VMAP: LoweringRule(vmapped, _any, in_autocast=False),
+        Lowering.MLP: LoweringRule(Perceptrons(_WIDE), has_perceptrons, for_kernels=True),
     }
 )
 """In order of preference: the first is taken where nothing is measured, and of those that are equally fast."""
 
 
-def lowerings_for(ensemble: Ensemble, *, autocast: bool) -> tuple[str, ...]:
-    """Return the names of the lowerings to try for an ensemble, in order of preference."""
-    rules = LOWERINGS.items()
-    return tuple(name.value for name, rule in rules if rule.suits(ensemble) and (rule.in_autocast or not autocast))
+def lowerings_for(ensemble: Ensemble, *, autocast: bool, kernels: bool = False) -> tuple[str, ...]:
+    """Return the names of the lowerings to try for an ensemble, in order of preference.
+
+    Args:
+        ensemble: what is to be written.
+        autocast: whether that stands where a region autocasts.
+        kernels: whether kernels of fxopt's own compute there.
+    """
+
+    def fits(rule: LoweringRule) -> bool:
+        return (rule.in_autocast or not autocast) and (kernels or not rule.for_kernels) and rule.suits(ensemble)
+
+    return tuple(name.value for name, rule in LOWERINGS.items() if fits(rule))
 
 
 def rule_called(name: str) -> LoweringRule:

@@ -77,7 +77,7 @@ def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Mo
     found = sensitivity(program, ranges, _group(settings), data[0], budget) if data else unknown(ranges)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
-        yield Refusal(f"{cost}; the budget of all layers is {budget:g}", name)
+        yield Refusal(f"{cost}, all layers together by {found.together:.2g}; the budget is {budget:g}", name)
     yield from _sites(program, {name: range_ for name, range_ in ranges.items() if name not in found.left}, found)
 
 

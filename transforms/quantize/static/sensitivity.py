@@ -24,17 +24,19 @@ class Sensitivity:
             where the model takes one; empty where all layers together are within the budget.
         left: the layers that stay in floats, the most costly first.
         error: by how much the model's results are off with all the others.
+        together: by how much they are off with all layers.
     """
 
     own: Mapping[str, float]
     alone: Mapping[str, float]
     left: Sequence[str]
     error: float
+    together: float
 
 
 def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
     """Return what is known where there is no call to run: nothing."""
-    return Sensitivity(dict.fromkeys(ranges, 0.0), {}, (), 0.0)
+    return Sensitivity(dict.fromkeys(ranges, 0.0), {}, (), 0.0, 0.0)
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
@@ -45,7 +47,7 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
     simulation = RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
-        return Sensitivity(simulation.own_errors, {}, (), whole)
+        return Sensitivity(simulation.own_errors, {}, (), whole, whole)
     alone: dict[str, float] = {}
     small = simulation.on_less()
     with progress_bar("fxopt: measuring layers", len(ranges)) as move:
@@ -59,4 +61,4 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
         middle = (wrong + right) // 2
         found = simulation.error(order[middle:])
         wrong, right, error = (wrong, middle, found) if found <= budget else (middle, right, error)
-    return Sensitivity(simulation.own_errors, alone, order[:right], error)
+    return Sensitivity(simulation.own_errors, alone, order[:right], error, whole)

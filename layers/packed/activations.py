@@ -1,0 +1,79 @@
+"""The activations that oneDNN computes together with what comes before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["NO_ACTIVATION", "Activation", "known_activations"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An element-by-element function behind a product.
+
+    Attributes:
+        operator: canonical name; "" for none.
+        fixed: arguments that it has, by name.
+        free: names of numbers that it reads.
+        numbers: these, or what the kernel is given where it reads none.
+        kernel: what oneDNN calls it.
+        kind: which kind of it.
+    """
+
+    operator: str = ""
+    fixed: tuple[tuple[str, Any], ...] = ()
+    free: tuple[str, ...] = ()
+    numbers: tuple[float, ...] = ()
+    kernel: str = "none"
+    kind: str = ""
+
+    @property
+    def behind(self) -> tuple[str, list[float], str]:
+        """Return it as `compat_packed` takes it."""
+        return self.kernel, list(self.numbers), self.kind
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.operator:
+            return x
+        return _FUNCTIONS[self.operator](x, **dict(self.fixed), **dict(zip(self.free, self.numbers, strict=False)))
+
+    def written_into(self, x: Tensor) -> Tensor:
+        """Compute it, in place where torch can."""
+        return x.relu_() if self.operator == "relu" else self(x)
+
+    def __str__(self) -> str:
+        return self.operator or "nothing"
+
+
+NO_ACTIVATION = Activation()
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu, "gelu": F.gelu, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+    "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "leaky_relu": F.leaky_relu, "hardtanh": F.hardtanh,
+    "relu6": F.relu6,
+}  # fmt: skip
+
+_KNOWN = (
+    Activation("relu", kernel="relu"),
+    Activation("gelu", (("approximate", "none"),), kernel="gelu", kind="none"),
+    Activation("gelu", (("approximate", "tanh"),), kernel="gelu", kind="tanh"),
+    Activation("silu", kernel="swish"),
+    Activation("sigmoid", kernel="sigmoid"),
+    Activation("tanh", kernel="tanh"),
+    Activation("hardswish", kernel="hardswish"),
+    Activation("hardsigmoid", kernel="hardsigmoid"),
+    Activation("leaky_relu", free=("negative_slope",), kernel="leaky_relu"),
+    Activation("hardtanh", free=("min_val", "max_val"), kernel="hardtanh"),
+    Activation("relu6", numbers=(0.0, 6.0), kernel="hardtanh"),
+)
+
+
+def known_activations() -> Iterator[Activation]:
+    """Yield the activations, those with numbers without them; ReLU first."""
+    return iter(_KNOWN)

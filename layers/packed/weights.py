@@ -1,0 +1,107 @@
+"""What is packed, when packed weights are computed with, and what all packed layers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat_packed import runs_kernels
+from ...operators import Keeping, derived
+from .activations import NO_ACTIVATION, Activation
+
+__all__ = ["NOTHING", "Packed", "can_be_packed"]
+
+NOTHING = NO_ACTIVATION.behind
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def can_be_packed(weight: Tensor) -> bool:
+    """Say whether a weight is one that kernels take, and whether a change of it can be seen."""
+    return (
+        type(weight) in _PLAIN
+        and weight.dtype is torch.float32
+        and weight.layout is torch.strided
+        and weight.is_cpu
+        and weight.numel() > 0
+        and not weight.is_inference()
+        and runs_kernels()
+    )
+
+
+class Packed(Keeping):
+    """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
+
+    It is what a rewritten graph calls, with the layer's own tensors; copies and pickles begin without what is packed.
+
+    Args:
+        settings: what tells one from another.
+        pack: makes the packed weight.
+        activation: behind the layer.
+
+    Attributes:
+        weights: gives the packed weight.
+        behind: what the kernel computes behind the layer.
+    """
+
+    operator = "packed"
+
+    def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
+        self.settings, self.activation, self.behind = settings, activation, activation.behind
+        self.weights = derived(pack, 1)
+
+    @staticmethod
+    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
+        """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32."""
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (other is not None and other.requires_grad)
+        ):
+            return False
+        return (
+            type(x) is Tensor
+            and x.dtype is torch.float32
+            and x.is_cpu
+            and x.layout is torch.strided
+            and x.numel() > 0
+            and (bias is None or bias.dtype is torch.float32)
+            and (other is None or (type(other) is Tensor and other.dtype is torch.float32 and other.is_cpu))
+            and runs_kernels()
+        )
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        """Compute the layer with what stands behind it."""
+        raise NotImplementedError
+
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer alone as torch does."""
+        raise NotImplementedError
+
+    def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """Compute everything as torch does."""
+        result = self.computed(x, weight, bias)
+        return self.activation(result if other is None else result + other)
+
+    def summed(self, result: Tensor, other: Tensor) -> Tensor:
+        """Return activation(result + other), written into the result, which is new, where that has room."""
+        if other.shape != result.shape:
+            return self.activation(result + other)
+        return self.activation.written_into(result.add_(other))
+
+    def forget_all(self) -> None:
+        """Let the packed weights be made anew."""
+        self.weights.forget_all()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Packed) and self.settings == other.settings
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.settings))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self.settings))})"

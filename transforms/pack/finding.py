@@ -1,0 +1,154 @@
+"""Where layers are that gain from being computed on packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...layers.packed import Packed
+from ...passes.rewriting import Place
+from ...passes.sites import Refusal, Site
+from ...passes.timing import Interval
+from ...tracing.graphs import Region
+from ...tracing.program import Program
+from ...tracing.values import qualified
+from .behind import Behind, behind
+from .layers import Layer, layer_at, shape_of
+from .timing import Calls, Gains
+from .views import views_in
+
+__all__ = ["found_in"]
+
+_LEAST = 1.01
+"""What gains less by itself stays as it is; of the rest the whole model tells."""
+
+_COLOURS = 4
+"""Images have so many channels at most."""
+
+_IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A layer that can be computed on a packed weight.
+
+    Attributes:
+        owner, number: the graph.
+        layer: the call.
+        behind: what is computed with it.
+        dtype: that it would be computed in.
+    """
+
+    owner: str
+    number: int
+    layer: Layer
+    behind: Behind
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        layer = self.layer
+        return qualified(self.owner, layer.modules[0] if layer.modules else layer.node.name)
+
+    @property
+    def kind(self) -> Hashable:
+        return self.layer.kind, self.behind.activation, self.behind.other is None
+
+    @property
+    def packed(self) -> Packed:
+        return self.layer.packed(self.behind.activation, self.dtype)
+
+
+def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
+    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
+    layers: list[_Found] = []
+    for item in _candidates(program, dtype):
+        if isinstance(item, Refusal):
+            yield item
+        else:
+            layers.append(item)
+    gains = _gains(program, layers)
+    graphs: dict[tuple[str, int], list[_Found]] = {}
+    for found in layers:
+        gain = gains.get(found.kind)
+        if gain is not None and gain.mid < _LEAST:
+            yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
+        else:
+            graphs.setdefault((found.owner, found.number), []).append(found)
+    lies_otherwise = any(found.layer.geometry for group in graphs.values() for found in group)
+    views = views_in(program) if lies_otherwise else {}
+    for place in {**graphs, **views}:
+        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains)
+
+
+def _site(
+    program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str],
+    gains: dict[Hashable, Interval],
+) -> Site:  # fmt: skip
+    nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
+    kind = tuple(found.kind for found in group)
+    speeds = [round(gains[found.kind].mid, 3) for found in group if found.kind in gains]
+    # With data the plan says where the site is: which layers gain is not measured anew.
+    return Site(
+        program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,
+        data={"speeds": speeds},
+    )  # fmt: skip
+
+
+def _detail(layers: Collection[str], speeds: Sequence[float]) -> str:
+    if not layers:
+        return "results as they were in memory"
+    what = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+    if not speeds:
+        return what
+    low, high = min(speeds), max(speeds)
+    return f"{what}, {low:.3g}x{f' to {high:.3g}x' if high > low else ''} by themselves"
+
+
+def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
+    for owner, capture in program.captures.items():
+        module = program.module(owner)
+        for number, specialization in enumerate(capture.specializations):
+            if not (specialization.runs_in_mode(module) or program.training):
+                continue
+            for node in specialization.graph.nodes:
+                layer = layer_at(program, owner, node)
+                if layer is not None:
+                    in_region = isinstance(module, Region)
+                    yield _candidate(program, owner, number, layer, dtype, in_region=in_region)
+
+
+def _candidate(
+    program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
+) -> _Found | Refusal:
+    found = _Found(owner, number, layer, behind(Place(program, owner), layer.node), dtype)
+    reason = layer.objection
+    if in_region:
+        reason = "it is called in a region that does not own it"
+    if program.training:
+        reason = _IN_TRAINING
+    return Refusal(reason, found.name) if reason else found
+
+
+def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interval]:
+    """Return what each kind of layer gains, where it is to be measured and its shape is known."""
+    if not program.measuring:
+        return {}
+    kinds: dict[Hashable, list[_Found]] = {}
+    for found in layers:
+        if shape_of(found.layer.x) is not None:
+            kinds.setdefault(found.kind, []).append(found)
+    gains = Gains()
+    for kind, alike in kinds.items():
+        gains.of(kind, lambda alike=alike: _calls(program, alike))
+    return gains.known
+
+
+def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
+    first, packed = alike[0], alike[0].packed
+    tensors = [found.layer.tensors(program, found.owner) for found in alike]
+    # What feeds a convolution is mostly another one; images are not.
+    lies_last = first.layer.geometry is not None and tensors[0][0].shape[1] * first.layer.geometry.groups > _COLOURS
+    return Calls(shape_of(first.layer.x) or (), packed.plainly, packed, tensors, lies_last)

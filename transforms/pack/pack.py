@@ -1,0 +1,67 @@
+"""The pass: layers computed on weights that are packed once for this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ...compat_packed import why_no_packing
+from ...errors import MatchFailure, UsageError
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from .finding import found_in
+from .writing import write
+
+__all__ = ["Pack"]
+
+_BEFORE = "it works on layers as they were; list it before pack"
+
+
+@dataclass(frozen=True)
+class Pack(Pass):
+    """Compute linear layers and convolutions, with what stands behind them, on weights packed once by oneDNN.
+
+    Before: relu(conv(x) + y)        After: packed_convolution(x, weight, bias, y)
+    Refuses: weights that are no plain tensors of float32 on the CPU, layers with hooks or parametrizations, subclasses
+        of those of torch.nn, unlike padding on two sides, models in training.
+
+    Options:
+        dtype: what is computed in: `float32`, or `bfloat16` within a float32 model.
+        budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
+    """
+
+    dtype: torch.dtype = torch.float32
+    budget: float = 0.02
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.EVAL
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+    judges_itself: ClassVar[bool] = True
+    after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "swap_kernels")
+    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat", "autocast"), _BEFORE)
+
+    def __post_init__(self) -> None:
+        if self.dtype is torch.bfloat16:
+            object.__setattr__(self, "numerics", Numerics.APPROXIMATE)
+
+    def check(self, model: nn.Module) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise UsageError(f"pass 'pack': dtype={self.dtype}; use float32 or bfloat16")
+        _ = self.error_budget
+        reason = why_no_packing(self.dtype)
+        if reason:
+            raise UsageError(f"pass 'pack': {reason}; leave the pass out")
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        return found_in(program, self.dtype)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        if not write(site, edit, self.dtype):
+            raise MatchFailure("a layer is not there any more")
