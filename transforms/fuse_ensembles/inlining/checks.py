@@ -80,6 +80,7 @@ def _value(source: Source, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> fx
             return None if read is None else graph.call_function(function, (read, other))
         case Call(function, (asked, Known(value=type() as kind))) if function is isinstance:
             read = _value(asked, inputs, graph)
-            return None if read is None else graph.call_function(isinstance, (read, kind))
+            asks: Any = (read, kind)
+            return None if read is None else graph.call_function(isinstance, asks)
         case _:
             return None
