@@ -93,22 +93,18 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 def compile_reports(dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
     """Return registers of a thread, shared memory of a block and spilled bytes of each kernel and architecture."""
-    module, found = checks(), list[dict[str, Any]]()
-    for label, (operator, arguments) in calls(dtype).items():
-        launched = module.launches(partial(module._kernel(operator), *arguments))
-        found += [
-            {"kernel": label, "sm": capability, **usage(*each, capability)}
-            for each in launched[:1]
-            for capability in CAPABILITIES
-        ]
-    return found
+    module = checks()
+    return [
+        {"kernel": label, "sm": capability, **usage(compiled)}
+        for label, (operator, arguments) in calls(dtype).items()
+        for capability in CAPABILITIES
+        for compiled in module.launches(partial(module._kernel(operator), *arguments), capability)[:1]
+    ]
 
 
-def usage(source: Any, options: dict[str, Any], capability: int) -> dict[str, int]:
+def usage(compiled: Any) -> dict[str, int]:
     import triton
-    from triton.backends.compiler import GPUTarget
 
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

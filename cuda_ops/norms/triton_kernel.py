@@ -81,7 +81,7 @@ def _backward(
 def _size(features: int) -> dict[str, int]:
     """Return the block that holds a row, and as many warps as keep what a backward sums in registers."""
     block = triton.next_power_of_2(features)
-    return {"BLOCK": block, "num_warps": min(32, max(4, block // 256))}
+    return {"BLOCK": block, "num_warps": min(32, max(4, block // 512))}
 
 
 def _launch_forward(
