@@ -206,7 +206,8 @@ class Concatenate(_OfMany):
 class Select(_OfOne):
     """Of the tensor `old`, `size` long along `dim`, `new` has the slices `kept`; going back, the others are zeros.
 
-    The name may stay; whether a tensor is whole or cut is then told by its length.
+    Of a tensor that is gone as a whole none is kept: `new` is empty. The name may stay; whether a tensor is whole or
+    cut is then told by its length.
     """
 
     dim: int
@@ -218,11 +219,7 @@ class Select(_OfOne):
     is_compact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if (
-            not self.kept
-            or sorted(set(self.kept)) != list(self.kept)
-            or not 0 <= self.kept[0] <= self.kept[-1] < self.size
-        ):
+        if sorted({*self.kept}) != [*self.kept] or not all(0 <= each < self.size for each in self.kept):
             raise StateError(
                 f"'{self.new}' keeps slices of '{self.old}' from 0 to {self.size - 1}, in order, each once"
             )
@@ -254,7 +251,7 @@ class Select(_OfOne):
         return (cut.new_zeros(shape).index_copy(self.dim, self._index(cut), cut.detach()),)
 
     def _index(self, tensor: Tensor) -> Tensor:
-        return torch.tensor(self.kept, device=tensor.device)
+        return torch.tensor(self.kept, dtype=torch.int64, device=tensor.device)
 
     def __str__(self) -> str:
         return f"select {len(self.kept)} of {self.size} along {self.dim}: {self.old} -> {self.new}"

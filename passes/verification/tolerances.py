@@ -164,7 +164,9 @@ class Tolerances:
         return {
             label: Tolerance(
                 least.relative,
-                least.absolute * scale + self._share(sample, label, typical) * max(scale, 1e-6 * around),
+                least.absolute * scale
+                + self._share(sample, label, typical) * max(scale, 1e-6 * around)
+                + self._cancelled(sample, label, scale, around),
                 self._unit(label, scale, around),
                 _FLIPS_FACTOR * self._native.places.get(label, 0),
             )
@@ -182,6 +184,12 @@ class Tolerances:
         if sample.exact[label].numel() < _SMALL:
             own = max(own, typical)
         return _NATIVE_FACTOR * own + NATIVE_UNITS * self._epsilon(sample, label)
+
+    def _cancelled(self, sample: Measured, label: str, scale: float, around: float) -> float:
+        """Return what a gradient may be off by that is zero but for exact rounding: all that is seen of it is noise."""
+        if not is_gradient(label) or scale > _CANCELLED * self.wide_epsilon * around:
+            return 0.0
+        return min(_CANCELLED * self._epsilon(sample, label), _NOISE) * around
 
     def _epsilon(self, sample: Measured, label: str) -> float:
         native = (sample.native or {}).get(label)

@@ -171,10 +171,10 @@ class Translation:
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
         everywhere = self._marks_of(frozenset(self.reference.state))
         mapped, fixed, filled = self.state(values), self._fixed, self._filled
-        return {
+        return {  # of a tensor without elements, which is gone as a whole, there is nothing to compare
             name: _if_present(name, gradient, marks[name], everywhere[name], filled=name in filled)
             for name, gradient in mapped.items()
-            if name not in fixed and (name in self.after.parameters or bool(marks[name].any()))
+            if name not in fixed and gradient.numel() and (name in self.after.parameters or bool(marks[name].any()))
         }
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import UsageError, expect
 from ...passes.contract import Pass, check_option_types, check_options_read
 from ...suggest import did_you_mean
-from .settings import Settings
+from .settings import KINDS, Settings
 
 __all__ = ["check_options", "check_score", "check_scores", "check_weights", "kept_of"]
 
@@ -28,6 +28,7 @@ _GOES_WITH: Mapping[str, tuple[str, ...]] = {
     "seed": ("random", "structured"),
     "scores": ("magnitude", "nm", "structured"),
     "criterion": ("structured",),
+    "kinds": ("structured",),
     "target": ("structured",),
     "round_to": ("structured",),
     "loss": ("structured",),
@@ -54,6 +55,9 @@ def _check_numbers(options: Settings) -> None:
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
     kept_of(options.pattern)
+    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    if unknown:
+        raise _wrong("kinds", unknown[0], f"give some of {', '.join(KINDS)}")
     round_to: object = options.round_to
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
         raise _wrong("round_to", round_to, "give a number of units, 1 or more")
@@ -61,8 +65,8 @@ def _check_numbers(options: Settings) -> None:
         raise _wrong("seed", options.seed, "give a number from 0 to below 2**63")
     if options.loss is not None and not callable(options.loss):
         raise _wrong("loss", options.loss, "give a function")
-    if (options.loss is not None or options.data is not None) and options.criterion != "taylor":
-        raise UsageError("pass 'prune': loss= and data= are for criterion=taylor; leave them out")
+    if (options.loss is not None or options.data is not None) and options.criterion not in ("taylor", "routing"):
+        raise UsageError("pass 'prune': loss= and data= are for criterion=taylor and routing; leave them out")
     if options.data is not None and options.loss is None:
         raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
 

@@ -30,7 +30,7 @@ class Prune(Settings, Pass):
 
     Options:
         method: `magnitude` and `random` choose single weights; `nm` keeps N of M neighbours (`pattern`); `structured`
-            removes channels, heads and hidden units.
+            removes channels, heads, hidden units and experts.
         amount: the share that goes, from 0 to below 1.
         scope: `global` ranks the weights of all layers together, `layer` takes the share from each.
         norm: by which structured pruning measures a unit; single weights come in the same order by both.
@@ -42,13 +42,16 @@ class Prune(Settings, Pass):
         scores: name of a weight -> how much each of its elements matters, in the place of its magnitude; of structured
             pruning also a function of a weight's name and values that gives that.
         criterion: what structured pruning judges a unit by: the `magnitude` of its weights, the scale of its
-            `batchnorm`, how the loss changes without it (`taylor`, to first order), or `random`.
+            `batchnorm`, how the loss changes without it (`taylor`, to first order), how often tokens go to an expert
+            (`routing`, of whole experts alone), or `random`.
+        kinds: which units structured pruning removes: `channels`, `heads`, `hidden` units, whole `experts`; all by
+            default.
         target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
             or measured `latency`.
-        round_to: keep a multiple of so many channels or hidden units; heads are few, and not rounded.
+        round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
         loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
             large the outputs are on the example inputs.
-        data: of `taylor`: batches, any iterable.
+        data: of `taylor` and `routing`: batches, any iterable; `loss` runs the model on each.
     """
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
@@ -58,6 +61,7 @@ class Prune(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
+        object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
         check_options(self)
 
     def check(self, model: nn.Module) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-__all__ = ["Settings"]
+__all__ = ["KINDS", "Kind", "Settings"]
+
+Kind = Literal["channels", "heads", "hidden", "experts"]
+"""What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Scores = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
@@ -26,7 +31,8 @@ class Settings:
     keep: tuple[str, ...] = ()
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
     seed: int = 0
-    criterion: Literal["magnitude", "batchnorm", "taylor", "random"] = "magnitude"
+    criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
+    kinds: tuple[Kind, ...] = ()
     target: Literal["units", "parameters", "flops", "latency"] = "units"
     round_to: int = 1
     scores: Scores | None = field(default=None, compare=False, repr=False)

@@ -123,7 +123,14 @@ def test_cuts_compose() -> None:
     assert torch.equal(twice.backward({"w": back})["w"], back)
 
 
-@pytest.mark.parametrize("kept", [(), (3, 1), (1, 1), (4,), (-1,)])
+def test_a_tensor_may_be_gone_as_a_whole() -> None:
+    step, whole = Select("w", "w", 0, (), 4), torch.ones(4, 2)
+    (none,) = step.forward([whole])
+    assert none.shape == (0, 2) and step.is_new([none]) and step.is_old([whole]) and not step.is_new([whole])
+    assert torch.equal(step.backward([none])[0], torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("kept", [(3, 1), (1, 1), (4,), (-1,)])
 def test_slices_are_named_in_order_and_once(kept: tuple[int, ...]) -> None:
     with pytest.raises(StateError, match="keeps slices"):
         Select("w", "w", 0, kept, 4)

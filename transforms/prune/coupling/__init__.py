@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ....layers.resized import ResizedAttention
 from .analysis import coupling
-from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
+from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused, Router
+from .routing import choices_of
 
 __all__ = [
     "Attribute",
@@ -16,5 +17,7 @@ __all__ = [
     "Number",
     "Refused",
     "ResizedAttention",
+    "Router",
+    "choices_of",
     "coupling",
 ]

@@ -8,6 +8,7 @@ from ....compat import transient_buffers
 from ....errors import InputError
 from ....tracing.graphs import Region
 from ....tracing.program import Program
+from .experts import with_experts
 from .following import Follower
 from .groups import Coupling
 from .resolving import resolved
@@ -34,10 +35,10 @@ def coupling(program: Program) -> Coupling:
         run(program, follower, training=not program.training, graphs=True)
     found = resolved(program, follower)
     if not any(group.numbers for group in found.groups):
-        return found
+        return with_experts(program, found)
     follower.own_forwards = True
     run(program, follower, training=program.training, graphs=False)
-    return resolved(program, follower)
+    return with_experts(program, resolved(program, follower))
 
 
 def _tensors(program: Program) -> dict[int, tuple[str, Tensor]]:

@@ -9,11 +9,11 @@ groups that meet in one tensor or size may be cut one after another.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
-__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused"]
+from ..settings import Kind
 
-Kind: TypeAlias = Literal["channels", "heads", "hidden"]
+__all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "Router"]
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,27 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Router:
+    """What sends tokens to experts: without some of them it is the same with logits of minus infinity for these.
+
+    Attributes:
+        module: whose linear layer gives the logits, by its first name.
+        place: the module that chooses: the same, or one around it.
+        top_k: how many experts a token goes to.
+    """
+
+    module: str
+    place: str
+    top_k: int
+
+
+@dataclass(frozen=True)
 class Group:
     """Units that are removed together wherever they are mentioned.
 
     Attributes:
         name: of the layer that makes the units.
-        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears.
+        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert.
         size: how many units there are.
         cuts: the tensors.
         numbers: the sizes in graphs.
@@ -115,6 +130,8 @@ class Group:
             `ResizedAttention.of(module)` comes in their place before they are cut.
         hard_coded: the modules whose own forward has a size written in its code, by name, with that place: once the
             units are cut, only their graphs are right.
+        router: of experts, what sends tokens to them.
+        listed: of experts that are modules, the list that they are items of; `KeptExperts` comes in its place.
     """
 
     name: str
@@ -126,6 +143,13 @@ class Group:
     norms: tuple[Norm, ...] = ()
     replaced: tuple[str, ...] = ()
     hard_coded: tuple[tuple[str, str], ...] = ()
+    router: Router | None = None
+    listed: str | None = None
+
+    @property
+    def least(self) -> int:
+        """Say how many units have to stay: as many experts as a token goes to."""
+        return 1 if self.router is None else self.router.top_k
 
 
 @dataclass(frozen=True)

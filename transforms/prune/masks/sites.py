@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
-from ....layers.masked import masked_module
+from ....layers.masked import masked_module, set_sparse
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
 from ....passes.state import Mask, packed, unpacked
 from ....tracing.program import Program
 from ..checks import kept_of
 from ..settings import Settings
+from .kernels import kernel_for
 from .neighbours import order_of_inputs, weakest_of
 from .ranking import chosen, scores_of
 from .targets import Target, targets
@@ -40,7 +41,11 @@ def find(program: Program, options: Settings) -> Iterator[Site | Refusal]:
         data: dict[str, Any] = {"gone": {name: packed(flags) for name, flags in gone.items()}, "zeros": zeros}
         if orders:
             data["order"] = {target.name: orders[target.path] for target in mine}
-        yield Site(program, owner, {}, detail=_detail(mine, list(gone.values()), options), data=data)
+        detail = _detail(mine, list(gone.values()), options)
+        if options.method == "nm":
+            data["sparse"], said = kernel_for(program, mine[0], gone[mine[0].name], options)
+            detail = f"{detail}, {said}"
+        yield Site(program, owner, {}, detail=detail, data=data)
 
 
 def _as_fits(found: Target | Refusal, options: Settings) -> Target | Refusal:
@@ -73,11 +78,11 @@ def _of_neighbours(wanted: Sequence[Target], options: Settings, orders: dict[str
 
 
 def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Settings) -> str:
-    """Say how much is gone, and what a schedule plans; of patterns for which there are kernels, that none runs."""
+    """Say how much is gone, by which pattern, and what a schedule plans."""
     zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
     said = f"{zeros} of {size} weights are zero"
     if options.method == "nm":
-        return f"{said}, {':'.join(map(str, kept_of(options.pattern)))}, computed dense"
+        return f"{said}, {':'.join(map(str, kept_of(options.pattern)))}"
     if options.schedule != "one_shot":
         share = "of all layers" if options.scope == "global" else "of each layer"
         return f"{said}; a PruningSchedule brings that to {options.amount:g} {share} ({options.schedule})"
@@ -88,7 +93,10 @@ def _detail(targets: Sequence[Target], gone: Sequence[Tensor], options: Settings
 def rewrite(site: Site, edit: Edit) -> None:
     """Put the layer behind its masks, and zeros into its weights."""
     weights, gone = _weights(edit.owner), _gone(site, edit.owner)
-    edit.replace_module("", masked_module(edit.owner, gone))
+    masked = masked_module(edit.owner, gone)
+    if site.data.get("sparse", False):
+        set_sparse(masked)
+    edit.replace_module("", masked)
     for name, flags in gone.items():
         step = Mask(name, name, tuple(flags.shape), site.data["gone"][name])
         (zeroed,) = step.forward([weights[name]])

@@ -41,7 +41,10 @@ def choose(groups: Sequence[Group], scores: Sequence[Tensor], share: float, want
 
 
 def _counts_in_each(groups: Sequence[Group], share: float) -> list[int]:
-    counts = [group.size - round(share * group.size) for group in groups]
+    left = [group.size - round(share * group.size) for group in groups]
+    counts = [
+        max(count, group.least) if group.kind == "experts" else count for group, count in zip(groups, left, strict=True)
+    ]
     empty = next((group for group, count in zip(groups, counts, strict=True) if not count), None)
     if empty is not None:
         raise BudgetError(
@@ -52,13 +55,13 @@ def _counts_in_each(groups: Sequence[Group], share: float) -> list[int]:
 
 
 def _counts_in_all(groups: Sequence[Group], scores: Sequence[Tensor], share: float) -> list[int]:
-    """Return how many units each group keeps where the weakest of all go; the strongest of each group stays."""
+    """Return how many units each group keeps where the weakest of all go; the strongest of each group stay."""
     owners = torch.cat([torch.full((group.size,), number) for number, group in enumerate(groups)])
     every = torch.cat(list(scores))
     left = [group.size for group in groups]
     gone = round(share * len(every))
     for number in _numbers_in(owners[every.argsort(stable=True)]):
-        if gone and left[number] > 1:
+        if gone and left[number] > groups[number].least:
             left[number] -= 1
             gone -= 1
     return left
@@ -70,8 +73,8 @@ def _numbers_in(tensor: Tensor) -> list[int]:
 
 
 def _rounded(count: int, group: Group, multiple: int) -> int:
-    """Return the nearest multiple, at least one of it; heads are few, and not rounded."""
-    if multiple == 1 or group.kind == "heads" or count == group.size:
+    """Return the nearest multiple, at least one of it; heads and experts are few, and not rounded."""
+    if multiple == 1 or group.kind in ("heads", "experts") or count == group.size:
         return count
     return min(group.size, max(multiple, round(count / multiple) * multiple))
 

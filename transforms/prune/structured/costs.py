@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +21,7 @@ from ....tracing.values import tensors_by_name
 from .removal import remove
 from .sites import Chosen, kept_indices, sites_of
 
-__all__ = ["Cost", "DoesNotRun", "cost_of", "elements_left"]
+__all__ = ["Cost", "DoesNotRun", "cost_of", "elements_left", "shapes_left"]
 
 _SECONDS = 0.1
 """So long the two models are timed beside each other, at each step."""
@@ -66,6 +67,11 @@ def cost_of(program: Program, target: str) -> Cost:
 
 def elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
     """Return how many elements each parameter has where units are kept, by its first name; nothing is cut for that."""
+    return {name: math.prod(shape) for name, shape in shapes_left(model, chosen).items()}
+
+
+def shapes_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, list[int]]:
+    """Return the shape that each parameter has where units are kept, by its first name; nothing is cut for that."""
     tensors = tensors_by_name(model)
     gone: dict[tuple[int, int], set[int]] = defaultdict(set)
     for each in chosen:
@@ -73,12 +79,10 @@ def elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
         for cut in each.group.cuts if len(kept) < each.group.size else ():
             places = set(range(len(cut.units))) - set(kept_indices(cut.units, kept))
             gone[id(tensors[cut.tensor]), cut.dim].update(places)
-    found: dict[str, int] = {}
-    for name, tensor in model.named_parameters():
-        found[name] = 1
-        for dim, size in enumerate(tensor.shape):
-            found[name] *= size - len(gone.get((id(tensor), dim), ()))
-    return found
+    return {
+        name: [size - len(gone.get((id(tensor), dim), ())) for dim, size in enumerate(tensor.shape)]
+        for name, tensor in model.named_parameters()
+    }
 
 
 def _operations(program: Program) -> Callable[[nn.Module], float]:

@@ -25,7 +25,8 @@ __all__ = ["find"]
 def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
     """Yield a site for the units that go of each group, and what is refused, like reasons together."""
     found = coupling(program)
-    groups, left_out = _wanted(program, found.groups, wanted)
+    of_kind = [group for group in found.groups if not wanted.kinds or group.kind in wanted.kinds]
+    groups, left_out = _wanted(program, of_kind, wanted)
     yield from _refusals((*found.refused, *left_out))
     scores = scores_of(program, groups, wanted)
     scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
@@ -76,7 +77,19 @@ def _obstacle(program: Program, group: Group, wanted: Settings) -> str | None:
     word = next(filter(None, (word_for(wanted.keep, owner, program) for owner in owners)), None)
     if word is not None:
         return f"it has to keep its units: keep={word}"
+    if group.router is not None:
+        return _too_few(group, wanted)
     return "it has one unit only" if group.size < 2 else None
+
+
+def _too_few(group: Group, wanted: Settings) -> str | None:
+    """Return why so many experts cannot go: each token goes to several."""
+    goes_to = f"each token goes to {group.least} of its {group.size} experts"
+    if group.size <= group.least:
+        return goes_to
+    left = group.size - round(wanted.amount * group.size)
+    is_exact = wanted.scope == "layer" and wanted.target == "units"
+    return f"{goes_to}, and amount={wanted.amount:g} would leave {left}" if is_exact and left < group.least else None
 
 
 def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["over_kept"]
+from .under_modes import under_mode
 
-_MODES = "_fxopt_kept_statistics"
+__all__ = ["over_kept"]
 
 
 def over_kept(module: nn.Module, size: int, kept: Sequence[int]) -> None:
@@ -21,18 +20,7 @@ def over_kept(module: nn.Module, size: int, kept: Sequence[int]) -> None:
 
     The values of the others are zeros: only then a norm is meant.
     """
-    known: tuple[tuple[int, tuple[int, ...]], ...] = vars(module).get(_MODES, ())
-    vars(module)[_MODES] = (*known, (size, tuple(kept)))
-    if not known:
-        base = type(module)
-        module.__class__ = type(base.__name__, (base,), {"__call__": _call, "__module__": base.__module__})
-
-
-def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with ExitStack() as stack:
-        for size, kept in vars(self)[_MODES]:
-            stack.enter_context(_KeptStatistics(size, kept))
-        return nn.Module.__call__(self, *args, **kwargs)
+    under_mode(module, _KeptStatistics(size, kept))
 
 
 class _KeptStatistics(TorchFunctionMode):

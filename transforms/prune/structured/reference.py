@@ -7,13 +7,15 @@ from torch import nn
 
 from ....compat import own_tensor
 from ....passes.sites import Site
+from .fewer_experts import without_experts
 from .kept_statistics import over_kept
 
 __all__ = ["with_zeros"]
 
 
 def with_zeros(site: Site, original: nn.Module) -> nn.Module:
-    """Put zeros in the place of what a site removes; norms over its units take their statistics over the kept ones.
+    """Put zeros in the place of what a site removes; norms over its units take their statistics over the kept ones,
+    and routers give no token to experts that are gone.
 
     Args:
         site: says what is removed.
@@ -30,6 +32,8 @@ def with_zeros(site: Site, original: nn.Module) -> nn.Module:
         _leave_fast_paths(original)
     for module, size, number in site.data["norms"]:
         over_kept(original.get_submodule(module), size, lists[number])
+    for module, size, number in site.data.get("routers", ()):  # plans of before have none
+        without_experts(original.get_submodule(module), size, lists[number])
     return original
 
 

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from ....compat import own_tensor, submodule, transient_buffers
 from ....errors import MatchFailure
+from ....layers.resized import KeptExperts
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import Select
@@ -37,6 +38,16 @@ def remove(site: Site, edit: Edit) -> None:
     for module, name, index, gone in site.data["attributes"]:
         old = getattr(edit.owner.get_submodule(module), name, None)
         edit.set_attribute(module, name, _without(old, [] if index is None else [index], gone, f"{module}.{name}"))
+    for name, size, number in site.data.get("experts", ()):  # plans of before have none
+        _take_out(edit, name, size, lists[number])
+
+
+def _take_out(edit: Edit, name: str, size: int, kept: Sequence[int]) -> None:
+    """Put a list of the experts that are left in the place of the one of all."""
+    experts = edit.owner.get_submodule(name)
+    if not isinstance(experts, nn.ModuleList) or len(experts) != size:
+        raise MatchFailure(f"'{name}' is no list of {size} modules any more")
+    edit.replace_module(name, KeptExperts.of(experts, kept))
 
 
 def _replace(edit: Edit, name: str) -> None:

@@ -14,7 +14,7 @@ from ....passes.state import copied_module
 from ....tracing.program import Program
 from ....tracing.values import Inputs, flatten, tensors_by_name
 from ..checks import check_score
-from ..coupling import Cut, Group
+from ..coupling import Cut, Group, choices_of
 from ..settings import Settings
 
 __all__ = ["NoScores", "scores_of"]
@@ -121,6 +121,27 @@ def _taylor(program: Program, wanted: Settings) -> _Scorer:
     return lambda _, group: _sums(model, group, product).abs()
 
 
+def _routing(program: Program, wanted: Settings) -> _Scorer:
+    """Count how often each expert is chosen, on the user's batches or the example inputs."""
+    batches, loss = wanted.data, cast("Any", wanted.loss)
+
+    def run(model: nn.Module) -> None:
+        for batch in batches or ():
+            loss(model, batch)
+
+    choices = choices_of(program, None if batches is None else run)
+
+    def score(_: int, group: Group) -> Tensor:
+        if group.router is None:
+            raise NoScores("criterion=routing counts the tokens of experts, and these are none")
+        routing = choices.routings.get(group.router.place, {}).get(group.size)
+        if routing is None:
+            raise NoScores("no token was routed to its experts in the run")
+        return routing.counts.double()
+
+    return score
+
+
 def _given(program: Program, wanted: Settings) -> _Scorer:
     scores = wanted.scores
 
@@ -148,6 +169,7 @@ def _asked(scores: Any, name: str, tensor: Tensor) -> Any:
 
 _SCORERS: dict[str, Callable[[Program, Settings], _Scorer]] = {
     "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
+    "routing": _routing,
 }  # fmt: skip
 
 

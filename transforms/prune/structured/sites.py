@@ -136,7 +136,9 @@ class _SiteOf:
 
     def _modules(self) -> Iterable[str]:
         """Return the modules that the site is in, under all their names; of replaced ones, those around them."""
-        for module in (module for each in self.chosen for module in each.group.replaced):
+        replaced = [module for each in self.chosen for module in each.group.replaced]
+        listed = [each.group.listed for each in self.chosen if each.group.listed is not None]
+        for module in (*replaced, *listed):
             yield from (name.rpartition(".")[0] for name in self.names.of_module[module])
         for tensor, _ in self.tensors:
             yield from (name.rpartition(".")[0] for name in self.names.of[tensor])
@@ -153,6 +155,7 @@ class _SiteOf:
         def inside(name: str) -> str:
             return name[len(around) + 1 :] if around else name
 
+        experts = [(each.group, each.kept) for each in self.chosen if each.group.kind == "experts"]
         data: dict[str, Any] = {
             "units": {each.group.name: [each.group.kind, each.group.size, list(each.kept)] for each in self.chosen},
             "tensors": [
@@ -168,6 +171,14 @@ class _SiteOf:
             ],
             "norms": [
                 [inside(module), size, number_of(size, gone)] for (module, size), gone in self.norms.items() if gone
+            ],
+            "routers": [
+                [inside(group.router.module), group.size, lists.setdefault(kept, len(lists))]
+                for group, kept in experts if group.router is not None
+            ],
+            "experts": [
+                [inside(group.listed), group.size, lists.setdefault(kept, len(lists))]
+                for group, kept in experts if group.listed is not None
             ],
             "replaced": sorted({inside(module) for each in self.chosen for module in each.group.replaced}),
             "hard_coded": sorted({module for each in self.chosen for module, _ in each.group.hard_coded}),

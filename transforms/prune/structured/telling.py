@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from torch import nn
 
 from ....passes.sites import Site
 from ....tracing.values import qualified
 from ..settings import Settings
-from .costs import Cost, elements_left
+from .costs import Cost, elements_left, shapes_left
 from .sites import Chosen
 
 __all__ = ["told"]
@@ -29,7 +29,8 @@ def told(
         wanted: what was asked.
         cost: of the target.
     """
-    before, after = elements_left(model, ()), elements_left(model, chosen)
+    shapes = shapes_left(model, chosen)
+    before, after = elements_left(model, ()), {name: math.prod(shape) for name, shape in shapes.items()}
     sizes = {name: parameter.element_size() for name, parameter in model.named_parameters()}
     units: list[float] = [sum(each.group.size for each in chosen), sum(len(each.kept) for each in chosen)]
     costs: dict[str, list[float]] = {
@@ -42,24 +43,24 @@ def told(
         costs[wanted.target] = [cost(whole), cost(chosen)]
     of_all = {"costs": costs, "asked": [wanted.amount, wanted.target]}
     for number, site in enumerate(sites):
-        saves = {"saves": _saved(site, after, sizes)}
+        saves = {"saves": _saved(site, shapes, sizes)}
         yield replace(site, data={**site.data, **saves, **({} if number else of_all)})
 
 
-def _saved(site: Site, left: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+def _saved(site: Site, left: Mapping[str, Sequence[int]], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return what a site saves where all others stand.
 
     Args:
         site: says what it cuts.
-        left: elements of each parameter once all sites stand.
+        left: the shape of each parameter once all sites stand.
         sizes: bytes of an element of each.
     """
-    lists, without = site.data["lists"], dict[str, Fraction]()
-    for name, _, size, number in site.data["tensors"]:
+    without: dict[str, list[int]] = {}
+    for name, dim, size, _ in site.data["tensors"]:
         path = qualified(site.owner, name)
         if path in left:
-            without[path] = without.get(path, Fraction(left[path])) * size / len(lists[number])
-    more = {path: int(count) - left[path] for path, count in without.items()}
+            without.setdefault(path, list(left[path]))[dim] = size
+    more = {path: math.prod(shape) - math.prod(left[path]) for path, shape in without.items()}
     return {
         "units": sum(size - len(kept) for _, size, kept in site.data["units"].values()),
         "parameters": sum(more.values()),

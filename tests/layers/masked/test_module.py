@@ -18,7 +18,7 @@ import fxopt
     ids=["all", "none", "scaled"],
 )
 def test_gradients_that_are_masked_wrongly_are_found(wrong: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any):
-    monkeypatch.setattr("fxopt.layers.masked._without", wrong)
+    monkeypatch.setattr("fxopt.layers.masked.module._without", wrong)
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
     fast = fxopt.optimize(model, "prune{scope=layer}", example_inputs=torch.randn(8, 16))
     reasons = [decision.reason for decision in fxopt.plan(fast).decisions]

@@ -9,14 +9,15 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import is_plainly_eager, own_parameters, read_by_name
-from ..errors import UsageError
-from ..passes.state import STATE_MAP, sharded_like
-from ..tracing.graphs import capture_of, install, uninstall
-from ..tracing.values import Remade, class_recipe, in_class, subclass, user_class
-from .members import seal
-from .quantized import Packing
-from .views import sealed_names
+from ...compat import is_plainly_eager, own_parameters, read_by_name
+from ...errors import UsageError
+from ...passes.state import STATE_MAP, sharded_like
+from ...tracing.graphs import capture_of, install, uninstall
+from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from ..members import seal
+from ..quantized import Packing
+from ..views import sealed_names
+from .semi_structured import forget_sparse, sparse_linear
 
 __all__ = ["Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "set_gone", "unmask"]
 
@@ -43,9 +44,16 @@ class Masked(Remade):
             return computed(*args, **kwargs)
         _forwards.depth += 1
         try:
-            return computed(*args, **kwargs)
+            sparse = None if kwargs else sparse_linear(cast("nn.Module", self), args)
+            return computed(*args, **kwargs) if sparse is None else sparse
         finally:
             _forwards.depth -= 1
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the masks along with the parameters: each reading would copy them to their device."""
+        moved = cast("Any", super())._apply(fn, recurse)
+        _move_masks(cast("nn.Module", self))
+        return moved
 
     def __delattr__(self, name: str) -> None:
         if name in gone_of(cast("nn.Module", self)):
@@ -108,6 +116,14 @@ def gone_of(module: nn.Module) -> Mapping[str, Tensor]:
     return vars(module).get(_GONE, {})
 
 
+def _move_masks(module: nn.Module) -> None:
+    """Put the masks where the parameters are; the meta device has no values to keep."""
+    registered, known = own_parameters(module), gone_of(module)
+    there = {name: each.device for name, each in registered.items() if each is not None and not each.is_meta}
+    if any(flags.device != there.get(name, flags.device) for name, flags in known.items()):
+        vars(module)[_GONE] = {name: flags.to(there.get(name, flags.device)) for name, flags in known.items()}
+
+
 def gone_attribute(name: str) -> str:
     """Return the attribute by which graphs read which elements of a parameter are zero, to compute with others' help.
 
@@ -123,6 +139,7 @@ def has_only_masks(module: nn.Module) -> bool:
 
 def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
     """Give a module with masks other ones; the zeros are there at the next reading."""
+    forget_sparse(module)  # it was for other masks
     vars(module)[_GONE] = dict(gone)
     vars(module)[_SETTLED] = {name: Packing() for name in gone}
 
@@ -224,6 +241,7 @@ def unmask(module: nn.Module) -> None:
     object.__setattr__(module, "__class__", user_class(type(module)))
     for key in (_GONE, _SETTLED, STATE_MAP):
         vars(module).pop(key, None)
+    forget_sparse(module)
     if sealed_names(module):  # a graph computes with its tensors
         seal(module, ())
         vars(module).update((gone_attribute(name), torch.zeros((), dtype=torch.bool)) for name in names)

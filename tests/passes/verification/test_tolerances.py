@@ -1,0 +1,30 @@
+"""What rounding is allowed to do, where luck hid it in the one run that was seen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fxopt.passes.verification.tolerances import Measured, Tolerances
+
+OTHER = torch.linspace(-1, 1, 100, dtype=torch.float64)
+
+
+def allowed(gradient: torch.Tensor) -> float:
+    """Return what a gradient beside one of scale 1 may be off by in float32, where the original made no error in it."""
+    reference = cast("Any", SimpleNamespace(native_epsilon=torch.finfo(torch.float32).eps, wide=torch.float64))
+    exact: dict[str, Any] = {"output": OTHER, "gradient of weight": OTHER, "gradient of bias": gradient}
+    sample = Measured(exact, {label: value.float() for label, value in exact.items()})
+    return Tolerances(reference, [sample], is_rounded=False).for_precision(sample)["gradient of bias"].absolute
+
+
+def test_a_gradient_that_is_zero_in_theory_may_be_rounding_of_its_neighbours() -> None:
+    assert allowed(torch.full((4,), 1e-17, dtype=torch.float64)) > 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e-3])
+def test_a_small_gradient_is_no_zero(scale: float) -> None:
+    assert allowed(torch.full((4,), scale, dtype=torch.float64)) < 1e-6
