@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "convolution",
+    "convolution_packed",
     "is_packed",
     "linear_packed",
     "linear_product",
@@ -21,6 +23,7 @@ _OPERATORS: Any = cast("Any", torch.ops).mkldnn
 _NATIVE: Any = cast("Any", torch)._C
 _NEEDED = (
     "_reorder_linear_weight", "_linear_pointwise", "_reorder_convolution_weight", "_convolution_pointwise",
+    "_reorder_convolution_transpose_weight", "_convolution_transpose_pointwise",
 )  # fmt: skip
 
 is_packed: Callable[[Tensor], bool] = cast("Any", Tensor).is_mkldnn.__get__
@@ -66,3 +69,45 @@ def linear_product(x: Tensor, packed: Tensor, bias: Tensor | None, behind: tuple
     """Return `x @ weight.T + bias` with an activation behind it: its name there, its numbers, and its kind."""
     name, scalars, kind = behind
     return _linear()(x, packed, bias, name, scalars, kind)
+
+
+class _Geometry(Protocol):
+    """The settings of a convolution, as `layers.packed.Geometry` has them."""
+
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def padding(self) -> tuple[int, ...]: ...
+    @property
+    def dilation(self) -> tuple[int, ...]: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def output_padding(self) -> tuple[int, ...] | None: ...
+    @property
+    def size(self) -> tuple[int, ...] | None: ...
+
+
+def convolution_packed(weight: Tensor, its: _Geometry) -> Tensor:
+    """Return the weight of a convolution along two or three dimensions as oneDNN reads it."""
+    rest = its.stride, its.dilation, its.groups, its.size
+    if its.output_padding is None:
+        return _OPERATORS._reorder_convolution_weight(weight, its.padding, *rest)
+    return _OPERATORS._reorder_convolution_transpose_weight(weight, its.padding, its.output_padding, *rest)
+
+
+@cache
+def _convolutions() -> tuple[Any, Any]:
+    return _OPERATORS._convolution_pointwise.default, _OPERATORS._convolution_transpose_pointwise.default
+
+
+def convolution(
+    x: Tensor, packed: Tensor, bias: Tensor | None, its: _Geometry, behind: tuple[str, list[float], str]
+) -> Tensor:
+    """Return a convolution with an activation behind it, channels last in memory."""
+    plain, transposed = _convolutions()
+    padding, stride, dilation, groups = its.padding, its.stride, its.dilation, its.groups
+    name, scalars, kind = behind
+    if its.output_padding is None:
+        return plain(x, packed, bias, padding, stride, dilation, groups, name, scalars, kind)
+    return transposed(x, packed, bias, padding, its.output_padding, stride, dilation, groups, name, scalars, kind)

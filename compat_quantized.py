@@ -22,6 +22,8 @@ __all__ = [
     "Int8Result",
     "Observer",
     "empty_tensor",
+    "float8_product",
+    "has_float8",
     "int4_packed",
     "int4_product",
     "int8_cells",
@@ -57,6 +59,7 @@ OBSERVERS = {
 _TALKING = ("torchao", "torch.utils._pytree")
 _NO_TORCHAO = 'calibration needs torchao; install it with: pip install "fxopt[quantization]"'
 
+_FLOAT8_CAPABILITY = (8, 9)
 _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
 
@@ -165,6 +168,26 @@ def int4_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def int4_product(x: Tensor, packed: tuple[Tensor, Tensor], group: int) -> Tensor:
     """Return the product of bfloat16 activations, [rows, inputs], and a packed weight of int4."""
     return _TORCH._weight_int4pack_mm_for_cpu(x.contiguous(), packed[0], group, packed[1])
+
+
+def has_float8(device: torch.device) -> bool:
+    """Say whether a device multiplies float8: GPUs of NVIDIA since Ada and Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+
+def float8_product(rows: Tensor, of_rows: Tensor, weight: Tensor, of_outputs: Tensor) -> Tensor:
+    """Return the product of activations and a weight, both of float8_e4m3fn, in bfloat16; sums are made in float32.
+
+    Args:
+        rows: [rows, inputs], both sizes of a weight multiples of 16.
+        of_rows: scales, [rows, 1] of float32.
+        weight: [outputs, inputs].
+        of_outputs: scales, [outputs] of float32.
+    """
+    scales = of_rows, of_outputs.view(1, -1)
+    return _TORCH._scaled_mm(rows, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:

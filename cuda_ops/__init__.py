@@ -18,6 +18,7 @@ from .gated.spellings import KERNELS as _OF_GATED
 from .gpu import kernels_compute_on, kernels_in_use
 from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_cross_entropy.spellings import KERNELS as _OF_LINEAR_CROSS_ENTROPY
 from .log_clip import log_clip
 from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .norms.spellings import KERNELS as _OF_NORMS
@@ -50,5 +51,5 @@ __all__ = [
 
 NAMES = defined()
 """Their qualified names; all only compute, so exported programs may hold them."""
-KERNELS = (*_OF_NORMS, *_OF_GATED, *_OF_ROTARY_EMBEDDING, *_OF_BIAS_ACT)
+KERNELS = (*_OF_LINEAR_CROSS_ENTROPY, *_OF_NORMS, *_OF_GATED, *_OF_ROTARY_EMBEDDING, *_OF_BIAS_ACT)
 """Operators that can take the place of what users write, in the order in which they are looked for."""

@@ -303,8 +303,13 @@ def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fx
     elif not isinstance(value, leaves):
         raise error(
             f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, "
-            "in tuples, lists and dictionaries"
+            f"in tuples, lists and dictionaries{_advice(kind)}"
         )
+
+
+def _advice(kind: type[object]) -> str:
+    """Return what to do about a value of a kind that models of transformers give."""
+    return "; switch the cache off: give use_cache=False with the example inputs" if "Cache" in kind.__name__ else ""
 
 
 def _form(call: Inputs) -> object:

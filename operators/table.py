@@ -36,6 +36,7 @@ _PYTHON = cast("Mapping[str, tuple[Callable[..., Any], ...]]", _FORMS)
 _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "identity": (nn.Identity,),
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "cross_entropy": (nn.CrossEntropyLoss,),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
 _DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)
@@ -109,6 +110,7 @@ TABLE: tuple[OpInfo, ...] = (
     *_batched("instance_norm", pure=False),
     *_batched("embedding", fresh=True, has_dimensions=True),
     *_batched("bilinear", fresh=True),
+    *_rows("cross_entropy", fresh=True),
     *_batched("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d prelu", fresh=True),
     *_batched(
         "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d "

@@ -6,12 +6,15 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..compat_quantized import why_no_static_int8
 from ..cuda_ops import compiled_kernels, kernels_in_use
 from ..passes.pipeline import available
+from ..passes.timing import DEFAULT_BUDGET
 from ..settings import Settings, current
 from ..version import VERSION
 
@@ -19,6 +22,8 @@ __all__ = ["Check", "checks"]
 
 REQUIRED = ("torch-geometric", "networkx", "safetensors", "typer", "rich")
 OPTIONAL = {"torchao": "quantization", "triton": "GPU kernels", "transformers": "its models"}
+_INT8 = ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm")
+_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 
@@ -41,6 +46,8 @@ def checks() -> list[Check]:
         *(_distribution(name, f"not installed (optional: {use})", required=False) for name, use in OPTIONAL.items()),
         Check("devices", _devices()),
         Check("cpu instructions", torch.backends.cpu.get_cpu_capability()),
+        Check("cpu int8", _instructions(_INT8) + _refused()),
+        Check("cpu bfloat16", _instructions(_BFLOAT16)),
         Check("c++ compiler", _compiler()),
         Check("operators", kernels_in_use()),
         Check("kernels in CUDA C++", compiled_kernels()),
@@ -68,6 +75,19 @@ def _devices() -> str:
     return ", ".join([f"cpu ({torch.get_num_threads()} threads)", *gpus])
 
 
+def _instructions(names: Sequence[str]) -> str:
+    """Return which of some instructions this CPU has."""
+    told: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict[str, object])()
+    if not told:
+        return "this PyTorch does not tell"
+    return ", ".join(name for name in names if told.get(name)) or f"none of {', '.join(names)}: it may not be faster"
+
+
+def _refused() -> str:
+    reason = why_no_static_int8()
+    return f"; quantize{{scheme=int8_static}} is refused: {reason}" if reason else ""
+
+
 def _compiler() -> str:
     """Return the compiler that torch.compile would take, where there is one."""
     names = ("c++", "g++", "clang++")
@@ -75,7 +95,10 @@ def _compiler() -> str:
 
 
 def _settings(settings: Settings) -> list[Check]:
-    return [Check(f"FXOPT_{f.name.upper()}", str(getattr(settings, f.name))) for f in dataclasses.fields(settings)]
+    given = {f.name: str(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+    if settings.time_budget is None:
+        given["time_budget"] = str(DEFAULT_BUDGET)
+    return [Check(f"FXOPT_{name.upper()}", value) for name, value in given.items()]
 
 
 def _passes() -> list[Check]:

@@ -372,6 +372,7 @@ def test_doctor_says_what_the_machine_has(fxopt: Fxopt):
     found = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
     assert found["cpu instructions"] == torch.backends.cpu.get_cpu_capability()
     assert found["c++ compiler"]
+    assert found["FXOPT_TIME_BUDGET"] == "40 forwards of the model, or 2 s if that is more"
 
 
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):

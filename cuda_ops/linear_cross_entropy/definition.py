@@ -10,11 +10,11 @@ from torch import Tensor
 from ...compat import autocast_dtype
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import define, looped
+from ..definition import by_reference, define, looped
 from .chunks import ARGUMENTS, Head, gradients, losses, wide
 from .summed import define_sum
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["linear_cross_entropy", "reduced_loss"]
 
 _NAME = "linear_cross_entropy"
 _KERNELS = "linear_cross_entropy.triton_kernel"
@@ -84,6 +84,30 @@ def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight.to(dtype), bias, None, None, None, None
 
 
+def _differentiable_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients where those of them are asked for, from all the logits at once.
+
+    With p = softmax(logits) and the targets t, smoothed, those of the logits are grad * (p - t).
+    """
+    kept = (target != ignore_index)[:, None]
+    dtype, x = wide(x.dtype), x.where(kept, 0)
+    shares = torch.nn.functional.linear(x, weight, bias).to(dtype).softmax(1)
+    classes = torch.nn.functional.one_hot(target.where(kept[:, 0], 0), weight.shape[0]).to(dtype)
+    wanted = (1 - label_smoothing) * classes + label_smoothing / max(1, weight.shape[0])
+    of_logits = (grad.to(dtype)[:, None] * (shares - wanted)).where(kept, 0)
+    of_bias = weight.new_zeros(0, dtype=dtype) if bias is None else of_logits.sum(0)
+    return (of_logits @ weight.to(dtype)).to(x.dtype), of_logits.t() @ x.to(dtype), of_bias
+
+
 _linear_cross_entropy_backward = define(
     f"{_NAME}_backward",
     _backward,
@@ -92,6 +116,7 @@ _linear_cross_entropy_backward = define(
     kernel=f"{_KERNELS}:linear_cross_entropy_backward",
     schema=f"(Tensor grad, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     batching=looped,
+    **by_reference(_differentiable_backward),
 )
 _linear_cross_entropy = define(
     _NAME,
@@ -113,7 +138,9 @@ _linear_cross_entropy_step = define(
     schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     batching=looped,
 )
-_linear_cross_entropy_sum = define_sum(f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step)
+_linear_cross_entropy_sum = define_sum(
+    f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step, _linear_cross_entropy_backward
+)
 
 
 def linear_cross_entropy(
@@ -155,8 +182,32 @@ def linear_cross_entropy(
     settings = ignore_index, label_smoothing, chunk or 0
     if reduction == "none":
         return _linear_cross_entropy(*given, *settings).view(target.shape)
-    total = _linear_cross_entropy_sum(*given, *settings)
+    return reduced_loss(*given, *settings, reduction)
+
+
+def reduced_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int,
+    reduction: str,
+) -> Tensor:
+    """Return the sum or the mean of the losses; nothing is decided by tensors, so graphs may be written by it.
+
+    Args:
+        x: [rows, features].
+        weight: [classes, features].
+        bias: [classes].
+        target: [rows], int64.
+        ignore_index, label_smoothing: as of `linear_cross_entropy`.
+        chunk: rows at a time; 0 is the default.
+        reduction: "sum" or "mean".
+    """
+    total = _linear_cross_entropy_sum(x, weight, bias, target, ignore_index, label_smoothing, chunk)
     if reduction == "sum":
         return total
     count = (target != ignore_index).sum()
-    return (total / count.clamp(min=1)).where(count > 0, torch.nan)  # of no rows: NaN, with gradients of zero
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # of no rows: NaN, with gradients of zero

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...errors import UsageError
 from ..definition import NAMESPACE, describe, looped
 from .chunks import ARGUMENTS
 
@@ -26,29 +25,31 @@ class _Step(Function):
     """Compute the sum and its gradients at once; the sum is one number, so its own gradient is one factor."""
 
     @staticmethod
-    def forward(ctx: Any, step: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, step: Any, again: Any, *args: Any) -> Tensor:
         total, *found = step(*args)
-        ctx.save_for_backward(*found)
+        ctx.save_for_backward(*found, *args[:4])
+        ctx.again, ctx.settings = again, args[4:]
         ctx.dtypes = [each.dtype for each in found[:1]] + [args[1].dtype] * 2
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[2:5]
+        found, factor, given = ctx.saved_tensors[:3], grads[0], ctx.saved_tensors[3:]
         if torch.is_grad_enabled():  # the gradients found are constants, so those of gradients would be wrong
-            message = "create_graph=True asks for second derivatives; use torch's linear and cross_entropy"
-            raise UsageError(f"linear_cross_entropy: {message}")
-        wanted = ctx.needs_input_grad[1:4]
-        found = zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
-        return None, *((each * grads[0]).to(dtype) if needed else None for each, needed, dtype in found), *[None] * 4
+            found, factor = ctx.again(grads[0].expand(given[0].shape[0]), *given, *ctx.settings), 1
+        parts = zip(found, wanted, ctx.dtypes, strict=True)
+        return None, None, *((e * factor).to(dtype) if needed else None for e, needed, dtype in parts), *[None] * 4
 
 
-def define_sum(name: str, losses: Any, step: Any) -> Any:
+def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
     """Register the operator, and return what calls it.
 
     Args:
         name: of the operator.
         losses: the operator that gives the loss of each row; its arguments are those of the sum, too.
         step: the operator that gives the sum and its gradients.
+        again: the operator that gives gradients which have gradients themselves, for second derivatives.
     """
 
     def total(*args: Any) -> Tensor:
@@ -56,7 +57,7 @@ def define_sum(name: str, losses: Any, step: Any) -> Any:
 
     def differentiated(*args: Any) -> Tensor:
         if torch.is_grad_enabled() and any(each.requires_grad for each in args[:3] if each is not None):
-            return cast("Any", _Step).apply(step, *args)
+            return cast("Any", _Step).apply(step, again, *args)
         return total(*args)
 
     _library.define(f"{name}({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

@@ -198,5 +198,5 @@ def add_layer_norm(
     Raises:
         UsageError: an argument is not of that form.
     """
-    result, total, _, _ = _layer_norm(x, weight, bias, residual, eps)
-    return result, total
+    results = _layer_norm(x, weight, bias, residual, eps)
+    return results[0], results[1]

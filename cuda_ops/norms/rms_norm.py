@@ -133,5 +133,5 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     Raises:
         UsageError: an argument is not of that form.
     """
-    result, total, _ = _rms_norm(x, weight, residual, eps)
-    return result, total
+    results = _rms_norm(x, weight, residual, eps)
+    return results[0], results[1]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..kernels import Kernel
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
+from .layer_norm import add_layer_norm, layer_norm
+from .rms_norm import add_rms_norm, rms_norm
 
 __all__ = ["KERNELS"]
 
@@ -89,7 +89,34 @@ def _each(of: Callable[[_Square, _Division], tuple[_Spelling, ...]]) -> tuple[_S
     return tuple(itertools.chain.from_iterable(kinds))
 
 
+def _sum(x: Tensor, residual: Tensor) -> Tensor:
+    return x + residual
+
+
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, eps: float, weight: Tensor | None = None, shape: tuple[int, ...] = (1,)
+) -> tuple[Tensor, Tensor]:
+    _expect_one_dimension(shape)
+    return add_rms_norm(x, residual, weight, eps)
+
+
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    shape: tuple[int, ...] = (1,),
+) -> tuple[Tensor, Tensor]:
+    _expect_one_dimension(shape)
+    return add_layer_norm(x, residual, weight, bias, eps)
+
+
+_RMS_NORM = Kernel("rms_norm", _rms_norm, (_in_torch, *_each(_normalized)))
+_LAYER_NORM = Kernel("layer_norm", _layer_norm, (_layer_in_torch, *_each(_centered)))
 KERNELS = (
-    Kernel("rms_norm", _rms_norm, (_in_torch, *_each(_normalized))),
-    Kernel("layer_norm", _layer_norm, (_layer_in_torch, *_each(_centered))),
+    Kernel("add_rms_norm", _add_rms_norm, (_sum,), into=_RMS_NORM),
+    Kernel("add_layer_norm", _add_layer_norm, (_sum,), into=_LAYER_NORM),
+    _RMS_NORM,
+    _LAYER_NORM,
 )

@@ -1,8 +1,12 @@
-"""Functions that rewritten graphs call: layers on weights in the form that this machine's kernels read."""
+"""Functions that rewritten graphs call: layers on weights in the form that kernels of this machine read."""
 
 from __future__ import annotations
 
 from .activations import NO_ACTIVATION, Activation, known_activations
+from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
+from .weights import Packed
 
-__all__ = ["NO_ACTIVATION", "Activation", "PackedLinear", "known_activations"]
+__all__ = [
+    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLinear", "known_activations",
+]  # fmt: skip

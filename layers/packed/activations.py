@@ -43,6 +43,10 @@ class Activation:
             return x
         return _FUNCTIONS[self.operator](x, **dict(self.fixed), **dict(zip(self.free, self.numbers, strict=False)))
 
+    def written_into(self, x: Tensor) -> Tensor:
+        """Compute it, in place where torch can."""
+        return x.relu_() if self.operator == "relu" else self(x)
+
     def __str__(self) -> str:
         return self.operator or "nothing"
 
@@ -71,5 +75,5 @@ _KNOWN = (
 
 
 def known_activations() -> Iterator[Activation]:
-    """Yield the activations, those with numbers without them."""
+    """Yield the activations, those with numbers without them; ReLU first."""
     return iter(_KNOWN)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...compat_packed import is_packed, linear_packed, linear_product
 from .activations import NO_ACTIVATION, Activation
-from .weights import Packed, can_be_packed
+from .weights import NOTHING, Packed, can_be_packed
 
 __all__ = ["PackedLinear"]
 
@@ -50,33 +50,34 @@ class PackedLinear(Packed):
     def __init__(
         self, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32, transposed: bool = False
     ) -> None:
-        super().__init__((activation, dtype, transposed), _Weight(dtype, transposed))
-        self.activation, self.dtype, self.transposed = activation, dtype, transposed
-        self._behind = activation.behind
+        super().__init__((activation, dtype, transposed), _Weight(dtype, transposed), activation)
+        self.dtype, self.transposed = dtype, transposed
         self._inputs = 0 if transposed else 1
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return activation(x @ weight.T + bias), [..., outputs].
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        """Return activation(x @ weight.T + bias + other), [..., outputs].
 
         Args:
             x: [..., inputs].
             weight: [outputs, inputs].
             bias: [outputs] or None.
+            other: of the shape of the result, or None.
         """
-        if not self.takes(x, weight, bias) or x.size(-1) != weight.size(self._inputs):
-            return self.plainly(x, weight, bias)
+        if not self.takes(x, weight, bias, other) or x.size(-1) != weight.size(self._inputs):
+            return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
-            return self.plainly(x, weight, bias)
+            return self.plainly(x, weight, bias, other)
+        behind = self.behind if other is None else NOTHING
         if self.dtype is torch.float32:
-            return linear_product(x, packed, bias, self._behind)
-        return linear_product(x.to(self.dtype), packed, bias, self._behind).to(x.dtype)
+            result = linear_product(x, packed, bias, behind)
+        else:
+            result = linear_product(x.to(self.dtype), packed, bias, behind).to(x.dtype)
+        return result if other is None else self.summed(result, other)
 
-    def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute it as torch does."""
-        if self.transposed:
-            weight = weight.t()
-        return self.activation(F.linear(x, weight, bias))
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch does."""
+        return F.linear(x, weight.t() if self.transposed else weight, bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedLinear, self.settings

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from ...compat_packed import runs_kernels
 from ...operators import Keeping, derived
+from .activations import NO_ACTIVATION, Activation
 
-__all__ = ["Packed", "can_be_packed"]
+__all__ = ["NOTHING", "Packed", "can_be_packed"]
+
+NOTHING = NO_ACTIVATION.behind
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -37,22 +40,27 @@ class Packed(Keeping):
     Args:
         settings: what tells one from another.
         pack: makes the packed weight.
+        activation: behind the layer.
 
     Attributes:
         weights: gives the packed weight.
+        behind: what the kernel computes behind the layer.
     """
 
     operator = "packed"
 
-    def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any]) -> None:
-        self.settings = settings
+    def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
+        self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
         """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32."""
         if torch.is_grad_enabled() and (
-            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+            x.requires_grad
+            or weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (other is not None and other.requires_grad)
         ):
             return False
         return (
@@ -62,8 +70,28 @@ class Packed(Keeping):
             and x.layout is torch.strided
             and x.numel() > 0
             and (bias is None or bias.dtype is torch.float32)
+            and (other is None or (type(other) is Tensor and other.dtype is torch.float32 and other.is_cpu))
             and runs_kernels()
         )
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        """Compute the layer with what stands behind it."""
+        raise NotImplementedError
+
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer alone as torch does."""
+        raise NotImplementedError
+
+    def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """Compute everything as torch does."""
+        result = self.computed(x, weight, bias)
+        return self.activation(result if other is None else result + other)
+
+    def summed(self, result: Tensor, other: Tensor) -> Tensor:
+        """Return activation(result + other), written into the result, which is new, where that has room."""
+        if other.shape != result.shape:
+            return self.activation(result + other)
+        return self.activation.written_into(result.add_(other))
 
     def forget_all(self) -> None:
         """Let the packed weights be made anew."""

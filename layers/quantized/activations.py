@@ -14,9 +14,12 @@ from ...compat_quantized import int8_numbers, needs_reduced_range, runs_simulati
 from ...errors import StateError
 from ...tracing.recording import Factors
 
-__all__ = ["Range", "from_numbers", "quantized_at_once", "to_numbers"]
+__all__ = ["Range", "from_numbers", "in_float8", "quantized_at_once", "to_numbers"]
 
 _LARGEST = 255
+_LARGEST_FLOAT8 = 448.0
+_LEAST = 1e-12
+"""Of rows that are all zero."""
 _SLACK = 1e-3
 """Of half a step, for what rounds in the type of an activation."""
 _STEPS = 127 if needs_reduced_range() else 255
@@ -68,6 +71,13 @@ def quantized_at_once(x: Tensor) -> Tensor:
     zero = (-low / scale).round()
     rounded = (((wide * (1 / scale)).round() + zero).clamp(0, _STEPS) - zero) * scale
     return x + (rounded - wide).to(x.dtype) if torch.is_grad_enabled() and x.requires_grad else rounded.to(x.dtype)
+
+
+def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an activation, [..., inputs], in float8 (e4m3), and the scale of each row, [..., 1] of float32."""
+    wide = x.detach().float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / _LARGEST_FLOAT8
+    return (wide / scales).to(torch.float8_e4m3fn), scales
 
 
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:

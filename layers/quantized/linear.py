@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager
 from ...compat_quantized import (
+    float8_product,
+    has_float8,
     int4_packed,
     int4_product,
     int8_packed,
@@ -19,10 +21,13 @@ from ...compat_quantized import (
     runs_simulation,
 )
 from ...passes.state import dequantized
-from .activations import quantized_at_once
+from .activations import in_float8, quantized_at_once
 from .layer import HoldsWeight, is_finite
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
+
+_BLOCK = 16
+"""Kernels for float8 take inputs and outputs in blocks of so many."""
 
 
 class QuantizedLinear(HoldsWeight):
@@ -49,12 +54,16 @@ class QuantizedLinear(HoldsWeight):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         if runs_simulation():
             return self.simulated(input)
-        if not input.is_cpu or not input.numel() or not is_plainly_eager():
+        if not self.has_kernel(input.device) or not input.numel() or not is_plainly_eager():
             return self.in_floats(input)
         input = input.to(autocast_dtype(input))  # noqa: A001
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return self.with_gradient(input)
         return self.kernel(input)
+
+    def has_kernel(self, device: torch.device) -> bool:
+        """Say whether there is a kernel for a device."""
+        return device.type == "cpu"
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
@@ -138,13 +147,41 @@ class Int4WeightLinear(_WithNarrowActivations):
 
 
 class Float8Linear(QuantizedLinear):
-    """Hold the weight in float8; it is made wide again at each call."""
+    """Hold the weight in float8; multiply with activations in float8, one scale for each row, where a GPU can.
+
+    Elsewhere the weight is made wide again at each call.
+    """
 
     form: ClassVar[str] = "float8"
 
+    def multiplies(self, device: torch.device) -> bool:
+        """Say whether a device multiplies float8, and takes these sizes."""
+        return has_float8(device) and not (self.in_features % _BLOCK or self.out_features % _BLOCK)
+
+    def has_kernel(self, device: torch.device) -> bool:
+        """Say whether there is a kernel for a device."""
+        return super().has_kernel(device) or self.multiplies(device)
+
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Compute with the wide weight."""
-        return self.in_floats(input)
+        """Compute in float8 where that can be, or with the wide weight."""
+        return self.product(input) if self.multiplies(input.device) else self.in_floats(input)
+
+    def product(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute in float8, adding up in float32; the result has the input's type."""
+        values, scales = self.held
+        rows, of_rows = in_float8(input.reshape(-1, self.in_features))
+        weight = values.view(torch.float8_e4m3fn)
+        found = float8_product(rows, of_rows, weight, scales.expand(self.out_features).contiguous())
+        result = found.to(input.dtype).view(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result.add_(self.bias)
+
+    def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with activations rounded as the kernel does, where it multiplies float8."""
+        if not self.multiplies(input.device):
+            return self.in_floats(input)
+        numbers, scales = in_float8(input)
+        rounded = (numbers.float() * scales).to(input.dtype)
+        return self.in_floats(input + (rounded - input).detach())
 
 
 def _packed_halves(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

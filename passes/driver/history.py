@@ -117,11 +117,13 @@ class History:
             site=None if others else _described(first),
         )  # fmt: skip
 
-    def undo(self, rewrite: Rewrite, reason: str) -> None:
-        """Note that a rewrite was taken back."""
+    def undo(self, rewrite: Rewrite, reason: str, cause: str | None = None) -> None:
+        """Note that a rewrite was taken back; `cause` is a word that tells this reason from others: `speed`."""
+        figures = {} if cause is None else {"undone_for": cause}
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            self.decisions[place] = dataclasses.replace(old, status="undone", reason=reason)
+            undone = dataclasses.replace(old, status="undone", reason=reason, figures={**old.figures, **figures})
+            self.decisions[place] = undone
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

@@ -69,6 +69,9 @@ class BudgetRequest:
             raise UsageError(f"time_budget={given!r}; use seconds (a number, zero or more) or '40 forwards'")
         return cls(0.0, count) if unit else cls(count)
 
+    def __str__(self) -> str:
+        return f"{self.forwards:g} {_FORWARDS} of the model, or {self.seconds:g} s if that is more"
+
 
 DEFAULT_BUDGET = BudgetRequest(_LEAST_SECONDS, 40.0)
 

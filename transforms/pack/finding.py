@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from torch import Tensor, fx
 
-from ...layers.packed import NO_ACTIVATION, Activation, PackedLinear
+from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
 from ...passes.timing import Interval
 from ...tracing.graphs import Region
 from ...tracing.program import Program
-from ...tracing.values import TensorMeta, qualified
-from .behind import activation_behind
-from .layers import Layer, layer_at
+from ...tracing.values import qualified
+from .behind import Behind, behind
+from .layers import Layer, layer_at, shape_of
 from .timing import Calls, Gains
+from .views import views_in
 
 __all__ = ["found_in"]
+
+_LEAST = 1.01
+"""What gains less by itself stays as it is; of the rest the whole model tells."""
+
+_COLOURS = 4
+"""Images have so many channels at most."""
 
 _IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
 
@@ -32,14 +37,14 @@ class _Found:
     Attributes:
         owner, number: the graph.
         layer: the call.
-        activation: behind it.
+        behind: what is computed with it.
         dtype: that it would be computed in.
     """
 
     owner: str
     number: int
     layer: Layer
-    activation: Activation
+    behind: Behind
     dtype: torch.dtype
 
     @property
@@ -47,24 +52,13 @@ class _Found:
         layer = self.layer
         return qualified(self.owner, layer.modules[0] if layer.modules else layer.node.name)
 
-    @cached_property
-    def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of what it is given, where that is known."""
-        meta = self.layer.x.meta.get("val")
-        return tuple(map(int, meta.shape)) if isinstance(meta, TensorMeta) else None
-
     @property
     def kind(self) -> Hashable:
-        layer = self.layer
-        return self.shape, layer.shape, layer.transposed, layer.bias is None, self.activation
+        return self.layer.kind, self.behind.activation, self.behind.other is None
 
     @property
-    def packed(self) -> PackedLinear:
-        return PackedLinear(self.activation, self.dtype, self.layer.transposed)
-
-    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute it as it is."""
-        return self.packed.plainly(x, weight, bias)
+    def packed(self) -> Packed:
+        return self.layer.packed(self.behind.activation, self.dtype)
 
 
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
@@ -79,19 +73,33 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
         gain = gains.get(found.kind)
-        if gain is not None and gain.low <= 1:
+        if gain is not None and gain.mid < _LEAST:
             yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
-    for (owner, number), group in graphs.items():
-        nodes = {f"layer.{place}": found.layer.node.name for place, found in enumerate(group)}
-        kind = tuple(found.kind for found in group)
-        speeds = [round(gains[found.kind].mid, 3) for found in group if found.kind in gains]
-        # With data the plan says where the site is: which layers gain is not measured anew.
-        yield Site(program, owner, nodes, number, detail=_detail(nodes, speeds), kind=kind, data={"speeds": speeds})
+    lies_otherwise = any(found.layer.geometry for group in graphs.values() for found in group)
+    views = views_in(program) if lies_otherwise else {}
+    for place in {**graphs, **views}:
+        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains)
+
+
+def _site(
+    program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str],
+    gains: dict[Hashable, Interval],
+) -> Site:  # fmt: skip
+    nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
+    kind = tuple(found.kind for found in group)
+    speeds = [round(gains[found.kind].mid, 3) for found in group if found.kind in gains]
+    # With data the plan says where the site is: which layers gain is not measured anew.
+    return Site(
+        program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,
+        data={"speeds": speeds},
+    )  # fmt: skip
 
 
 def _detail(layers: Collection[str], speeds: Sequence[float]) -> str:
+    if not layers:
+        return "results as they were in memory"
     what = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
     if not speeds:
         return what
@@ -115,7 +123,7 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
 def _candidate(
     program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
 ) -> _Found | Refusal:
-    found = _Found(owner, number, layer, _activation(program, owner, layer.node), dtype)
+    found = _Found(owner, number, layer, behind(Place(program, owner), layer.node), dtype)
     reason = layer.objection
     if in_region:
         reason = "it is called in a region that does not own it"
@@ -124,18 +132,13 @@ def _candidate(
     return Refusal(reason, found.name) if reason else found
 
 
-def _activation(program: Program, owner: str, node: fx.Node) -> Activation:
-    behind = activation_behind(Place(program, owner), node)
-    return NO_ACTIVATION if behind is None else behind[1]
-
-
 def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interval]:
     """Return what each kind of layer gains, where it is to be measured and its shape is known."""
     if not program.measuring:
         return {}
     kinds: dict[Hashable, list[_Found]] = {}
     for found in layers:
-        if found.shape is not None:
+        if shape_of(found.layer.x) is not None:
             kinds.setdefault(found.kind, []).append(found)
     gains = Gains()
     for kind, alike in kinds.items():
@@ -144,6 +147,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interva
 
 
 def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
-    first = alike[0]
-    packed, tensors = first.packed, [found.layer.tensors(program, found.owner) for found in alike]
-    return Calls(first.shape or (), first.plain, packed, tensors)
+    first, packed = alike[0], alike[0].packed
+    tensors = [found.layer.tensors(program, found.owner) for found in alike]
+    # What feeds a convolution is mostly another one; images are not.
+    lies_last = first.layer.geometry is not None and tensors[0][0].shape[1] * first.layer.geometry.groups > _COLOURS
+    return Calls(shape_of(first.layer.x) or (), packed.plainly, packed, tensors, lies_last)

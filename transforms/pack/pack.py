@@ -25,11 +25,11 @@ _BEFORE = "it works on layers as they were; list it before pack"
 
 @dataclass(frozen=True)
 class Pack(Pass):
-    """Compute linear layers, with the activations behind them, on weights packed once for this CPU by oneDNN.
+    """Compute linear layers and convolutions, with what stands behind them, on weights packed once by oneDNN.
 
-    Before: relu(linear(x))        After: packed_linear(x, weight, bias)
+    Before: relu(conv(x) + y)        After: packed_convolution(x, weight, bias, y)
     Refuses: weights that are no plain tensors of float32 on the CPU, layers with hooks or parametrizations, subclasses
-        of nn.Linear, models in training.
+        of those of torch.nn, unlike padding on two sides, models in training.
 
     Options:
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model.

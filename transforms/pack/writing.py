@@ -6,10 +6,9 @@ import torch
 from torch import fx
 
 from ...layers.members import seal, written_out
-from ...layers.packed import NO_ACTIVATION, PackedLinear
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
-from .behind import activation_behind
+from .behind import behind
 from .layers import Layer, layer_at
 
 __all__ = ["write"]
@@ -17,22 +16,32 @@ __all__ = ["write"]
 
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     """Write a site; say whether its layers were still there."""
-    return all(_write(site, edit, edit.graph_node(label), dtype) for label in site.nodes)
+    edit.trainable = True  # where gradients are wanted, it computes as the layers do
+    for label in site.nodes:
+        if label.startswith("view."):
+            _lay_out(edit, edit.graph_node(label))
+        elif label.startswith("output."):
+            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+    layers = [label for label in site.nodes if label.startswith("layer.")]
+    return all(_write(site, edit, edit.graph_node(label), dtype) for label in layers)
 
 
 def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     layer = layer_at(edit.program, site.owner, node)
     if layer is None or layer.objection:
         return False
-    found = activation_behind(Place(edit.program, site.owner), layer.node)
-    last, activation = (layer.node, NO_ACTIVATION) if found is None else found
-    modules = [*layer.modules, *([str(last.target)] if found and last.op == "call_module" else [])]
+    found = behind(Place(edit.program, site.owner), layer.node)
+    activation = [str(found.last.target)] if found.last is not node and found.last.op == "call_module" else []
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
-    packed = edit.call(PackedLinear(activation, dtype, layer.transposed), layer.x, *tensors, before=last)
+    more = () if found.other is None else (found.other,)
+    packed = edit.call(layer.packed(found.activation, dtype), layer.x, *tensors, *more, before=found.last)
     packed.meta["source"] = layer.node.meta.get("source")
-    edit.replace(last, packed)
-    _seal(modules, edit)
-    edit.trainable = True  # where gradients are wanted, it computes as the layer does
+    between = [each for each in found.inside if each is not found.last]
+    edit.replace(found.last, packed)
+    for each in reversed(between):
+        if each in edit.graph.nodes and not each.users:  # a sum that is written into the layer's result
+            edit.erase(each)
+    _seal([*layer.modules, *activation], edit)
     return True
 
 
@@ -42,6 +51,15 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     node = edit.get_attr(tensor, before=layer.node)
     node.meta["parameter"] = True
     return node
+
+
+def _lay_out(edit: Edit, reader: fx.Node, given: fx.Node | None = None) -> None:
+    """Give who reads a tensor one that lies in memory in the order of its dimensions."""
+    x = given or reader.args[0]
+    if isinstance(x, fx.Node) and x.target != "contiguous":
+        plain = edit.call(".contiguous", x, before=reader)
+        plain.meta["val"] = x.meta.get("val")
+        reader.replace_input_with(x, plain)
 
 
 def _seal(modules: list[str], edit: Edit) -> None:

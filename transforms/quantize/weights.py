@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from ...compat_quantized import has_float8
 from ...errors import UsageError
 from ...layers.quantized import Float8Linear, Int4WeightLinear, Int8WeightLinear
 from ...passes.rewriting import Edit
@@ -25,6 +26,7 @@ _LAYERS = {
     "float8": ("float8", Float8Linear),
 }
 _GROUPS = (32, 64, 128, 256)
+_NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
 _OUTPUTS = 16
 """The int4 kernel takes outputs in blocks of so many."""
 
@@ -50,6 +52,8 @@ SCHEME = _Weights()
 
 
 def _objection(settings: Settings, linear: Linear) -> str:
+    if settings.scheme == "float8" and settings.aim == "speed" and not has_float8(linear.weight.device):
+        return f"it is on {linear.weight.device.type}, {_NO_FLOAT8}"
     if settings.scheme != "int4_weight":
         return ""
     if linear.inputs % settings.group_size:

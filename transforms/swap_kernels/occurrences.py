@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -15,32 +15,12 @@ from torch.fx.proxy import GraphAppendingTracer
 from ...cuda_ops import Kernel
 from ...errors import UsageError
 from ...layers.members import seal, written_out
-from ...passes.rewriting import Edit, Found, Held, Place
+from ...passes.rewriting import Edit, Found, Held
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, meta_of
-from .spelled import is_cast, spelled, uncast
+from .spelled import is_cast, uncast
 
-__all__ = ["Occurrence", "occurrence"]
-
-
-def occurrence(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Occurrence | str | None:
-    """Return what a node computes as a kernel does; None if it computes something else, or why it stays as it is."""
-    problem: str | None = None
-    for found in _found(program, owner, node, kernel):
-        reason = found.problem()
-        if reason is None:
-            return found
-        problem = problem or reason
-    return problem
-
-
-def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
-    place = Place(program, owner)
-    for spelling in kernel.spellings:
-        known = spelled(spelling)
-        for found in known.pattern.fits(node, place, Found()):
-            if place.is_undisturbed(found):
-                yield Occurrence(program, owner, node, kernel, found, known.settings)
+__all__ = ["Occurrence"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +33,7 @@ class Occurrence:
         kernel: what may be put there.
         found: the operations, and their operands by name.
         settings: what the spelling says besides.
+        second: the node that has the second result, where the kernel gives two.
     """
 
     program: Program
@@ -61,6 +42,7 @@ class Occurrence:
     kernel: Kernel
     found: Found
     settings: Mapping[str, Any]
+    second: fx.Node | None = None
 
     @property
     def covered(self) -> set[fx.Node]:
@@ -70,34 +52,79 @@ class Occurrence:
 
     def problem(self) -> str | None:
         """Return why the kernel cannot be put here, or None."""
-        covered = self.covered
-        for node in covered - {self.result}:
-            if isinstance(node.meta.get("val"), TensorMeta) and not covered.issuperset(node.users):
-                return f"'{node.name}' is read elsewhere too"
-        expected = self.result.meta.get("val")
-        if not isinstance(expected, TensorMeta) or not all(isinstance(m, TensorMeta) for m in self._tensors.values()):
+        read = self._read_elsewhere()
+        if read is not None:
+            return f"{read} is read elsewhere too"
+        expected = [meta for node in self._results if isinstance(meta := node.meta.get("val"), TensorMeta)]
+        if len(expected) < len(self._results) or not all(isinstance(m, TensorMeta) for m in self._tensors.values()):
             return "what it reads is not known to be tensors"
+        late = next((name for name, node in self.found.names.items() if self._is_late(node)), None)
+        if late is not None:
+            return f"'{self.found.names[late].name}' is computed after what is read elsewhere"
         try:
-            result = self._tried()
+            tried = self._tried()
         except UsageError as error:
             return str(error)
-        return None if result.shape == expected.shape else f"the operator's result has shape {tuple(result.shape)}"
+        wrong = (tuple(new.shape) for new, old in zip(tried, expected, strict=False) if new.shape != old.shape)
+        return next((f"the operator's result has shape {shape}" for shape in wrong), None)
 
     def write(self, edit: Edit) -> None:
-        """Write a call of the kernel, and let it be read in the place of the result."""
-        before, dtype = set(edit.graph.nodes), self.result.meta["val"].dtype
+        """Write a call of the kernel, and let it be read in the place of the results."""
+        before, dtypes = set(edit.graph.nodes), [node.meta["val"].dtype for node in self._results]
         tracer = GraphAppendingTracer(edit.graph)
-        with edit.graph.inserting_before(self.result):
+        with edit.graph.inserting_before(self._point):
             tensors = {name: self._written(name, tracer) for name in self._tensors}
-            new = self.kernel.compute(**self._plain, **tensors)
-            new = new if self._tried().dtype == dtype else new.to(dtype)
-        for node in set(edit.graph.nodes) - before:
-            edit.sign(node)
+            made = _several(self.kernel.compute(**self._plain, **tensors))
+            known = zip(made, self._tried(), dtypes, strict=False)
+            new = [proxy if tried.dtype == dtype else proxy.to(dtype) for proxy, tried, dtype in known]
+        self._ask_operands_for_device(edit)
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
         for path, names in written_out(edit.owner, calls).items():
             module = edit.owner.get_submodule(path)
             edit.on_undo(seal(module, names), module)
-        edit.replace(self.result, new.node)
+        replaced = [*zip(self._results, new, strict=True)]
+        for node, proxy in reversed(replaced):  # what only the first result reads is gone once that is replaced
+            if node is self.result or not self.covered.issuperset(node.users):
+                edit.replace(node, proxy.node)
+            else:
+                edit.graph.erase_node(proxy.node)
+        for node in set(edit.graph.nodes) - before:
+            edit.sign(node)
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _results(self) -> tuple[fx.Node, ...]:
+        """Return the nodes that are replaced."""
+        return (self.result,) if self.second is None else (self.result, self.second)
+
+    @property
+    def _point(self) -> fx.Node:
+        """Return the node before which the call is written: a second result may be read before the first is there."""
+        return self.result if self.second is None else self.second.next
+
+    def _read_elsewhere(self) -> str | None:
+        """Return what is computed on the way and read by something else, so that it would be computed all the same."""
+        covered = self.covered
+        for node in covered.difference(self._results):
+            if all(user in covered or _asks_for_device(user) for user in node.users):
+                continue
+            if isinstance(node.meta.get("val"), TensorMeta):
+                return f"'{node.name}'"
+            if any(each in covered for each in node.all_input_nodes):
+                return f"'{node.name}', which is of '{node.all_input_nodes[0].name}',"
+        return None
+
+    def _is_late(self, node: fx.Node) -> bool:
+        return self.second is not None and node.op != "get_attr" and self.second < node
+
+    def _ask_operands_for_device(self, edit: Edit) -> None:
+        """Let an operand say on which device it all is, where something asks a result on the way."""
+        operand = next(iter(self.found.names.values()))
+        for node in self.covered.difference(self._results):
+            for user in [user for user in node.users if user not in self.covered]:
+                with edit.graph.inserting_before(user):
+                    edit.replace(user, edit.graph.call_function(getattr, (operand, "device")))
 
     # -- operands --------------------------------------------------------------------------------------------------
 
@@ -129,17 +156,30 @@ class Occurrence:
         dtype: torch.dtype = self._tensors[name].dtype
         return dtype.is_floating_point and dtype != self._dtype
 
-    def _tried(self) -> Tensor:
+    def _tried(self) -> tuple[Tensor, ...]:
         """Return what the kernel makes of tensors of these shapes, without computing it."""
         empty = {
             name: torch.empty(meta.shape, dtype=self._dtype if self._is_cast(name) else meta.dtype, device="meta")
             for name, meta in self._tensors.items()
         }
-        return self.kernel.compute(**self._plain, **empty)
+        return _several(self.kernel.compute(**self._plain, **empty))
 
     def _written(self, name: str, tracer: GraphAppendingTracer) -> fx.Proxy:
         value = self.found.values.get(name)
         graph = tracer.graph
-        node = graph.get_attr(value.name) if isinstance(value, Held) else self.found.names[name]
+        node = graph.get_attr(value.name) if isinstance(value, Held) else self._operand(name, graph)
         proxy = fx.Proxy(node, tracer)
         return proxy.to(self._dtype) if self._is_cast(name) else proxy
+
+    def _operand(self, name: str, graph: fx.Graph) -> fx.Node:
+        node = self.found.names[name]
+        moved = node.op == "get_attr" and self.second is not None  # it may come after the place of the call
+        return graph.get_attr(str(node.target)) if moved else node
+
+
+def _several(results: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", results) if isinstance(results, tuple) else (results,)
+
+
+def _asks_for_device(node: fx.Node) -> bool:
+    return node.target is getattr and node.args[1:] == ("device",)

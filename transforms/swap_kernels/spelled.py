@@ -19,7 +19,7 @@ from ...tracing.values import TensorMeta
 __all__ = ["Spelled", "is_cast", "spelled", "uncast"]
 
 _CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16"])
-_PLAIN = {"float": (int, float), "int": (int,), "tuple": (tuple, list)}
+_PLAIN = {"float": (int, float), "int": (int,), "str": (str,), "tuple": (tuple, list)}
 
 
 @dataclass(frozen=True)

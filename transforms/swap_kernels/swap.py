@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from ...cuda_ops import Kernel
 from ...errors import MatchFailure
@@ -15,7 +16,8 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .known import kernels_named
-from .occurrences import Occurrence, occurrence
+from .occurrences import Occurrence
+from .search import occurrence
 from .spelled import is_cast
 
 __all__ = ["SwapKernels"]
@@ -23,7 +25,7 @@ __all__ = ["SwapKernels"]
 
 @dataclass(frozen=True)
 class SwapKernels(Pass):
-    """Compute norms, gated activations, rotary positions and biases with activations by operators that have kernels.
+    """Compute norms, gated activations, rotary positions and losses of linear heads by operators that have kernels.
 
     Before: y = weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))        After: y = rms_norm(x, weight, eps)
     Refuses: operations whose results something else reads too, and operands that the operator does not take.
@@ -45,9 +47,14 @@ class SwapKernels(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         kernels = kernels_named(self.kernels)
-        for owner, capture in program.captures.items():
-            for number, specialization in enumerate(capture.specializations):
-                yield from _in_graph(program, owner, number, specialization.graph, kernels)
+        items = [
+            item
+            for owner, capture in program.captures.items()
+            for number, specialization in enumerate(capture.specializations)
+            for item in _in_graph(program, owner, number, specialization.graph, kernels)
+        ]
+        idle = _never_called_then(program, [item for item in items if isinstance(item, Site)])
+        yield from (item for item in items if not isinstance(item, Site) or program.module(item.owner) not in idle)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         (kernel,) = kernels_named([site.data["kernel"]])
@@ -55,6 +62,18 @@ class SwapKernels(Pass):
         if not isinstance(found, Occurrence):
             raise MatchFailure(found or f"{kernel.name} is not there any more")
         found.write(edit)
+
+
+def _never_called_then(program: Program, sites: Sequence[Site]) -> set[nn.Module]:
+    """Return the modules whose every call is part of a site: nothing is to be swapped inside of them."""
+    swapped = Counter(site.module("result") for site in sites if site["result"].op == "call_module")
+    calls = Counter(
+        program.callee(owner, node)
+        for owner, capture in program.captures.items()
+        for specialization in capture.specializations
+        for node in specialization.graph.find_nodes(op="call_module")
+    )
+    return {module for module, count in swapped.items() if calls[module] == count}
 
 
 def _in_graph(

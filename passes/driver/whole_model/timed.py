@@ -103,7 +103,7 @@ class WholeModel:
         self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
         for rewrite in unwound:
             if rewrite in unwanted:
-                self._history.undo(rewrite, reason)
+                self._history.undo(rewrite, reason, "speed")
             else:
                 self._apply_again(rewrite)
 

@@ -89,9 +89,10 @@ def test_a_lowering_gives_what_each_token_by_itself_gives(lowering, transposed, 
 
 @each_lowering
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3)])
-def test_without_gradients_it_is_the_same(lowering, bias, tokens, experts, k):
-    projections = stacked(experts, torch.float32, bias=bias)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (2, 4, 2), (9, 6, 2), (8, 12, 3), (5, 4, 4)])
+def test_without_gradients_it_is_the_same(lowering, bias, transposed, tokens, experts, k):
+    projections = stacked(experts, torch.float32, bias=bias, transposed=transposed)
     x, weights, indices = torch.randn(tokens, WIDTH), torch.rand(tokens, k), chosen(tokens, experts, k)
     with torch.no_grad():
         output = mixture(x, indices, weights, projections, gated, lowering)
@@ -269,6 +270,19 @@ def test_one_busy_expert_is_not_padded_for():
     x = torch.randn(64, WIDTH, dtype=torch.float64)
     assert choose_lowering(Task(x, torch.arange(64).remainder(32)[:, None], projections, gated)) == "padded"
     assert choose_lowering(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_big_experts_that_are_mostly_idle_are_not_padded_for(training):
+    def lowering(tokens: int, width: int) -> str:
+        weight = torch.zeros(8, width, width, dtype=torch.bfloat16).requires_grad_(training)
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16)
+        indices = torch.arange(tokens * 2).remainder(8).view(tokens, 2)
+        return choose_lowering(Task(x, indices, [Projection(weight)], lambda rows, linears: linears[0](rows)))
+
+    assert lowering(8, 512) == ("padded" if training else "grouped")
+    assert lowering(40, 512) == "padded"
+    assert lowering(40, 64) == "padded"
 
 
 def test_tracing_takes_the_lowering_whose_shapes_need_no_data():

@@ -45,3 +45,34 @@ def test_results_have_the_type_of_autocast(kind: type[QuantizedLinear], grad: bo
         if grad:
             found.float().sum().backward()
             assert x.grad is not None and torch.allclose(x.grad.float()[0], layer.weight.sum(0), atol=0.2)
+
+
+@pytest.mark.parametrize("outputs_share", [False, True])
+def test_float8_multiplies_rows_with_scales_of_their_own(outputs_share: bool):
+    torch.manual_seed(0)
+    numbers = quantized(torch.randn(48, 32), "float8", -1 if outputs_share else 0)
+    layer = Float8Linear(*numbers, nn.Parameter(torch.randn(48)), torch.float32)
+    x = torch.randn(2, 5, 32) * torch.logspace(-6, 6, 5)[:, None]  # each row is as precise as the others
+    x[0, 0] = 0
+    with torch.no_grad():
+        found, expected = layer.product(x), layer.in_floats(x)
+    assert found.shape == expected.shape and found.dtype == x.dtype
+    of_rows = (found - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert 0 < of_rows.max() < 0.1
+    assert torch.equal(layer(x), layer.in_floats(x))  # this device does not multiply float8
+
+
+@pytest.mark.gpu
+def test_float8_on_a_gpu_computes_what_it_stands_for():
+    layer = layer_of(Float8Linear, 64, 32).cuda()
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU multiplies no float8")
+    x = torch.randn(130, 64, device="cuda", requires_grad=True)
+    with torch.no_grad():
+        found, expected = layer(x), layer.simulated(x)
+    assert (found - layer.in_floats(x)).abs().max() > 0
+    assert (found - expected).abs().max() < 2**-6 * expected.abs().max()
+    layer(x).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad[0], layer.weight.sum(0), atol=0.2)
+    narrow = layer_of(Float8Linear, 40, 7).cuda()
+    assert torch.equal(narrow(x[:, :40]), narrow.in_floats(x[:, :40]))

@@ -402,6 +402,25 @@ def test_no_engine_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
         fxopt.optimize(Net().eval(), Quantize(), example_inputs=(X,))
 
 
+def test_float8_for_speed_is_refused_where_nothing_multiplies_it():
+    fast = fxopt.optimize(Net().eval(), Quantize("float8"), example_inputs=(X,))
+    reason = "it is on cpu, and float8 is fast on GPUs since Ada and Hopper only; "
+    assert decisions(fast) == [("refused", f"{reason}aim=size holds its weight in float8 all the same")] * 2
+
+
+@pytest.mark.gpu
+def test_float8_computes_on_gpus_that_multiply_it():
+    model, x = Net().eval().cuda(), X.cuda()
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU multiplies no float8")
+    fast = fxopt.optimize(model, Quantize("float8"), example_inputs=(x,), measure=False)
+    assert decisions(fast) == [("applied", "")] * 2
+    with torch.no_grad():
+        assert 0 < error(fast(x), model(x)) < 0.1
+        exported = torch.export.export(fast, (x,)).module()
+        assert error(exported(x), fast(x)) < 2**-6
+
+
 def test_a_weight_that_is_not_finite_is_named():
     model = Net().eval()
     model.up.weight.data[0, 0] = float("nan")

@@ -1,0 +1,107 @@
+"""Convolutions on packed weights, with the activation behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compat_packed import convolution, convolution_packed, is_packed
+from .activations import NO_ACTIVATION, Activation
+from .weights import NOTHING, Packed, can_be_packed
+
+__all__ = ["Geometry", "PackedConvolution"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The settings of a convolution, one number for each dimension that it moves along.
+
+    Attributes:
+        stride, padding, dilation: of the convolution.
+        groups: of its channels.
+        output_padding: of a transposed one; None for others.
+        size: of the inputs, [N, C, ...], that the weight is packed for; others run as well. None: any.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    output_padding: tuple[int, ...] | None = None
+    size: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.stride)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Pack the weight of a convolution; return it as it is where that cannot be."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+
+    ends_gradients: ClassVar[bool] = True
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if not can_be_packed(weight) or weight.ndim != self.geometry.rank + 2:
+            return weight
+        return convolution_packed(weight.detach().to(self.dtype), self.geometry)
+
+
+class PackedConvolution(Packed):
+    """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
+
+    Results of packed weights lie in memory channels last, whatever their input does.
+
+    Args:
+        geometry: of the convolution.
+        activation: behind it.
+        dtype: in which it is computed; input and output are float32.
+    """
+
+    __name__ = "packed_convolution"
+
+    def __init__(
+        self, geometry: Geometry, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__((geometry, activation, dtype), _Weight(geometry, dtype), activation)
+        self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        """Return activation(conv(x, weight, bias) + other).
+
+        Args:
+            x: [N, channels, ...], or without N.
+            weight: as torch's convolution of that rank takes it.
+            bias: [outputs] or None.
+            other: of the shape of the result, or None.
+        """
+        if not self.takes(x, weight, bias, other) or x.dim() != self._dims:
+            return self.plainly(x, weight, bias, other)
+        packed = self.weights(weight)
+        if not is_packed(packed):
+            return self.plainly(x, weight, bias, other)
+        behind = self.behind if other is None else NOTHING
+        if self.dtype is torch.float32:
+            result = convolution(x, packed, bias, self.geometry, behind)
+        else:
+            result = convolution(x.to(self.dtype), packed, bias, self.geometry, behind).to(x.dtype)
+        return result if other is None else self.summed(result, other)
+
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the convolution as torch does."""
+        its, index = self.geometry, self.geometry.rank - 1
+        if its.output_padding is None:
+            conv: Any = (F.conv1d, F.conv2d, F.conv3d)[index]
+            return conv(x, weight, bias, its.stride, its.padding, its.dilation, its.groups)
+        transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
+        return transposed(x, weight, bias, its.stride, its.padding, its.output_padding, its.groups, its.dilation)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedConvolution, self.settings

@@ -1,0 +1,169 @@
+"""pack on convolutions: settings, what is computed with them, memory formats, batch norms folded before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.compat_packed import why_no_packing
+from fxopt.transforms.pack import Pack
+
+pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
+
+IMAGES = torch.randn(2, 8, 9, 11, generator=torch.Generator().manual_seed(0))
+
+
+def packed(model: nn.Module, x: Tensor = IMAGES, passes: object = "pack") -> nn.Module:
+    return fxopt.optimize(model.eval(), passes, example_inputs=x, measure=False)  # type: ignore[arg-type]
+
+
+def functions(model: nn.Module, owner: str = "") -> list[str]:
+    return [node.name for node in fxopt.graphs(model)[owner].nodes if node.op == "call_function"]
+
+
+def same(one: nn.Module, other: nn.Module, x: Tensor = IMAGES) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(one(x), other(x))
+
+
+class Around(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x))
+
+
+SETTINGS = (
+    {}, {"bias": False}, {"stride": 2}, {"padding": 1}, {"padding": (1, 0)}, {"dilation": 2}, {"groups": 4},
+    {"groups": 8, "padding": "same"}, {"stride": (2, 1), "padding": 2, "dilation": (1, 2), "groups": 2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_convolutions_of_all_settings(settings: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model = Around(nn.Conv2d(8, 16, 3, **settings))  # type: ignore[arg-type]
+    fast = packed(model)
+    assert functions(fast) == ["packed_convolution"]
+    same(fast, model)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv3d(4, 6, 3, padding=1), (2, 4, 5, 6, 7)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 6)),
+        (nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False), (2, 4, 5, 6)),
+        (nn.ConvTranspose3d(4, 6, 2), (1, 4, 3, 5, 6)),
+    ],
+    ids=str,
+)
+def test_other_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model, x = Around(layer), torch.randn(shape)
+    fast = packed(model, x)
+    assert functions(fast) == ["packed_convolution"]
+    same(fast, model, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 9, 11), (0, 8, 9, 11), (3, 8, 20, 7), (8, 9, 11)], ids=str)
+def test_other_sizes(shape: tuple[int, ...]) -> None:
+    model = Around(nn.Conv2d(8, 16, 3))
+    same(packed(model), model, torch.randn(shape))
+
+
+def test_inputs_that_lie_channels_last() -> None:
+    model = Around(nn.Conv2d(8, 16, 3))
+    same(packed(model), model, IMAGES.contiguous(memory_format=torch.channels_last))
+
+
+def test_unlike_padding_on_both_sides_is_refused() -> None:
+    fast = packed(Around(nn.Conv2d(8, 8, 2, padding="same")))
+    assert "as many zeros on both sides" in fxopt.plan(fast).decisions[0].reason
+    fast = packed(Around(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")))
+    assert "as many zeros on both sides" in fxopt.plan(fast).decisions[0].reason
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.act = nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.norm(self.one(x)))
+        h = self.two(h)
+        h += x
+        return self.act(h)
+
+
+def residual() -> Residual:
+    torch.manual_seed(0)
+    model = Residual()
+    model.norm.running_mean.normal_()  # type: ignore[union-attr]
+    model.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    return model.eval()
+
+
+def test_norms_folded_before_sums_and_activations() -> None:
+    model = residual()
+    fast = packed(model, passes="fold_batchnorm,pack")
+    assert [name for name in functions(fast) if "packed" in name] == ["packed_convolution", "packed_convolution_1"]
+    assert "iadd" not in functions(fast)
+    assert not fxopt.graphs(fast)[""].find_nodes(op="call_module")
+    x = IMAGES.clone()
+    same(fast, model, x)
+    assert torch.equal(x, IMAGES)  # what is added is only read
+    model.norm.running_mean.add_(1)  # type: ignore[operator]
+    fast.norm.running_mean.add_(1)  # type: ignore[operator, union-attr]
+    same(fast, model)
+    same(copy.deepcopy(fast), model)
+
+
+def test_gradients_flow_to_the_originals_and_to_what_is_added() -> None:
+    model = residual()
+    fast = packed(model, passes="fold_batchnorm,pack")
+    for parameters in (True, False):
+        model.requires_grad_(parameters), fast.requires_grad_(parameters)
+        one, other = (IMAGES.clone().requires_grad_() for _ in range(2))
+        fast(one).sum().backward()
+        model(other).sum().backward()
+        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(fast.one.weight.grad, model.one.weight.grad)  # type: ignore[union-attr]
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(8, 4, 3), nn.Linear(4 * 7 * 9, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.elu(self.conv(x))
+        return self.head(h.view(h.size(0), -1)), h
+
+
+def test_views_and_results_lie_in_memory_as_they_did() -> None:
+    model = Viewed().eval()
+    fast = packed(model)
+    with torch.no_grad():
+        (one, image), (other, expected) = fast(IMAGES), model(IMAGES)
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(image, expected)
+    assert image.stride() == expected.stride()
+    assert functions(fast).count("packed_convolution") == 1
+
+
+@pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
+def test_bfloat16() -> None:
+    model = residual()
+    fast = packed(model, passes=["fold_batchnorm", Pack(torch.bfloat16)])
+    with torch.no_grad():
+        found, expected = fast(IMAGES), model(IMAGES)
+    assert found.dtype is torch.float32
+    assert 1e-5 < (found - expected).abs().max() / expected.abs().max() < 2e-2

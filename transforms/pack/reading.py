@@ -1,0 +1,62 @@
+"""The tensors that a graph reads, and those that it derives from them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import own_tensor
+from ...operators import Derived
+from ...tracing.program import Program
+
+__all__ = ["computed", "tensor_objection"]
+
+
+def computed(program: Program, owner: str, read: str | fx.Node | None) -> Tensor | None:
+    """Return a tensor by its name or by the node that reads or derives it; None where that hangs on more."""
+    if read is None:
+        return None
+    if isinstance(read, str):
+        return _named(program, owner, read)
+    if read.op == "get_attr":
+        return _named(program, owner, str(read.target))
+    if read.target is operator.getitem and isinstance(read.args[0], fx.Node):
+        made = _derived(program, owner, read.args[0])
+        return None if made is None else made[read.args[1]]
+    return None
+
+
+def _derived(program: Program, owner: str, node: fx.Node) -> Any:
+    if not isinstance(node.target, Derived):
+        return None
+    reads = [each for each in node.args if isinstance(each, fx.Node)]
+    originals = [tensor for tensor in (computed(program, owner, each) for each in reads) if tensor is not None]
+    if len(originals) < len(node.args):
+        return None
+    with torch.no_grad():
+        return node.target(*originals)
+
+
+def _named(program: Program, owner: str, path_and_name: str) -> Tensor | None:
+    path, _, name = path_and_name.rpartition(".")
+    try:
+        module = program.module(owner).get_submodule(path)
+    except AttributeError:
+        return None
+    return own_tensor(module, name)
+
+
+def tensor_objection(weight: Tensor) -> str:
+    """Return why a weight cannot be packed, or ""."""
+    if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
+        return f"its weight is a {type(weight).__name__} ({weight.layout}), and no plain tensor"
+    if weight.dtype is not torch.float32:
+        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; only float32 is packed"
+    if weight.device.type not in ("cpu", "meta"):
+        return f"its weight is on {weight.device}; kernels for packed weights are for CPUs"
+    if weight.is_inference():
+        return "its weight was made in inference_mode, where torch does not count writes into it"
+    return "" if weight.numel() else "its weight is empty"

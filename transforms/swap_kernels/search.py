@@ -1,0 +1,116 @@
+"""Where something computes what a kernel does: operations of a graph, or a call of a module that does just that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from ...cuda_ops import Kernel
+from ...passes.rewriting import Found, Held, Place, obstacle_to_inlining, unmet_guards
+from ...tracing.graphs import Specialization, capture_of
+from ...tracing.guards import SELF, Argument, Attribute, Guard, is_switch
+from ...tracing.program import Program
+from .occurrences import Occurrence
+from .spelled import spelled
+
+__all__ = ["occurrence"]
+
+_SETTINGS = (int, float, str, tuple, type(None))
+
+
+def occurrence(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Occurrence | str | None:
+    """Return what a node computes as a kernel does; None if it computes something else, or why it stays as it is."""
+    problem: str | None = None
+    for found in _found(program, owner, node, kernel):
+        reason = found.problem()
+        if reason is None:
+            return found
+        problem = problem or reason
+    return problem
+
+
+def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
+    if kernel.into is None:
+        yield from _spelled(program, owner, node, kernel)
+        return
+    for last in (*_spelled(program, owner, node, kernel.into), *_called(program, owner, node, kernel.into)):
+        if "x" in last.found.names:
+            yield from _led_into(last, kernel)
+
+
+def _spelled(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
+    """Yield what is written out in the graph."""
+    place = Place(program, owner)
+    for spelling in kernel.spellings:
+        known = spelled(spelling)
+        for found in known.pattern.fits(node, place, Found()):
+            if place.is_undisturbed(found):
+                yield Occurrence(program, owner, node, kernel, found, known.settings)
+
+
+def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:
+    """Yield the same with what its operand is computed by: that is the second result."""
+    place, second = Place(last.program, last.owner), last.found.names["x"]
+    names = {name: node for name, node in last.found.names.items() if name != "x"}
+    for spelling in kernel.spellings:
+        known = spelled(spelling)
+        for found in known.pattern.fits(second, place, Found()):
+            values = {**last.found.values, **found.values}
+            both = Found({**names, **found.names}, (*last.found.computed, *found.computed), values)
+            if place.is_undisturbed(both):
+                settings = {**last.settings, **known.settings}
+                yield Occurrence(last.program, last.owner, last.result, kernel, both, settings, second)
+
+
+# -- modules that do nothing else ----------------------------------------------------------------------------------
+
+
+def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
+    """Yield what a called module computes and nothing besides, as if the graph computed that itself."""
+    module = program.callee(owner, node) if node.op == "call_module" else None
+    capture = None if module is None else capture_of(module)
+    if module is None or capture is None or len(capture.specializations) != 1:
+        return
+    (specialization,) = capture.specializations
+    result = specialization.graph.output_node().args[0]
+    given = capture.parameters.bind(node.args, dict(node.kwargs))
+    if not isinstance(result, fx.Node) or obstacle_to_inlining(module):
+        return
+    if not all(_is_sealed(guard, module) for guard in unmet_guards(module, specialization, given)):
+        return
+    inside = f"{owner}.{node.target}" if owner else str(node.target)
+    for found in _spelled(program, inside, result, kernel):
+        seen = _from_outside(found, specialization, given, str(node.target))
+        if seen is not None and _is_all(found, specialization.graph):
+            yield Occurrence(program, owner, node, kernel, seen.computed_by(None, node).__next__(), found.settings)
+
+
+def _is_sealed(guard: Guard, module: nn.Module) -> bool:
+    """Say whether a condition is of plain settings of the module, and is met: they are sealed by the swap."""
+    attributes = [source for source in guard.sources() if isinstance(source, Attribute)]
+    plain = all(each.owner == SELF and isinstance(getattr(module, each.name), _SETTINGS) for each in attributes)
+    return bool(attributes) and plain and not any(map(is_switch, guard.sources())) and guard.holds({"self": module})
+
+
+def _is_all(found: Occurrence, graph: fx.Graph) -> bool:
+    """Say whether a graph computes nothing else; the dtype of an argument, say, is read for a cast."""
+    rest = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+    return all(node in found.found.computed or node.target is getattr for node in rest)
+
+
+def _from_outside(found: Occurrence, specialization: Specialization, given: Any, path: str) -> Found | None:
+    """Return the operands as the caller sees them, or None where one is nothing that it could name."""
+    names: dict[str, fx.Node] = {}
+    values = {k: Held(f"{path}.{v.name}") if isinstance(v, Held) else v for k, v in found.found.values.items()}
+    for name, node in found.found.names.items():
+        source = specialization.argument(node) if node.op == "placeholder" else None
+        value = given.get(source.name) if isinstance(source, Argument) else None
+        if isinstance(value, fx.Node):
+            names[name] = value
+        elif node.op == "get_attr":
+            values[name] = Held(f"{path}.{node.target}")
+        else:
+            return None
+    return Found(names, (), values)
