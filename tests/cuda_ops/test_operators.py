@@ -158,8 +158,8 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "empty": lambda _: (ORIENTED[0, :0], ORIENTED[1, :0], 0, 1),
     },
     "triple_products": {
-        "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
         "closed": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *TRIANGLES),
+        "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
     },
 }
 WITHOUT_VMAP = ("oriented_edges", "triangles", "triple_products")
