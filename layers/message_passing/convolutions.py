@@ -74,14 +74,18 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         return None
     heads, channels = conv.heads, conv.out_channels
     hidden = conv.lin(x).view(-1, heads, channels)
-    source, target = (hidden * conv.att_src).sum(-1), (hidden * conv.att_dst).sum(-1)
+    if needs_gradient(hidden, conv.att_src, conv.att_dst):
+        source, target = (hidden * conv.att_src).sum(-1), (hidden * conv.att_dst).sum(-1)
+    else:
+        both = torch.cat([_blocks(conv.att_src), _blocks(conv.att_dst)], 1)
+        source, target = (hidden.flatten(1) @ both).chunk(2, 1)
     of_edges: Tensor | None = None
     if edge_attr is not None and conv.lin_edge is not None:
         features = conv.lin_edge(_features_of_edges(conv, kept, edge_index, edge_attr, rows))
         of_edges = (features.view(-1, heads, channels) * conv.att_edge).sum(-1)
     if needs_gradient(source, of_edges):
         wide = rows.of_heads(heads)
-        scores = at_edges(source.view(-1), wide, "sources") + at_edges(target.t().reshape(-1), wide, "targets")
+        scores = at_edges(source.reshape(-1), wide, "sources") + at_edges(target.t().reshape(-1), wide, "targets")
         scores = scores if of_edges is None else scores + of_edges.t().reshape(-1)
         scores = F.leaky_relu(scores, conv.negative_slope)
         return _joined(conv, _by_node(conv, normalized_sums(hidden.view(-1, channels), scores, wide)), x)
@@ -95,6 +99,11 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         return F.leaky_relu_(found if edges is None else found.add_(edges[part.edges]), conv.negative_slope)
 
     return _joined(conv, normalized_in_parts(hidden, of_part, rows, largest=largest), x)
+
+
+def _blocks(attention: Tensor) -> Tensor:
+    """Return the weights of heads [1, heads, C] as the blocks of a matrix [heads * C, heads]."""
+    return cast("Any", torch).block_diag(*attention[0].unsqueeze(-1))
 
 
 def _largest(values: Tensor | None) -> float:
@@ -138,7 +147,7 @@ def _scores(conv: Any, left: Tensor, right: Tensor, features: Tensor | None, row
     if gradient:
         whole = met(at_edges(left, rows, "sources"), at_edges(right, rows, "targets"), features)
         return (whole.view(-1, conv.heads, conv.out_channels) * conv.att).sum(-1)
-    attention = cast("Tensor", cast("Any", torch.block_diag)(*conv.att[0].unsqueeze(-1)))  # products in place of sums
+    attention = _blocks(conv.att)
     found = list[Tensor]()
     size = max(1, _CHUNK // left.shape[1])
     for first in range(0, len(rows.sources), size):
