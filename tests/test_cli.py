@@ -375,22 +375,6 @@ def test_doctor_says_what_the_machine_has(fxopt: Fxopt):
     assert found["FXOPT_TIME_BUDGET"] == "40 forwards of the model, or 2 s if that is more"
 
 
-def test_doctor_names_the_instructions_for_small_numbers(monkeypatch: pytest.MonkeyPatch):
-    from fxopt.reporting import environment
-
-    def found(told: dict[str, bool], refused: str = "") -> list[str]:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
-        monkeypatch.setattr(environment, "why_no_static_int8", lambda: refused)
-        by_name = {check.name: check.found for check in environment.checks()}
-        return [by_name["cpu int8"], by_name["cpu bfloat16"]]
-
-    assert found({"avx512_vnni": True, "amx_int8": True, "amx_bf16": True}) == ["avx512_vnni, amx_int8", "amx_bf16"]
-    assert found({}) == ["this PyTorch does not tell"] * 2
-    int8, bfloat16 = found({"avx2": True}, "this CPU has no VNNI")
-    assert int8.startswith("none of avx_vnni,") and int8.endswith("int8_static} is refused: this CPU has no VNNI")
-    assert bfloat16 == "none of avx512_bf16, amx_bf16, bf16: it may not be faster"
-
-
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
     found = importlib.metadata.version
 

@@ -23,6 +23,9 @@ _FEW = 16
 _SMALL = 4 * 2**20
 """Copying so many bytes of weights costs less than a call for each expert."""
 
+_BIG = 2**19
+"""Reading so many bytes of an expert that has no tokens costs more than a call for each expert."""
+
 _SHORT = 8
 """So many rows of padding cost less than a product more."""
 
@@ -81,7 +84,7 @@ def choose_lowering(task: Task) -> Lowering:
     Where the data are not to be looked at, shapes alone decide. Without gradients, few small experts are copied. One
     token calls its experts. Many tokens that all chose every expert are not sorted. Else float32 on a CPU and what a
     GPU has a kernel for take `grouped_mm`; the rest takes one padded product, if the experts have about as many tokens
-    as each other.
+    as each other, and big ones are not idle.
     """
     if not may_look(task.x):
         return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
@@ -97,7 +100,8 @@ def choose_lowering(task: Task) -> Lowering:
     can_group = _can_group(task)
     if can_group and (_has_kernel(task) if task.x.is_cuda else autocast_dtype(task.x) == torch.float32):
         return "grouped"
-    if task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
+    wastes = not trains and pairs <= 2 * task.num_experts and _size(task) >= _BIG
+    if not wastes and task.longest <= 1.5 * pairs / task.num_experts + _SHORT:
         return "padded"
     return "grouped" if can_group else "loop"
 

@@ -40,7 +40,7 @@ class _Counting(nn.Module):
         frozen: whether it has stopped.
     """
 
-    _fxopt_added: ClassVar[tuple[str, ...]] = ("forwards", "frozen")
+    _fxopt_added_tensors: ClassVar[tuple[str, ...]] = ("forwards", "frozen")
 
     freeze_after: int | None
     forwards: Tensor
@@ -66,7 +66,7 @@ class _Counting(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        added = {prefix + name for name in self._fxopt_added}
+        added = {prefix + name for name in self._fxopt_added_tensors}
         missing_keys[:] = [name for name in missing_keys if name not in added]
 
 
@@ -83,8 +83,8 @@ class FakeQuantized(_Counting):
 
     _fxopt_is_operation: ClassVar[bool] = True
 
-    _fxopt_added: ClassVar[tuple[str, ...]] = (
-        *_Counting._fxopt_added, "input_low", "input_high", "input_scale", "input_zero_point",
+    _fxopt_added_tensors: ClassVar[tuple[str, ...]] = (
+        *_Counting._fxopt_added_tensors, "input_low", "input_high", "input_scale", "input_zero_point",
     )  # fmt: skip
 
     learns: bool
@@ -114,7 +114,7 @@ class FakeQuantized(_Counting):
     def observed(self) -> dict[str, Tensor]:
         """Return the state of what observes the input, by name."""
         own: dict[str, Tensor | None] = {**own_parameters(self), **own_buffers(self)}
-        found = {name: own.get(name) for name in self._fxopt_added}
+        found = {name: own.get(name) for name in self._fxopt_added_tensors}
         return {name: tensor.detach() for name, tensor in found.items() if tensor is not None}
 
     @property

@@ -10,7 +10,7 @@ from torch import nn
 from ...compat import own_buffers, own_children, own_parameters
 from ...errors import MatchFailure
 from ...tracing.graphs import Region
-from ..state import ADDED, Holder, StateMap, absent_from_checkpoints
+from ..state import ADDED_TENSORS, Holder, StateMap, absent_from_checkpoints
 
 __all__ = ["added_tensors", "check_mapped", "lasting_shapes"]
 
@@ -33,7 +33,8 @@ def lasting_shapes(holder: Holder) -> Shapes:
 
 def added_tensors(holder: Holder) -> frozenset[str]:
     """Return the names of the tensors that passes gave to a holder's modules: no checkpoint from before has them."""
-    return frozenset(prefix + name for prefix, module in _modules(holder) for name in vars(module).get(ADDED, ()))
+    own = ((prefix, vars(module).get(ADDED_TENSORS, ())) for prefix, module in _modules(holder))
+    return frozenset(prefix + name for prefix, names in own for name in names)
 
 
 def _modules(holder: Holder) -> Iterator[tuple[str, nn.Module]]:

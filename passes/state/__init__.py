@@ -5,7 +5,7 @@ from __future__ import annotations
 from .added import adopt_added, live_optimizers, release_added
 from .bits import packed, unpacked
 from .checkpoints import (
-    ADDED,
+    ADDED_TENSORS,
     RECORD_KEY,
     SETTLED,
     STATE_MAP,
@@ -26,7 +26,7 @@ from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, 
 from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = [
-    "ADDED",
+    "ADDED_TENSORS",
     "ELEMENT_WISE",
     "RECORD_KEY",
     "SETTLED",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...compat import modules_by_name, own_parameters
 from ...tracing.values import qualified
-from .checkpoints import ADDED
+from .checkpoints import ADDED_TENSORS
 
 __all__ = ["adopt_added", "live_optimizers", "release_added"]
 
@@ -68,7 +68,7 @@ def _added(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for path, module in modules_by_name(model).items():
         own = own_parameters(module)
-        for name in vars(module).get(ADDED, ()):
+        for name in vars(module).get(ADDED_TENSORS, ()):
             parameter = own.get(name)
             if parameter is not None:
                 found[qualified(path, name)] = parameter

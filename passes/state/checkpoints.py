@@ -18,7 +18,7 @@ from ...tracing.values import is_sharded
 from .state_map import StateMap
 
 __all__ = [
-    "ADDED",
+    "ADDED_TENSORS",
     "RECORD_KEY",
     "SETTLED",
     "STATE_MAP",
@@ -39,7 +39,7 @@ STATE_MAP = "_fxopt_state_map"
 VIEWS = "_fxopt_views"
 """Where a module lists, by name, the tensors of its own that it reads from others; it saves and loads them itself."""
 
-ADDED = "_fxopt_added"
+ADDED_TENSORS = "_fxopt_added_tensors"
 """Where a module names tensors of its own that a pass gave it: it saves them, and loads checkpoints without them."""
 
 SETTLED = torch.empty(0, device="meta")
@@ -48,7 +48,7 @@ SETTLED = torch.empty(0, device="meta")
 
 def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own tensors that no checkpoint of the original has."""
-    return frozenset((*transient_buffers(module), *getattr(module, ADDED, ())))
+    return frozenset((*transient_buffers(module), *getattr(module, ADDED_TENSORS, ())))
 
 
 class KeepsOriginalNames(nn.Module):

@@ -20,7 +20,7 @@ from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_k
 from .capture import Capture, Specialization, capture_of, check_picklable, required_capture
 from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
-from .items import ADDED, item_methods
+from .items import EXTRA, item_methods
 from .misses import handler_of
 from .portable import copy_graph
 from .regions import ContextRegion, Region, context_regions, lend
@@ -231,7 +231,7 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
     module.__dict__.pop(FOUND, None)
-    plain = capture.inactive and user_class(base) is base and not {EVAL_ONLY, ADDED} & module.__dict__.keys()
+    plain = capture.inactive and user_class(base) is base and not {EVAL_ONLY, EXTRA} & module.__dict__.keys()
     cls = base if plain else class_for(capture)
     object.__setattr__(module, "__class__", cls)  # no module's own way of setting attributes is asked
     _add_regions(module, capture)
@@ -262,7 +262,7 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
         module.__dict__.pop(FOUND, None)
-        for name in () if keep_regions else (*context_regions(own_children(module)), *module.__dict__.pop(ADDED, ())):
+        for name in () if keep_regions else (*context_regions(own_children(module)), *module.__dict__.pop(EXTRA, ())):
             own_children(module).pop(name, None)
 
 

@@ -15,10 +15,10 @@ from torch import nn
 from ...compat import own_children
 from ..values import counts_items, in_class, user_class
 
-__all__ = ["ADDED", "item_methods", "note_added", "note_removed"]
+__all__ = ["EXTRA", "item_methods", "note_added", "note_removed"]
 
-ADDED = "_fxopt_added"
-"""In a container's `__dict__`: names of the children that passes added for its graphs."""
+EXTRA = "_fxopt_extra"
+"""In a container's `__dict__`: names of the children that are no items of it; passes added them for its graphs."""
 
 _READING = ("__len__", "__iter__", "__contains__", "__getitem__", "keys", "items", "values")
 _CHANGING = (
@@ -28,14 +28,14 @@ _CHANGING = (
 
 def note_added(container: nn.Module, name: str) -> None:
     """Note that a child is none of a container's items."""
-    container.__dict__[ADDED] = container.__dict__.get(ADDED, frozenset()) | {name}
+    container.__dict__[EXTRA] = container.__dict__.get(EXTRA, frozenset()) | {name}
 
 
 def note_removed(container: nn.Module, name: str) -> bool:
     """Note that a child is taken out of a container, and say whether it was none of the items."""
-    added = container.__dict__.pop(ADDED, frozenset())
+    added = container.__dict__.pop(EXTRA, frozenset())
     if added - {name}:
-        container.__dict__[ADDED] = added - {name}
+        container.__dict__[EXTRA] = added - {name}
     return name in added
 
 
@@ -50,7 +50,7 @@ def item_methods(base: type[nn.Module]) -> dict[str, Any]:
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def read(self: nn.Module, *args: Any) -> Any:
-        return method(_items_alone(self) if ADDED in self.__dict__ else self, *args)
+        return method(_items_alone(self) if EXTRA in self.__dict__ else self, *args)
 
     return read
 
@@ -58,7 +58,7 @@ def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
 def _items_alone(container: nn.Module) -> nn.Module:
     """Return a container of the same items without what was added."""
     alone = in_class(container, user_class(type(container)))
-    for name in container.__dict__[ADDED]:
+    for name in container.__dict__[EXTRA]:
         own_children(alone).pop(name, None)
     return alone
 
@@ -67,7 +67,7 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def change(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         children = own_children(self)
-        apart = {name: children.pop(name) for name in self.__dict__.get(ADDED, ()) if name in children}
+        apart = {name: children.pop(name) for name in self.__dict__.get(EXTRA, ()) if name in children}
         try:
             return method(self, *args, **kwargs)
         finally:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name, own_children, own_parameters
@@ -17,110 +14,22 @@ from ...operators import canonical_name, info_of
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
-from ...tracing.values import Untraceable, is_container, is_leaf, tensors_in, user_class
+from ...tracing.values import Untraceable, is_container, is_leaf, qualified, same_kind, tensors_in, user_class
 from .decisions import check_decisions, check_loop
-from .members import Items, Slices, Source, family_of, find_sources
-from .rounds import Loop, find_loop
-from .routing import RoutedBy, routing_of
-from .template import Template, description, template_of
+from .members import Items, Source, family_of, find_sources
+from .mixtures import Mixture, routing_over, routings_to
+from .rounds import Loop, find_loop, is_dropout
+from .routing import routing_of
+from .template import description, template_of
 
-__all__ = ["Mixture", "find_mixtures", "mixture_at"]
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts.
-
-    Attributes:
-        owner: name of the module that computes it.
-        unrolled: a call of that module.
-        loop: what it does.
-        template: what each expert computes.
-        routed: where the routing comes from.
-        count: how many experts there are.
-    """
-
-    owner: str
-    unrolled: Unrolled
-    loop: Loop
-    template: Template
-    routed: RoutedBy
-    count: int
-
-    @property
-    def sources(self) -> list[Source]:
-        """Return the families of tensors that the experts have, weight and bias of each linear layer in turn."""
-        return [s for layer in self.template.layers for s in (layer.weight, layer.bias) if s is not None]
-
-    @property
-    def reached(self) -> set[int]:
-        """Return the numbers of the experts that are called."""
-        rounds = zip(self.loop.rounds, self.loop.called, strict=True)
-        numbers = [each.experts if called < 0 else torch.tensor([called]) for each, called in rounds]
-        return {int(number) for number in torch.cat(numbers)}
-
-    def is_like(self, other: Mixture) -> bool:
-        """Say whether two calls of one module compute the same with other tokens."""
-        mine, theirs = self.routed, other.routed
-        if self.loop.rounds[0].scale != other.loop.rounds[0].scale or self.layers != other.layers:
-            return False
-        pairs = (mine.chosen, theirs.chosen), (mine.weights, theirs.weights)
-        return mine.kind == theirs.kind and all(_name(a) == _name(b) for a, b in pairs)
-
-    def reading(self, name: str) -> Mixture:
-        """Return it with an earlier node as that of all tokens: where all go to one expert, its rows look so, too."""
-        hidden = next(node for node in self.unrolled.graph.nodes if node.name == name or node is self.routed.hidden)
-        return dataclasses.replace(self, routed=dataclasses.replace(self.routed, hidden=hidden))
-
-    @property
-    def layers(self) -> list[str]:
-        """Return what tells one expert's computation from another's."""
-        return [
-            *(f"{node.op} {node.target} {node.args} {node.kwargs}" for node in self.template.compute.graph.nodes),
-            *(
-                f"{_family(layer.weight)} {layer.bias and _family(layer.bias)} {layer.transposed}"
-                for layer in self.template.layers
-            ),
-        ]
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether all parameters are stacked already."""
-        return all(isinstance(source, Slices) for source in self.sources)
+__all__ = ["find_mixtures", "mixture_at"]
 
 
 _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_hot"))
 """Names that occur in loops over experts, where a forward can be known by its names only."""
 
+_ENDS_EARLY = "its loop ends, or goes on otherwise, where an expert has no tokens; skip that expert (continue)"
 _NO_CALL = "a loop over experts is read off a call; give example_inputs"
-
-
-def routings_to(mixture: Mixture, unread: set[int]) -> Iterator[dict[str, Tensor]]:
-    """Yield routings that reach experts which have no tokens, while there are any.
-
-    Args:
-        mixture: as the example routes its tokens.
-        unread: is given the numbers of those experts; whoever runs a routing takes away what it reached.
-    """
-    unread |= set(range(mixture.count)) - mixture.reached
-    chosen = mixture.routed.chosen
-    value = mixture.unrolled.values[chosen]
-    for _ in range(_MOST_ROUTINGS):
-        if not unread:
-            return
-        order = [*sorted(unread), *(number for number in range(mixture.count) if number not in unread)]
-        if mixture.routed.kind in ("chosen", "scores"):
-            yield {
-                chosen.name: torch.tensor(order)[torch.arange(value.numel()) % len(order)].view(value.shape).to(value)
-            }
-            continue
-        mask = torch.zeros_like(value).view(-1, mixture.count)
-        rows = torch.arange(len(mask))
-        mask[rows, torch.tensor(order)[rows % len(order)]] = 1
-        yield {chosen.name: mask.view(value.shape)}
-
-
-_MOST_ROUTINGS = 8
 
 
 def find_mixtures(program: Program) -> Iterator[Mixture | tuple[str, str]]:
@@ -232,7 +141,28 @@ class _Reader:
             raise MatchFailure(
                 f"the examples leave expert {min(unread)} without tokens, and what it computes is not known"
             )
+        self._check_empty(opened, mixture)
         return mixture
+
+    def _check_empty(self, opened: list[nn.Module], mixture: Mixture) -> None:
+        """Check that a loop that asks whether an expert has tokens does nothing else with the answer.
+
+        Raises:
+            MatchFailure: if it ends there, or counts experts.
+        """
+        value = mixture.unrolled.values[mixture.routed.chosen]
+        asks = any(decided.kind == "emptiness" for decided in mixture.unrolled.decided)
+        if not asks or mixture.routed.kind != "chosen" or value.shape[-1] >= mixture.count:
+            return
+        first, *others = range(mixture.count)
+        try:
+            without = self._read_call(opened, routing_over(mixture, others))
+        except (MatchFailure, _NoLoopError) as failure:
+            raise MatchFailure(_ENDS_EARLY) from failure
+        if without.reached != set(others):
+            raise MatchFailure(_ENDS_EARLY)
+        if without.rest != mixture.rest:
+            raise MatchFailure(f"its forward computes with how many experts have tokens, without expert {first}, say")
 
     def _read_call(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Mixture:
         unrolled = self._unrolled(opened, overwritten)
@@ -253,14 +183,6 @@ class _Reader:
             raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
 
 
-def _name(node: fx.Node | None) -> str | None:
-    return None if node is None else node.name
-
-
-def _family(source: Source) -> str:
-    return f"{source.family} {source.inside}" if isinstance(source, Items) else source.family
-
-
 def _is_operation(module: nn.Module) -> bool:
     """Say whether a module is never looked into; a Sequential that runs from a graph has the look of one."""
     return is_leaf(module) and not isinstance(module, nn.Sequential)
@@ -278,20 +200,43 @@ def _mixture(
     name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Mixture:
     first, *others = loop.rounds
-    if any(node.op != "call_module" and info_of(node).random for each in loop.rounds for node in each.nodes):
-        raise MatchFailure(
-            "its experts call dropout as a function, which draws random numbers in training; with nn.Dropout they are "
-            "computed together in evaluation"
-        )
+    drawing = [node for each in loop.rounds for node in each.nodes if _draws(node, module)]
+    if drawing:
+        raise MatchFailure(f"its experts draw random numbers in evaluation, too ({drawing[0].name})")
     wanted = first.scale, description(first, module, sources)
     if any((each.scale, description(each, module, sources)) != wanted for each in others):
-        raise MatchFailure("its experts do not all compute the same")
+        raise MatchFailure(_odd_one(module, sources) or "its experts do not all compute the same")
     template = template_of(first, loop, module, sources, unrolled.values)
     counts = {s.count for layer in template.layers for s in (layer.weight, layer.bias) if s is not None}
     if len(counts) > 1:
         raise MatchFailure("its experts have different numbers of tensors")
     (count,) = counts
-    return Mixture(name, unrolled, loop, template, routing_of(loop, count, unrolled.values), count)
+    try:
+        routed = routing_of(loop, count, unrolled.values)
+    except MatchFailure as failure:
+        raise MatchFailure(_odd_one(module, sources) or str(failure)) from failure
+    return Mixture(name, unrolled, loop, template, routed, count)
+
+
+def _draws(node: fx.Node, owner: nn.Module) -> bool:
+    """Say whether a function draws random numbers whatever the mode is."""
+    return node.op != "call_module" and bool(info_of(node).random) and not is_dropout(node, owner)
+
+
+def _odd_one(owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> str | None:
+    """Say which expert is another one once more, or of another kind than the others."""
+    for container in dict.fromkeys(s.container for s, _ in sources.values() if isinstance(s, Items)):
+        children = own_children(owner.get_submodule(container))
+        named = [(qualified(container, name), child) for name, child in children.items() if child is not None]
+        first, kind = named[0]
+        for number, (name, child) in enumerate(named):
+            same = next((earlier for earlier, other in named[:number] if other is child), None)
+            if same is not None:
+                return f"'{name}' is the same module as '{same}', and experts that are shared stay a loop"
+            if not same_kind(kind, child):
+                of, other = type(child).__name__, type(kind).__name__
+                return f"'{name}' is of the class {of}, and '{first}' of {other}: experts of one kind are fused"
+    return None
 
 
 def _may_mix(program: Program, name: str) -> bool:
@@ -342,8 +287,3 @@ def _has_stack(module: nn.Module) -> bool:
 
 def _has_family(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_container(module) and len(own_children(module)) > 1
-
-
-def members_of(mixture: Mixture) -> list[Items]:
-    """Return the families of tensors that are not stacked yet."""
-    return [source for source in mixture.sources if isinstance(source, Items)]

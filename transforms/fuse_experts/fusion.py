@@ -18,8 +18,9 @@ from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.verification import TensorOwners
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
-from .finding import Mixture, find_mixtures, members_of, mixture_at
+from .finding import find_mixtures, mixture_at
 from .members import Items
+from .mixtures import Mixture, members_of
 from .writing import tensor_names, write
 
 __all__ = ["FuseExperts", "Lowering"]

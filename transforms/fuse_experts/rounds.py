@@ -15,7 +15,7 @@ from ...operators import canonical_name
 from ...tracing.values import tensors_in
 from .members import Source, operands
 
-__all__ = ["Joined", "Loop", "Round", "draws", "find_loop", "is_dropout"]
+__all__ = ["Joined", "Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
 
 _RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contiguous", "flatten", "float")
 
@@ -136,6 +136,7 @@ class _Reader:
     def loop(self) -> Loop | None:
         writes = [write for node in self.graph.nodes if (write := self._write(node)) is not None]
         if not any(len(self.experts[write.value]) == 1 for write in writes):
+            self._refuse_sorted_rows()
             return None
         target = self._root(writes[0])
         if any(self._root(write) is not target for write in writes):
@@ -153,6 +154,29 @@ class _Reader:
             self.joined,
             [next(iter(self.experts[write.value])) for write in writes],
         )
+
+    def _refuse_sorted_rows(self) -> None:
+        """Refuse a loop over slices of tokens that were sorted by expert, whose results are joined again."""
+        for node in self.graph.nodes:
+            joined: Any = operands(node)[0] if canonical_name(node) in ("cat", "concat") and operands(node) else ()
+            experts = [self.experts.get(item, _NOBODY) for item in cast("Sequence[fx.Node]", joined)]
+            if len(experts) > 1 and len(set(experts)) == len(experts) and all(map(self._is_cut, joined)):
+                raise MatchFailure(
+                    "its tokens are sorted by expert, cut by counts, and joined behind the experts; with index_add_ of "
+                    "each expert's results, or fxopt.layers.MixtureOfExperts, they are computed together"
+                )
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        """Say whether an expert's results are of rows that were cut from a tensor in another order."""
+        pending, seen = [node], {node}
+        for one in pending:
+            name = canonical_name(one)
+            if name in ("sort", "argsort"):
+                return True
+            fresh = [used for used in one.all_input_nodes if used not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return False
 
     def _root(self, write: _Write) -> fx.Node:
         target = write.target
@@ -295,13 +319,34 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:
-    """Say whether a node calls a dropout of elements."""
-    return node.op == "call_module" and type(owner.get_submodule(str(node.target))) is nn.Dropout
+    """Say whether a node drops elements in training alone: a module, or a function that is told the mode of one."""
+    if node.op == "call_module":
+        return type(owner.get_submodule(str(node.target))) is nn.Dropout
+    return canonical_name(node) == "dropout" and (_mode(node) is False or dropping_module(node) is not None)
+
+
+def dropping_module(node: fx.Node) -> str | None:
+    """Return the path of the module whose mode says whether a dropout drops anything; None where none does."""
+    if node.op == "call_module":
+        return str(node.target)
+    mode = _mode(node)
+    is_read = isinstance(mode, fx.Node) and mode.op == "get_attr"
+    path, _, last = str(mode.target).rpartition(".") if is_read else ("", "", "")
+    return path if last == "training" else None
+
+
+def _mode(node: fx.Node) -> Any:
+    """Return what a call of the function says of the mode."""
+    return dict(zip(("input", "p", "training"), operands(node), strict=False)).get(
+        "training", node.kwargs.get("training", True)
+    )
 
 
 def draws(node: fx.Node, owner: nn.Module) -> bool:
     """Say whether a dropout may draw random numbers in training."""
-    return bool(owner.get_submodule(str(node.target)).p)
+    if node.op == "call_module":
+        return bool(owner.get_submodule(str(node.target)).p)
+    return _mode(node) is not False
 
 
 def find_loop(

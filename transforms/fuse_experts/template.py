@@ -15,7 +15,7 @@ from ...errors import MatchFailure
 from ...layers.moe import apply_linear
 from ...operators import canonical_name, info_of, operator_info, operator_of_module
 from ...tracing.values import all_tensors
-from .members import Items, Source, operands
+from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
 
 __all__ = ["Layer", "Template", "description", "template_of"]
@@ -62,6 +62,8 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
     def told(node: fx.Node) -> Any:
         if node in places:
             return f"%{places[node]}"
+        if node in sources and not isinstance(sources[node][0], Slices):
+            return f"{_family(sources[node][0])}"
         return "%rows" if node is each.rows else f"%{node.name}"
 
     steps: list[Any] = []

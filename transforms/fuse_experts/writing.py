@@ -16,8 +16,9 @@ from ...passes.rewriting import Edit
 from ...passes.state import StackOfSome
 from ...tracing.graphs import copy_graph
 from ...tracing.guards import require
-from .finding import Mixture
 from .members import Items, Source, operands
+from .mixtures import Mixture
+from .rounds import dropping_module
 
 __all__ = ["tensor_names", "write"]
 
@@ -51,7 +52,7 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
     _Rewrite(mixture, graph, new).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
     if mixture.template.idle:
-        edit.hold_in_evaluation(sorted({str(node.target) for node in mixture.template.idle}))
+        edit.hold_in_evaluation(sorted({dropping_module(node) or "" for node in mixture.template.idle}))
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

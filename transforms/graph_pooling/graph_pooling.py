@@ -17,7 +17,7 @@ from ...errors import StateWarning, UsageError
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
-from ...passes.state import ADDED
+from ...passes.state import ADDED_TENSORS
 from ...suggest import did_you_mean
 from ...tracing.program import Program
 from ...tracing.values import qualified
@@ -159,7 +159,7 @@ class GraphPooling(Pass):
         for part in module.modules():
             added = tuple(name for name, _ in part.named_parameters(recurse=False))
             if added:
-                part.__dict__[ADDED] = added
+                part.__dict__[ADDED_TENSORS] = added
         module.register_load_state_dict_pre_hook(_keep_what_is_missing)
         module.__dict__[_PLACE] = site.data["place"]
         return module

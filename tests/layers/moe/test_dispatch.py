@@ -272,6 +272,19 @@ def test_one_busy_expert_is_not_padded_for():
     assert choose_lowering(Task(x, torch.zeros(64, 1, dtype=torch.long), projections, gated)) == "loop"
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_big_experts_that_are_mostly_idle_are_not_padded_for(training):
+    def lowering(tokens: int, width: int) -> str:
+        weight = torch.zeros(8, width, width, dtype=torch.bfloat16).requires_grad_(training)
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16)
+        indices = torch.arange(tokens * 2).remainder(8).view(tokens, 2)
+        return choose_lowering(Task(x, indices, [Projection(weight)], lambda rows, linears: linears[0](rows)))
+
+    assert lowering(8, 512) == ("padded" if training else "grouped")
+    assert lowering(40, 512) == "padded"
+    assert lowering(40, 64) == "padded"
+
+
 def test_tracing_takes_the_lowering_whose_shapes_need_no_data():
     projections = stacked(8, torch.float32)
     x, indices, weights = torch.randn(12, WIDTH), chosen(12, 8, 2), torch.rand(12, 2)

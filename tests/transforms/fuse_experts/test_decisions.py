@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,55 @@ class Rare(Loop):
         return super().one(number, given) * (2 if number == 3 else 1)
 
 
+class EndingEarly(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            rows, nth = torch.where(chosen == number)
+            if rows.numel() == 0:
+                break
+            y.index_add_(0, rows, weights[rows, nth, None] * self.one(number, x[rows]))
+        return y
+
+
+class Averaging(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        y, used = torch.zeros_like(x), 0
+        for number in range(EXPERTS):
+            rows, nth = torch.where(chosen == number)
+            if rows.numel() > 0:
+                y.index_add_(0, rows, weights[rows, nth, None] * self.one(number, x[rows]))
+                used += 1
+        return y / used
+
+
+class Sorted(Loop):
+    """Tokens sorted by expert, cut by counts, and joined, as in the code that DeepSeek gives with its models."""
+
+    def counts(self, chosen: Tensor) -> Any:
+        return torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        order = chosen.flatten().argsort()
+        rows, outputs, start = x[order // 2], list[Tensor](), 0
+        for number, count in enumerate(self.counts(chosen)):
+            if count:
+                outputs.append(self.one(number, rows[start : start + count]))
+                start += count
+        joined = torch.cat(outputs)
+        back = torch.empty_like(joined)
+        back[order] = joined
+        return (back.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class SortedInNumpy(Sorted):
+    def counts(self, chosen: Tensor) -> Any:
+        return torch.bincount(chosen.flatten(), minlength=EXPERTS).numpy()
+
+
 ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attribute": (Loss, "its attributes are set while the model runs"),
     "object": (Config, "it changes Config.config"),
@@ -131,6 +181,10 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "values": (Clamped, "decides by"),
     "type": (ByType, "decides by the type or shape"),
     "rare": (Rare, "do not all compute the same"),
+    "ending": (EndingEarly, "its loop ends, or goes on otherwise, where an expert has no tokens"),
+    "averaging": (Averaging, "computes with how many experts have tokens"),
+    "sorted": (Sorted, "sorted by expert, cut by counts, and joined"),
+    "numpy": (SortedInNumpy, "turns a tensor into a numpy array"),
 }
 
 
@@ -169,6 +223,26 @@ def test_experts_are_sealed_whole() -> None:
             fast.get_submodule(path).register_forward_hook(lambda *_: None)
     with pytest.raises(fxopt.FusedMemberError):
         fast.experts[1][1].negative_slope = 5.0
+
+
+def test_a_counter_that_nothing_reads_is_no_matter() -> None:
+    class Idle(Averaging):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+            y, used, rows_used = torch.zeros_like(x), 0, 0
+            for number in range(EXPERTS):
+                rows, nth = torch.where(chosen == number)
+                if rows.numel() == 0:
+                    continue
+                y.index_add_(0, rows, weights[rows, nth, None] * self.one(number, x[rows]))
+                used, rows_used = used + 1, rows_used + rows.numel()
+            return y / rows_used
+
+    torch.manual_seed(3)
+    model, x = Idle().eval(), torch.randn(24, WIDTH)
+    fast = fxopt.optimize(model, "fuse_experts{lowering=padded}", example_inputs=(x,), measure=False)
+    assert [d.status for d in fxopt.plan(fast).decisions] == ["applied"]
+    torch.testing.assert_close(fast(x[:3]), model(x[:3]))
 
 
 def test_a_pruned_model_is_fused() -> None:

@@ -27,6 +27,18 @@ DBRX: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "ForCausalLM", {**SIZES, **TOP, "num_local_experts": 4}),
     "gpt_oss": ("GptOss", "ForCausalLM", {**SIZES, **TOP, "num_local_experts": 4, "head_dim": 8}),
+    "olmoe": ("Olmoe", "ForCausalLM", {**SIZES, **TOP, "num_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2Moe", "ForCausalLM",
+        {**SIZES, **TOP, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_moe": ("Qwen3Moe", "ForCausalLM", {**SIZES, **TOP, "num_experts": 4, "moe_intermediate_size": 32}),
+    "deepseek_v3": (
+        "DeepseekV3", "ForCausalLM",
+        {**SIZES, **TOP, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+    ),
     "jetmoe": ("JetMoe", "ForCausalLM", {**SIZES, **TOP, "num_local_experts": 4, "kv_channels": 8}),
     "dbrx": ("Dbrx", "ForCausalLM", DBRX),
     "switch_transformers": (
@@ -36,7 +48,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "nllb_moe": ("NllbMoe", "ForConditionalGeneration", {"d_model": 32, "num_experts": 4, "vocab_size": 64, **NLLB}),
 }  # fmt: skip
-FORMS = [*((family, "eager") for family in FAMILIES), ("mixtral", "batched_mm")]
+STACKED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FORMS = [*((family, "eager") for family in FAMILIES), *((family, "batched_mm") for family in STACKED)]
 
 
 def model_of(family: str, implementation: str) -> nn.Module:
@@ -51,9 +64,10 @@ def model_of(family: str, implementation: str) -> nn.Module:
     return model.eval()
 
 
-def test_what_is_grouped_already_stays() -> None:
+@pytest.mark.parametrize("family", STACKED)
+def test_what_is_grouped_already_stays(family: str) -> None:
     call = fxopt.Inputs(input_ids=torch.randint(3, 64, (2, 12)), use_cache=False)
-    fast = fxopt.optimize(model_of("mixtral", "grouped_mm"), "fuse_experts", example_inputs=call, measure=False)
+    fast = fxopt.optimize(model_of(family, "grouped_mm"), "fuse_experts", example_inputs=call, measure=False)
     assert {d.reason for d in fxopt.plan(fast).decisions} == {
         "its experts are multiplied together already (grouped_mm)"
     }

@@ -174,6 +174,14 @@ def _tie(model: Mixture) -> None:
     model.experts[1].w1.weight = model.experts[0].w1.weight
 
 
+def _share(model: Mixture) -> None:
+    model.experts[1] = model.experts[0]
+
+
+def _pass_on(model: Mixture) -> None:
+    model.experts[3] = nn.Identity()
+
+
 def _other_activation(model: Mixture) -> None:
     model.experts["expert_2"].act = nn.ReLU()
 
@@ -197,7 +205,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "across": (lambda: _with(_across, Named), False, "hold a Softmax"),
     "router": (lambda: _with(lambda m: m.gate.weight.data.fill_(float("nan"))), False, "not all finite"),
     "dropout": (lambda: _with(_nothing, Named, lambda: Plain(0.1)), True, "draw random numbers"),
-    "drawn": (lambda: _with(_nothing, Where, Dropping), True, "call dropout as a function"),
+    "drawn": (lambda: _with(_nothing, Where, Dropping), True, "draw random numbers in training"),
+    "always drawn": (lambda: _with(_nothing, Where, lambda: Dropping(always=True)), False, "in evaluation, too"),
+    "shared": (lambda: _with(_share), False, "'experts.1' is the same module as 'experts.0'"),
+    "identity": (lambda: _with(_pass_on), False, "'experts.3' is of the class Identity, and 'experts.0' of Gated"),
     "idle": (lambda: _with(lambda m: m.gate.weight.data.zero_(), Named), True, "leave expert"),
 }
 
@@ -210,15 +221,21 @@ def test_refusals(case: str) -> None:
     (decision,) = fxopt.plan(fast).decisions
     assert decision.status in ("refused", "undone")
     assert re.search(reason, decision.reason or decision.status), decision.reason
-    if case not in ("dropout", "drawn"):
+    if case not in ("dropout", "drawn", "always drawn"):
         torch.testing.assert_close(fast(x_of(2, 3)), model(x_of(2, 3)), equal_nan=True)
 
 
-def test_dropout_is_for_evaluation_only() -> None:
-    model = made(Named, lambda: Plain(0.5))
+@pytest.mark.parametrize(("cls", "expert"), [(Named, lambda: Plain(0.5)), (Where, lambda: Dropping())])
+def test_dropout_is_for_evaluation_only(cls: type[nn.Module], expert: Callable[[], nn.Module]) -> None:
+    model = made(cls, expert)
     fast = fused(model)
     assert [d.status for d in fxopt.plan(fast).decisions] == ["applied"]
     torch.testing.assert_close(fast(x_of(2, 5)), model(x_of(2, 5)))
+    results = list[Tensor]()
+    for each in (model.train(), fast.train()):
+        torch.manual_seed(5)
+        results.append(each(x_of(2, 5)))
+    torch.testing.assert_close(*results)
 
 
 def test_every_token_to_every_expert_is_an_ensemble() -> None:
@@ -237,9 +254,10 @@ def test_without_inputs_a_loop_is_refused() -> None:
 
 
 class Dropping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = False) -> None:
         super().__init__()
+        self.always = always
         self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.up(x), 0.5, self.training))
+        return self.down(F.dropout(self.up(x), 0.5, True if self.always else self.training))
