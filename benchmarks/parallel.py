@@ -11,8 +11,6 @@ first ones, over what it was before the model was built.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import described
+from machine import described, forget_peak, memory
 from torch import distributed, nn
 from ways import Step, all_ways
 
@@ -40,19 +38,6 @@ def stepped(step: Step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
-
-
-def memory(kind: str) -> int:
-    """Return the bytes that this process holds ("VmRSS"), or the most it has held since `forget_peak` ("VmHWM")."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
-
-
-def forget_peak() -> None:
-    """Give back what is free, and let the peak begin anew."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def run_process(name: str, builds: list[str], rounds: int, rank: int, folder: Path) -> None:

@@ -30,7 +30,7 @@ from pruning_subjects import SUBJECTS, Subject
 from torch import nn
 
 import fxopt
-from fxopt.passes.timing import Timings
+from fxopt.passes.timing import Timings, collection_paused
 from fxopt.transforms.prune import Prune
 
 SHARES = (0.25, 0.5, 0.75)
@@ -58,11 +58,13 @@ def analyse(subject: Subject) -> dict[str, Any]:
     from fxopt.transforms.prune.coupling import coupling
 
     model, call = subject.make().eval(), subject.call(2)
-    start = time.perf_counter()
-    found = coupling(capture_program(model, fxopt.Inputs(**call)))
+    start, processor = time.perf_counter(), time.process_time()
+    with collection_paused():  # as `optimize` does
+        found = coupling(capture_program(model, fxopt.Inputs(**call)))
     refused = [each for each in found.refused if not each.by_design]
     return {
         "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - processor,
         "groups": len(found.groups),
         "refused": [[each.layer, each.reason] for each in refused],
     }

@@ -1,13 +1,16 @@
-"""Say what a benchmark ran on, for the head of its results."""
+"""Say what a benchmark ran on, for the head of its results, and what memory its process holds."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["described"]
+__all__ = ["described", "forget_peak", "memory"]
 
 
 def described() -> dict[str, Any]:
@@ -18,3 +21,16 @@ def described() -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": 1,
     }
+
+
+def memory(kind: str) -> int:
+    """Return the bytes that this process holds ("VmRSS"), or the most it has held since `forget_peak` ("VmHWM")."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{kind}:"))
+
+
+def forget_peak() -> None:
+    """Give back what is free, and let the peak begin anew."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

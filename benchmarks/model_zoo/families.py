@@ -21,7 +21,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from .example_inputs import InputError, Recipe, find_recipe
 from .shrinking import RECIPES, shrunk
 
-__all__ = ["KINDS", "SEED", "Family", "Member", "build", "drawn", "family_of"]
+__all__ = ["KINDS", "SEED", "BuildError", "Family", "Member", "build", "drawn", "family_of"]
 
 SEED = 20261121
 KINDS = {

@@ -26,7 +26,8 @@ _PROGRAMS = 256
 """That share out the rows of all members: enough for every processor of a GPU to have one."""
 _MOST_LAYERS = 6
 _MOST_WEIGHTS = 10240
-"""Of one member, padded. Beyond it a backward, which sums their gradients in registers, spills hundreds of bytes."""
+"""Of one member, padded. Beyond it a backward, which sums their gradients in registers, spills hundreds of bytes where
+rows are not aligned."""
 
 
 @triton.jit

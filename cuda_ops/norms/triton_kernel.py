@@ -78,6 +78,12 @@ def _backward(
         tl.store(of_bias + tl.program_id(0) * size + at, summed_bias, inside)
 
 
+def _size(features: int) -> dict[str, int]:
+    """Return the block that holds a row, and as many warps as keep what a backward sums in registers."""
+    block = triton.next_power_of_2(features)
+    return {"BLOCK": block, "num_warps": min(32, max(4, block // 512))}
+
+
 def _launch_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,7 +106,7 @@ def _launch_forward(
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
-            BLOCK=triton.next_power_of_2(x.shape[-1]),
+            **_size(x.shape[-1]),
         )
     return result, total, means, factors
 
@@ -138,7 +144,7 @@ def _launch_backward(
             HAS_SUM=of_sum is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
-            BLOCK=triton.next_power_of_2(size),
+            **_size(size),
         )
     return result, of_weight.sum(0).to(total.dtype), of_bias.sum(0).to(total.dtype)
 

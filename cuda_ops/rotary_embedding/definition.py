@@ -11,29 +11,30 @@ from ...errors import UsageError
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
 from ..definition import define, looped
 
-__all__ = ["rotary_embedding"]
+__all__ = ["rotary_embedding", "rotary_reference"]
 
 _NAME = "rotary_embedding"
 
 
-def _reference(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Return `x * cos + rotated(x) * sin`; the inverse is the transposed of that: `x * cos - rotated(x * sin)`."""
     half = x.shape[-1] // 2
+    rest = x.shape[-1] - half  # one more, where the number of features is odd
     result = (x * cos).contiguous()
-    first, second = x[..., :half], x[..., half:]
-    sin_first, sin_second = sin[..., :half], sin[..., half:]
     if inverse:
-        sin_first, sin_second = sin_second, sin_first
-    result[..., :half].addcmul_(second, sin_first, value=1 if inverse else -1)
-    result[..., half:].addcmul_(first, sin_second, value=-1 if inverse else 1)
+        result[..., :half].addcmul_(x[..., rest:], sin[..., rest:])
+        result[..., half:].addcmul_(x[..., :rest], sin[..., :rest], value=-1)
+    else:
+        result[..., :rest].addcmul_(x[..., half:], sin[..., :rest], value=-1)
+        result[..., rest:].addcmul_(x[..., :half], sin[..., rest:])
     return result
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     check_one_dtype(_NAME, x=x, cos=cos, sin=sin)
     check_one_device(_NAME, x=x, cos=cos, sin=sin)
-    if x.dim() == 0 or x.shape[-1] % 2:
-        raise UsageError(f"{_NAME}: x has shape {tuple(x.shape)}; its last dimension must be even")
+    if x.dim() == 0:
+        raise UsageError(f"{_NAME}: x has no dimension to go along")
     for name, table in (("cos", cos), ("sin", sin)):
         pairs = zip(reversed(table.shape), reversed(x.shape), strict=False)
         fits = all(size in (1, wanted) for size, wanted in pairs)
@@ -60,13 +61,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 _rotary_embedding = define(
     _NAME,
-    _reference,
+    rotary_reference,
     check=_check,
     kernel="rotary_embedding.triton_kernel:rotary_embedding",
     setup=_setup,
@@ -81,7 +82,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     That is `x * cos + cat([-x2, x1], -1) * sin` with the halves x1 and x2 of the last dimension.
 
     Args:
-        x: [..., features], floating-point, of an even number of features.
+        x: [..., features], floating-point; of an odd number, the first half is the smaller one.
         cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. Constants, as a rule:
             where one requires a gradient, `x` is kept for the backward as well.
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .definition import rotary_reference
+
 __all__ = ["rotary_embedding"]
 
 
@@ -37,6 +39,8 @@ def _rotary_embedding(
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
     """Return `x` turned by the angles, or back."""
+    if x.shape[-1] % 2:
+        return rotary_reference(x, cos, sin, inverse)
     x = x.contiguous()
     out = torch.empty_like(x)
     if not x.numel():

@@ -88,11 +88,8 @@ class PackedConvolution(Packed):
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
-        if self.dtype is torch.float32:
-            result = convolution(x, packed, bias, self.geometry, behind)
-        else:
-            result = convolution(x.to(self.dtype), packed, bias, self.geometry, behind).to(x.dtype)
-        return result if other is None else self.summed(result, other)
+        given = x if x.dtype is self.dtype else x.to(self.dtype)
+        return self.finished(convolution(given, packed, bias, self.geometry, behind), x.dtype, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""

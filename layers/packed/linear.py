@@ -69,11 +69,8 @@ class PackedLinear(Packed):
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
-        if self.dtype is torch.float32:
-            result = linear_product(x, packed, bias, behind)
-        else:
-            result = linear_product(x.to(self.dtype), packed, bias, behind).to(x.dtype)
-        return result if other is None else self.summed(result, other)
+        result = linear_product(x if x.dtype is self.dtype else x.to(self.dtype), packed, bias, behind)
+        return self.finished(result, x.dtype, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch does."""

@@ -52,6 +52,7 @@ class Packed(Keeping):
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
         self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
+        self._writes = bool(activation.operator) and not activation.kernel
 
     @staticmethod
     def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
@@ -87,8 +88,11 @@ class Packed(Keeping):
         result = self.computed(x, weight, bias)
         return self.activation(result if other is None else result + other)
 
-    def summed(self, result: Tensor, other: Tensor) -> Tensor:
-        """Return activation(result + other), written into the result, which is new, where that has room."""
+    def finished(self, result: Tensor, dtype: torch.dtype, other: Tensor | None) -> Tensor:
+        """Return what stands behind the kernel's result, which is new and may be written into."""
+        if other is None:
+            return (self.activation.written_into(result) if self._writes else result).to(dtype)
+        result = result.to(dtype)
         if other.shape != result.shape:
             return self.activation(result + other)
         return self.activation.written_into(result.add_(other))

@@ -65,7 +65,8 @@ class Float64Mode(DispatchMode):
     def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the arguments that were used to pick from tables, each with the length of the shortest table.
 
-        It is 0 for those that were only compared for equality, or said where to write: their range is not known.
+        It is 0 for those that were only compared for equality, sorted or counted into groups, or said where to write:
+        their range is not known.
         """
         places = {name: tensor.untyped_storage().data_ptr() for name, tensor in arguments.items() if _counts(tensor)}
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}
@@ -146,7 +147,7 @@ _PICKING: Mapping[str, Callable[..., _Picked]] = {
     "aten::index": _indexed,
     "aten::index_select": _gathered,
     "aten::gather": _gathered,
-    **dict.fromkeys(("aten::eq", "aten::ne"), _compared),
+    **dict.fromkeys(("aten::eq", "aten::ne", "aten::sort", "aten::bincount", "aten::histc"), _compared),
     **dict.fromkeys((f"aten::{name}{end}" for name in _PLACING for end in ("", "_")), _placed),
 }
 """Operators that pick from tables, or take identifiers: how long the table is (0: not known), and by what they pick."""

@@ -140,6 +140,8 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "heads": lambda t: (leaf(2, 3, 5, 4, dtype=t), fixed(5, 4, dtype=t), fixed(2, 1, 5, 4, dtype=t)),
         "rows": lambda t: (transposed(t), fixed(3, 4, dtype=t), fixed(1, 4, dtype=t), True),
         "vector": lambda t: (leaf(4, dtype=t), fixed(4, dtype=t), fixed(4, dtype=t)),
+        "odd": lambda t: (leaf(3, 5, dtype=t), leaf(5, dtype=t), leaf(3, 5, dtype=t)),
+        "odd, inverse": lambda t: (leaf(3, 5, dtype=t), leaf(5, dtype=t), leaf(3, 5, dtype=t), True),
     },
     "bernoulli_sigmoid": {
         "biased": lambda t: (leaf(3, 4, dtype=t), leaf(4, dtype=t), KEY),
@@ -156,8 +158,8 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "empty": lambda _: (ORIENTED[0, :0], ORIENTED[1, :0], 0, 1),
     },
     "triple_products": {
-        "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
         "closed": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *TRIANGLES),
+        "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
     },
 }
 WITHOUT_VMAP = ("oriented_edges", "triangles", "triple_products")
@@ -429,7 +431,7 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
         (lambda x: cuda_ops.bernoulli_sigmoid(x, offset=1), "offset is 1, seed is None, which draws both; leave"),
         (lambda x: cuda_ops.bias_act(x, dropout=0.5, seed=KEY, offset=2), "bias_act: offset is 2, seed is a tensor"),
         (lambda x: cuda_ops.geglu(x, x, "erf"), "geglu: approximate is 'erf'; pass 'none' or 'tanh'"),
-        (lambda x: cuda_ops.rotary_embedding(x[:, :3], x, x), r"x has shape \(3, 3\); its last dimension must be even"),
+        (lambda x: cuda_ops.rotary_embedding(x[0, 0], x, x), "rotary_embedding: x has no dimension to go along"),
         (lambda x: cuda_ops.rotary_embedding(x, x[:, :2], x), r"cos has shape \(3, 2\); expected what broadcasts to"),
         (lambda x: cuda_ops.linear_cross_entropy(x, x.t(), x[:, 0].long()), r"weight is \(4, 3\), x \(3, 4\)"),
         (lambda x: cuda_ops.linear_cross_entropy(x, x, x[:, 0].long() + 3), "target holds 3; pass 0 to 2, or -100"),
@@ -450,6 +452,14 @@ def test_second_derivatives_of_norms_are_those_of_torch_in_narrow_dtypes(dtype: 
 def test_bad_operands_are_named(call: Callable[[Tensor], object], message: str):
     with pytest.raises(fxopt.UsageError, match=message):
         call(torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("features", [4, 5])
+def test_rotary_embeddings_are_what_is_written_by_hand(features: int):
+    x, cos, sin = (torch.randn(*shape, features) for shape in ((2, 3), (3,), (3,)))
+    half = features // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    torch.testing.assert_close(cuda_ops.rotary_embedding(x, cos, sin), x * cos + turned * sin)
 
 
 def test_rotary_tables_of_more_rows_than_x_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ class _Found:
 
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
+    if program.training:
+        yield from (Refusal(_IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
+        return
     layers: list[_Found] = []
     for item in _candidates(program, dtype):
         if isinstance(item, Refusal):
@@ -127,8 +131,6 @@ def _candidate(
     reason = layer.objection
     if in_region:
         reason = "it is called in a region that does not own it"
-    if program.training:
-        reason = _IN_TRAINING
     return Refusal(reason, found.name) if reason else found
 
 
@@ -142,7 +144,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interva
             kinds.setdefault(found.kind, []).append(found)
     gains = Gains()
     for kind, alike in kinds.items():
-        gains.of(kind, lambda alike=alike: _calls(program, alike))
+        if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
+            gains.of(kind, lambda alike=alike: _calls(program, alike))
     return gains.known
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import fx, nn
 
 from ...cuda_ops import Kernel
+from ...operators import canonical_name, operator_of_module
 from ...passes.rewriting import Found, Held, Place, obstacle_to_inlining, unmet_guards
 from ...tracing.graphs import Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Guard, is_switch
 from ...tracing.program import Program
+from ...tracing.values import user_class
 from .occurrences import Occurrence
-from .spelled import spelled
+from .spelled import Spelled, spelled, uncast
 
 __all__ = ["occurrence"]
 
@@ -43,11 +46,31 @@ def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Itera
 def _spelled(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield what is written out in the graph."""
     place = Place(program, owner)
-    for spelling in kernel.spellings:
-        known = spelled(spelling)
+    for known in _ending_in(kernel, _operator(place, uncast(node))):
         for found in known.pattern.fits(node, place, Found()):
             if place.is_undisturbed(found):
                 yield Occurrence(program, owner, node, kernel, found, known.settings)
+
+
+def _ending_in(kernel: Kernel, operator: str | None) -> Sequence[Spelled]:
+    """Return the spellings whose result an operator computes; all, if that is not known."""
+    return _by_operator(kernel)[None] if operator is None else _by_operator(kernel).get(operator, ())
+
+
+@cache
+def _by_operator(kernel: Kernel) -> Mapping[str | None, Sequence[Spelled]]:
+    found: dict[str | None, list[Spelled]] = {None: []}
+    for known in map(spelled, kernel.spellings):
+        found[None].append(known)
+        found.setdefault(known.operator, []).append(known)
+    return found
+
+
+def _operator(place: Place, node: fx.Node) -> str | None:
+    """Return what computes a node, "" where no operator does; None for a module that may do nothing else."""
+    if node.op == "call_module":
+        return operator_of_module(user_class(type(place.program.callee(place.owner, node))))
+    return canonical_name(node) or ""
 
 
 def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:

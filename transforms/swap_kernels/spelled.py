@@ -29,10 +29,12 @@ class Spelled:
     Attributes:
         pattern: what it computes; its operands have the names of its parameters.
         settings: what it hands over besides, by parameter.
+        operator: what computes its result.
     """
 
     pattern: Pattern
     settings: Mapping[str, Any]
+    operator: str | None
 
 
 @cache
@@ -58,7 +60,10 @@ def spelled(spelling: Callable[..., Any]) -> Spelled:
     result = spelling(**given)
     if not isinstance(result, fx.Proxy):
         raise UsageError(f"the spelling {spelling.__qualname__} returns {type(result).__name__}, not a tensor")
-    return Spelled(_pattern(result.node, patterns), settings)
+    last = result.node
+    while canonical_name(last) in _CASTS and isinstance(last.args[0], fx.Node):
+        last = last.args[0]
+    return Spelled(_pattern(result.node, patterns), settings, canonical_name(last))
 
 
 def _pattern(value: Any, known: Mapping[fx.Node, Pattern]) -> Any:

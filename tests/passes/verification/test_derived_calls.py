@@ -84,6 +84,17 @@ def test_identifiers_reach_the_whole_table() -> None:
     assert "gradient of table" in verdict.reason
 
 
+def test_numbers_that_are_sorted_into_groups_keep_their_values() -> None:
+    seen: set[int] = set()
+
+    def grouped(m: Any, x: Tensor, group: Tensor) -> Tensor:
+        seen.update(group.tolist())
+        return x[group.sort()[1]] @ m.weight
+
+    assert judged(grouped, grouped, rows(), torch.tensor([2, 0, 1, 2])).ok
+    assert seen == {0, 1, 2}
+
+
 def test_a_mask_of_nothing_but_true_is_changed() -> None:
     def before(m: Any, x: Tensor, mask: Tensor) -> Tensor:
         return torch.softmax(x.masked_fill(~mask, -1e9), -1)

@@ -434,3 +434,25 @@ def test_the_rule_where_nothing_can_be_measured(kind: str) -> None:
 def test_large_tables_are_left_alone_unmeasured(rows: int, status: str) -> None:
     model = Shared(lambda: nn.Sequential(nn.Embedding(rows, 8), nn.Linear(8, 3)))
     assert [d.status for d in fxopt.plan(fxopt.optimize(model, "fuse_ensembles")).decisions] == [status]
+
+
+def test_members_that_check_what_they_are_given_are_fused() -> None:
+    class Machines(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.members = nn.ModuleList(fxopt.layers.RBM(12, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([member(x) for member in self.members]).mean(0)
+
+    model, x = Machines().eval(), torch.rand(5, 12).round()
+    fast = fxopt.optimize(model, "fuse_ensembles{lowering=bmm}", example_inputs=(x,), measure=False)
+    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"]
+    torch.testing.assert_close(fast(x), model(x))
+    for wrong in (x[:, :5], x[0, 0], [1.0]):
+        with pytest.raises(fxopt.UsageError) as one:
+            model(wrong)
+        with pytest.raises(fxopt.UsageError) as other:
+            fast(wrong)
+        assert str(one.value) == str(other.value)

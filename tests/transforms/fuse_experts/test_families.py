@@ -33,6 +33,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SIZES, **TOP, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     ),
     "qwen3_moe": ("Qwen3Moe", "ForCausalLM", {**SIZES, **TOP, "num_experts": 4, "moe_intermediate_size": 32}),
+    "deepseek_v3": (
+        "DeepseekV3", "ForCausalLM",
+        {**SIZES, **TOP, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+    ),
     "jetmoe": ("JetMoe", "ForCausalLM", {**SIZES, **TOP, "num_local_experts": 4, "kv_channels": 8}),
     "dbrx": ("Dbrx", "ForCausalLM", DBRX),
     "switch_transformers": (

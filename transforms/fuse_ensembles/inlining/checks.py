@@ -8,13 +8,26 @@ from typing import Any
 
 from torch import fx
 
-from ....tracing.guards import Argument, Attribute, Call, Constant, Equals, Guard, Item, Source, require
+from ....tracing.guards import (
+    Argument,
+    Attribute,
+    Call,
+    Constant,
+    Equals,
+    Guard,
+    Item,
+    Known,
+    Method,
+    Source,
+    Truth,
+    require,
+)
 
 __all__ = ["write_checks"]
 
 
 def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, Any]] | None:
-    """Return a graph that checks conditions on ranks and sizes, and what its placeholders stand for.
+    """Return a graph that checks conditions on types, ranks and sizes, and what its placeholders stand for.
 
     Args:
         guards: the conditions.
@@ -39,6 +52,9 @@ def _comparison(guard: Guard, inputs: Mapping[str, fx.Node], graph: fx.Graph) ->
         case Equals(Constant(value=int() as expected)):
             value = _value(guard.source, inputs, graph)
             return None if value is None or isinstance(expected, bool) else (value, expected)
+        case Truth(expected):
+            value = _value(guard.source, inputs, graph)
+            return None if value is None else (value, expected)
         case _:
             return None
 
@@ -56,5 +72,15 @@ def _value(source: Source, inputs: Mapping[str, fx.Node], graph: fx.Graph) -> fx
         case Call(function, (counted,)) if function is len:
             read = _value(counted, inputs, graph)
             return None if read is None else graph.call_function(len, (read,))
+        case Method(owner, "dim" | "is_floating_point" as name, ()):
+            read = _value(owner, inputs, graph)
+            return None if read is None else graph.call_method(name, (read,))
+        case Call(function, (asked, Constant(value=int() as other))) if function in (operator.eq, operator.ne):
+            read = _value(asked, inputs, graph)
+            return None if read is None else graph.call_function(function, (read, other))
+        case Call(function, (asked, Known(value=type() as kind))) if function is isinstance:
+            read = _value(asked, inputs, graph)
+            asks: Any = (read, kind)
+            return None if read is None else graph.call_function(isinstance, asks)
         case _:
             return None

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ....compat import transient_buffers
 from ....errors import InputError
+from ....passes.timing import collection_paused
 from ....tracing.graphs import Region
 from ....tracing.program import Program
 from .experts import with_experts
@@ -28,6 +29,12 @@ def coupling(program: Program) -> Coupling:
     """
     if not program.whole_calls:
         raise InputError("pruning needs example_inputs: what belongs together is seen in a run of the model")
+    with collection_paused():
+        return with_experts(program, _followed(program))
+
+
+def _followed(program: Program) -> Coupling:
+    """Return the groups that a run of a program shows."""
     follower = Follower(_tensors(program))
     ran = run(program, follower, training=program.training, graphs=True)
     known = {(name, i) for name, capture in program.captures.items() for i in range(len(capture.specializations))}
@@ -35,10 +42,10 @@ def coupling(program: Program) -> Coupling:
         run(program, follower, training=not program.training, graphs=True)
     found = resolved(program, follower)
     if not any(group.numbers for group in found.groups):
-        return with_experts(program, found)
+        return found
     follower.own_forwards = True
     run(program, follower, training=program.training, graphs=False)
-    return with_experts(program, resolved(program, follower))
+    return resolved(program, follower)
 
 
 def _tensors(program: Program) -> dict[int, tuple[str, Tensor]]:

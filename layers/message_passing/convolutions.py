@@ -1,0 +1,282 @@
+"""The convolutions of PyTorch Geometric, computed over compressed rows.
+
+Each function takes the layer, what is kept, x [n, in], edge_index [2, E] and what the edges have, and returns [n, out];
+or None where the layer's own forward has to say what is wrong, or is faster for a graph that was never seen before.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kept import KeptGraphs
+from .products import at_edges, needs_gradient, neighbour_sums, normalized_in_parts, normalized_sums
+from .rows import Part, Rows, rows_of
+
+__all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
+
+_WORTH = 2**19
+"""Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
+
+_TRIALS = 64
+"""So many smaller graphs go over rows, too; if none comes again, further ones do so at their second sight."""
+
+_CHUNK = 2**17
+"""Numbers of edges that are looked at together, so that they stay in the cache."""
+
+
+def gcn(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> Tensor | None:
+    """Compute `GCNConv`: the sum of neighbours, weighed by `D^-1/2 (A + I) D^-1/2` where that is asked for."""
+    if edge_weight is not None and edge_weight.dim() != 1:
+        return None
+    if conv.normalize:
+        found = _normalized(conv, kept, x, edge_index, edge_weight)
+    else:
+        found = _weighted(conv, kept, x, edge_index, edge_weight)
+    if found is None:
+        return None
+    rows, values = found
+    if x.shape[1] < conv.out_channels:  # the sum is linear: taken over the narrower features
+        out = conv.lin(neighbour_sums(x, values, rows))
+        return out if conv.bias is None else out + conv.bias
+    return _plus(neighbour_sums(conv.lin(x), values, rows), conv.bias)
+
+
+def sage(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
+    """Compute `SAGEConv` with sums or means of neighbours."""
+    if edges is not None:
+        return None
+    rows = _plain_rows(conv, kept, x, edge_index)
+    if rows is None:
+        return None
+    out = conv.lin_l(_aggregated(conv, conv.lin(x).relu() if conv.project else x, rows))
+    out = out + conv.lin_r(x) if conv.root_weight else out
+    return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
+
+
+def gin(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
+    """Compute `GINConv` with sums or means of neighbours."""
+    if edges is not None:
+        return None
+    rows = _plain_rows(conv, kept, x, edge_index)
+    return None if rows is None else conv.nn(_aggregated(conv, x, rows) + (1 + conv.eps) * x)
+
+
+def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None) -> Tensor | None:
+    """Compute `GATConv`: neighbours weighed by a softmax of scores of sources, targets and edges."""
+    rows = _rows_with_loops(conv, kept, x, edge_index)
+    if rows is None:
+        return None
+    heads, channels = conv.heads, conv.out_channels
+    hidden = conv.lin(x).view(-1, heads, channels)
+    if needs_gradient(hidden, conv.att_src, conv.att_dst):
+        source, target = (hidden * conv.att_src).sum(-1), (hidden * conv.att_dst).sum(-1)
+    else:
+        both = torch.cat([_blocks(conv.att_src), _blocks(conv.att_dst)], 1)
+        source, target = (hidden.flatten(1) @ both).chunk(2, 1)
+    of_edges: Tensor | None = None
+    if edge_attr is not None and conv.lin_edge is not None:
+        features = conv.lin_edge(_features_of_edges(conv, kept, edge_index, edge_attr, rows))
+        of_edges = (features.view(-1, heads, channels) * conv.att_edge).sum(-1)
+    if needs_gradient(source, of_edges):
+        wide = rows.of_heads(heads)
+        scores = at_edges(source.reshape(-1), wide, "sources") + at_edges(target.t().reshape(-1), wide, "targets")
+        scores = scores if of_edges is None else scores + of_edges.t().reshape(-1)
+        scores = F.leaky_relu(scores, conv.negative_slope)
+        return _joined(conv, _by_node(conv, normalized_sums(hidden.view(-1, channels), scores, wide)), x)
+    by_head = [None if each is None else each.t().contiguous() for each in (source, target, of_edges)]
+    largest = sum(_largest(each) for each in by_head) * max(1.0, abs(conv.negative_slope))
+
+    def of_part(head: int, part: Part) -> Tensor:
+        sources, targets, edges = (None if each is None else each[head] for each in by_head)
+        found = cast("Tensor", sources).index_select(0, part.sources)
+        found += cast("Tensor", targets).index_select(0, part.targets)
+        return F.leaky_relu_(found if edges is None else found.add_(edges[part.edges]), conv.negative_slope)
+
+    return _joined(conv, normalized_in_parts(hidden, of_part, rows, largest=largest), x)
+
+
+def _blocks(attention: Tensor) -> Tensor:
+    """Return the weights of heads [1, heads, C] as the blocks of a matrix [heads * C, heads]."""
+    return cast("Any", torch).block_diag(*attention[0].unsqueeze(-1))
+
+
+def _largest(values: Tensor | None) -> float:
+    """Return how far a number is from zero at most."""
+    return 0.0 if values is None or not values.numel() else max(abs(float(bound)) for bound in values.aminmax())
+
+
+def _by_node(conv: Any, out: Tensor) -> Tensor:
+    """Return the heads of all nodes [heads * n, C] node by node [n, heads, C]."""
+    return out.view(conv.heads, -1, conv.out_channels).transpose(0, 1)
+
+
+def gatv2(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None) -> Tensor | None:
+    """Compute `GATv2Conv`: neighbours weighed by a softmax of scores of each edge's two nodes together."""
+    rows = _rows_with_loops(conv, kept, x, edge_index)
+    if rows is None or (edge_attr is not None and conv.lin_edge is None):
+        return None
+    left = conv.lin_l(x)
+    right = left if conv.share_weights else conv.lin_r(x)
+    features = None if edge_attr is None else _features_of_edges(conv, kept, edge_index, edge_attr, rows)
+    gradient = needs_gradient(left, right, features, conv.att)
+    scores = _scores(conv, left, right, features, rows, gradient=gradient).t().contiguous()
+    if gradient:
+        wide = rows.of_heads(conv.heads)
+        out = _by_node(conv, normalized_sums(left.view(-1, conv.out_channels), scores.view(-1), wide))
+    else:
+        hidden = left.view(-1, conv.heads, conv.out_channels)
+        largest = _largest(scores)
+        out = normalized_in_parts(hidden, lambda head, part: scores[head, part.edges], rows, largest=largest)
+    return _joined(conv, out, x)
+
+
+def _scores(conv: Any, left: Tensor, right: Tensor, features: Tensor | None, rows: Rows, *, gradient: bool) -> Tensor:
+    """Return the scores of all edges [E, heads], some edges at a time where no gradient needs all of them."""
+
+    def met(sources: Tensor, targets: Tensor, features: Tensor | None) -> Tensor:
+        both = sources + targets
+        both = both if features is None else both + conv.lin_edge(features)
+        return F.leaky_relu(both, conv.negative_slope)
+
+    if gradient:
+        whole = met(at_edges(left, rows, "sources"), at_edges(right, rows, "targets"), features)
+        return (whole.view(-1, conv.heads, conv.out_channels) * conv.att).sum(-1)
+    attention = _blocks(conv.att)
+    found = list[Tensor]()
+    size = max(1, _CHUNK // left.shape[1])
+    for first in range(0, len(rows.sources), size):
+        part = slice(first, first + size)
+        ends = left.index_select(0, rows.sources[part]), right.index_select(0, rows.targets[part])
+        found.append(met(*ends, None if features is None else features[part]) @ attention)
+    return torch.cat(found)
+
+
+def _joined(conv: Any, out: Tensor, x: Tensor) -> Tensor:
+    """Return the heads [n, heads, C] side by side, or their mean, with residual and bias."""
+    out = out.flatten(1) if conv.concat else out.mean(1)
+    return _plus(out if conv.res is None else out + conv.res(x), conv.bias)
+
+
+def _aggregated(conv: Any, x: Tensor, rows: Rows) -> Tensor:
+    sums = neighbour_sums(x, None, rows)
+    return sums if conv.aggr != "mean" else sums / rows.degree.clamp(min=1).to(sums.dtype).unsqueeze(1)
+
+
+def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias to what nobody else has seen."""
+    if bias is None:
+        return out
+    return out + bias if torch.is_grad_enabled() else out.add_(bias)
+
+
+# -- the rows of a graph ----------------------------------------------------------------------------------------------
+
+
+def _plain_rows(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
+    """Return the rows of the edges as they are given."""
+    what = ("edges", len(x), conv.flow)
+    if not _is_worth_it(conv, kept, x, edge_index, what):
+        return None
+    return kept.of((edge_index,), what, lambda: rows_of(edge_index, len(x), flow=conv.flow))
+
+
+def _is_worth_it(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, what: tuple[Any, ...]) -> bool:
+    """Say whether rows are there, or are made: sorting the edges of a small graph costs more than one call gains."""
+    if edge_index.shape[1] * x.shape[1] >= _WORTH:
+        return True
+    given = (edge_index,)
+    if kept.holds(given, what):
+        if kept.trials and kept.of(given, "layer", lambda: id(conv)) == id(conv):  # not another layer of the same call
+            kept.trials = 0
+        return True
+    if kept.trials < _TRIALS:
+        kept.trials += 1
+        kept.of(given, "layer", lambda: id(conv))
+        return True
+    seen = kept.holds(given, "seen")
+    kept.of(given, "seen", lambda: True)
+    return seen
+
+
+def _weighted(
+    conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+) -> tuple[Rows, Tensor | None] | None:
+    rows = _plain_rows(conv, kept, x, edge_index)
+    if rows is None:
+        return None
+    return rows, None if edge_weight is None else edge_weight.index_select(0, rows.order)
+
+
+def _normalized(
+    conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None
+) -> tuple[Rows, Tensor] | None:
+    """Return the rows of a graph with its loops, and the weights of its edges, normalized."""
+    known = conv._cached_edge_index
+    if conv.cached and known is None:
+        known = conv._cached_edge_index = _with_weights(conv, x, edge_index, edge_weight)
+    if known is not None:  # as the layer itself: whatever edges are given
+        edges, weights = known
+        rows = kept.of((edges,), ("cached", len(x), conv.flow), lambda: rows_of(edges, len(x), flow=conv.flow))
+        return None if rows is None else (rows, weights.index_select(0, rows.order))
+    what = ("normalized", len(x), conv.flow, conv.add_self_loops)
+    if not _is_worth_it(conv, kept, x, edge_index, what):
+        return None
+
+    def made() -> tuple[Rows, Tensor] | None:
+        edges, weights = _with_weights(conv, x, edge_index, edge_weight)
+        rows = kept.of((edge_index,), what, lambda: rows_of(edges, len(x), flow=conv.flow))
+        return None if rows is None else (rows, weights.index_select(0, rows.order))
+
+    if edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled():
+        return made()
+    given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
+    with torch.no_grad(), torch.inference_mode(False):
+        return kept.of(given, ("weights", *what, conv.improved, x.dtype), made)
+
+
+def _with_weights(conv: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    from torch_geometric.nn.conv import gcn_conv  # it is loaded where there is such a layer
+
+    settings = (conv.improved, conv.add_self_loops, conv.flow, x.dtype)
+    return cast("Any", gcn_conv).gcn_norm(edge_index, edge_weight, len(x), *settings)
+
+
+def _rows_with_loops(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
+    """Return the rows of a graph in which each node has one loop, if the layer adds these."""
+    if not conv.add_self_loops:
+        return _plain_rows(conv, kept, x, edge_index)
+    what = ("loops", len(x), conv.flow)
+    if not _is_worth_it(conv, kept, x, edge_index, what):
+        return None
+    return kept.of(
+        (edge_index,), what, lambda: rows_of(_looped(conv, edge_index, None, len(x))[0], len(x), flow=conv.flow)
+    )
+
+
+def _looped(conv: Any, edge_index: Tensor, edge_attr: Tensor | None, nodes: int) -> tuple[Tensor, Tensor | None]:
+    from torch_geometric.utils import add_self_loops, remove_self_loops
+
+    without: Any = cast("Any", remove_self_loops)(edge_index, edge_attr)
+    return cast("Any", add_self_loops)(*without, fill_value=conv.fill_value, num_nodes=nodes)
+
+
+def _features_of_edges(conv: Any, kept: KeptGraphs, edge_index: Tensor, edge_attr: Tensor, rows: Rows) -> Tensor:
+    """Return the features of the edges, those of the loops with them, in the order of the rows [E, D]."""
+
+    def made() -> Tensor:
+        given = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        if conv.add_self_loops:
+            given = cast("Tensor", _looped(conv, edge_index, given, rows.num_sources)[1])
+        return given.index_select(0, rows.order)
+
+    if isinstance(conv.fill_value, Tensor) or (edge_attr.requires_grad and torch.is_grad_enabled()):
+        return made()
+    what = ("features", rows.num_sources, conv.flow, conv.add_self_loops, conv.fill_value)
+    with torch.no_grad(), torch.inference_mode(False):
+        return kept.of((edge_index, edge_attr), what, made)

@@ -1,0 +1,77 @@
+"""A convolution of PyTorch Geometric that goes over compressed rows where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+from torch import nn
+
+from ...tracing.graphs import uninstall
+from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from .kept import KeptGraphs
+from .supported import CONVOLUTIONS, takes
+
+__all__ = ["CompressedMessages", "compressed", "is_compressed"]
+
+_KEPT = "_fxopt_graphs"
+"""In the `__dict__` of a module: what was computed from graphs, which it shares with the others of its model."""
+
+_TRAINS = "_fxopt_trains_over_rows"
+"""Likewise: whether calls in training go over rows, too; where that was not checked, the layer's own forward runs."""
+
+
+class CompressedMessages(Remade):
+    """A convolution of its own class, with its own parameters, whose calls go over compressed rows of the graph.
+
+    Calls of another kind (other devices, sparse tensors, pairs of features, attention weights to be returned, dropout
+    in training), and what is compiled, exported or traced, run the layer's own forward.
+    """
+
+    _fxopt_is_operation: ClassVar[bool] = True
+
+    def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        edges = given[0] if given else None
+        is_usual = not given or (len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr")))
+        layer = cast("nn.Module", self)
+        may = vars(layer)[_TRAINS] or not layer.training
+        if is_usual and may and takes(layer, x, edge_index, edges):
+            base = user_class(type(layer))
+            compute = CONVOLUTIONS[f"{base.__module__}.{base.__qualname__}"]
+            found = compute(layer, vars(layer)[_KEPT], x, edge_index, edges)
+            if found is not None:
+                return found
+        return cast("Any", super()).forward(x, edge_index, *args, **kwargs)
+
+
+def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
+    """Return a module of the same class and with the same tensors as `module` that goes over compressed rows.
+
+    Args:
+        module: a layer of one of `CONVOLUTIONS`; stays as it is.
+        beside: the model: such layers in it share what they keep.
+        trains: whether calls in training go over rows, too.
+    """
+    new = in_class(module, type(module))
+    uninstall(new)
+    new.__class__ = _compressed_class(user_class(type(module)))
+    shared = next((vars(each)[_KEPT] for each in beside.modules() if _KEPT in vars(each)), None)
+    vars(new)[_KEPT], vars(new)[_TRAINS] = KeptGraphs() if shared is None else shared, trains
+    return new
+
+
+def is_compressed(module: nn.Module) -> bool:
+    """Say whether a module goes over compressed rows already."""
+    return isinstance(module, CompressedMessages)
+
+
+def _compressed_class(base: type[nn.Module]) -> type[nn.Module]:
+    def body() -> dict[str, Any]:
+        return {"_fxopt_base": base, "_fxopt_recipe": (_remade, class_recipe(base))}
+
+    return subclass(base, (CompressedMessages,), body, key="compressed messages")
+
+
+def _remade(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
+    return _compressed_class(make(*arguments))

@@ -1,0 +1,147 @@
+"""Sums over the neighbours of nodes, without an intermediate for each edge; differentiable to any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .rows import Part, Rows
+
+__all__ = ["at_edges", "needs_gradient", "neighbour_sums", "normalized_in_parts", "normalized_sums", "sums_of_edges"]
+
+Side = Literal["sources", "targets"]
+
+
+def neighbour_sums(x: Tensor, values: Tensor | None, rows: Rows) -> Tensor:
+    """Return, for each node, the sum of the features of its neighbours [targets, C].
+
+    Args:
+        x: [sources, C].
+        values: [E], what each edge multiplies by, in the order of the rows; None: nothing.
+        rows: of the graph.
+    """
+    if needs_gradient(x, values):
+        return cast("Tensor", _NeighbourSums.apply(x, values, rows))
+    return _bags(x, rows.sources, rows.offsets, values)
+
+
+def at_edges(x: Tensor, rows: Rows, side: Side) -> Tensor:
+    """Return the row of `x` [nodes, ...] of the node at this side of each edge [E, ...]."""
+    if needs_gradient(x):
+        return cast("Tensor", _AtEdges.apply(x, rows, side))
+    return x.index_select(0, getattr(rows, side))
+
+
+def sums_of_edges(values: Tensor, rows: Rows, side: Side = "targets") -> Tensor:
+    """Return the sums of values of edges [E] or [E, C] by the node at this side [nodes, ...]."""
+    if needs_gradient(values):
+        return cast("Tensor", _SumsOfEdges.apply(values, rows, side))
+    return _summed(values, rows, side)
+
+
+def normalized_sums(x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
+    """Return the sums of the features of neighbours, weighed by a softmax over the edges into each node [targets, C].
+
+    Args:
+        x: [sources, C].
+        scores: [E], in the order of the rows.
+        rows: of the graph.
+    """
+    highest = torch.segment_reduce(scores.detach(), "max", offsets=rows.offsets)
+    weights = (scores - highest.index_select(0, rows.targets)).exp()
+    total = sums_of_edges(weights, rows)
+    return neighbour_sums(x, weights, rows) / total.masked_fill(total == 0, 1).unsqueeze(1)
+
+
+def normalized_in_parts(x: Tensor, scores: Callable[[int, Part], Tensor], rows: Rows, *, largest: float) -> Tensor:
+    """Return the same for several heads [targets, heads, C], some edges at a time; without a gradient.
+
+    Args:
+        x: [sources, heads, C].
+        scores: gives the scores of a head of a part of the edges; it is overwritten.
+        rows: of the graph.
+        largest: no score is further from zero.
+    """
+    heads, channels = x.shape[1:]
+    out, flat = x.new_empty(rows.num_targets, heads, channels), x.contiguous().view(-1, channels)
+    sources = rows.of_heads(heads).sources.view(heads, -1)
+    for head in range(heads):
+        for part in rows.parts:
+            weights = scores(head, part)
+            if not (largest < _SAFE and x.dtype.itemsize >= 4):  # otherwise nothing can overflow, or vanish
+                highest = torch.segment_reduce(weights, "max", offsets=part.offsets)
+                weights.sub_(highest.index_select(0, part.rows))
+            total = torch.segment_reduce(weights.exp_(), "sum", offsets=part.offsets, initial=0)
+            found = _bags(flat, sources[head, part.edges], part.offsets, weights)
+            torch.div(found, total.masked_fill_(total == 0, 1).unsqueeze(1), out=out[part.nodes, head])
+    return out
+
+
+_SAFE = 20.0
+"""The exponential of a score up to this is taken as it is; of others that of the distance from the highest."""
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Say whether a gradient of one of these is asked for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _bags(x: Tensor, places: Tensor, offsets: Tensor, values: Tensor | None = None) -> Tensor:
+    return F.embedding_bag(
+        places, x.contiguous(), offsets, mode="sum", per_sample_weights=values, include_last_offset=True
+    )
+
+
+def _summed(values: Tensor, rows: Rows, side: Side) -> Tensor:
+    if values.dim() == 1 and side == "targets":
+        return torch.segment_reduce(values, "sum", offsets=rows.offsets, initial=0)
+    if values.dim() == 1:
+        return values.new_zeros(rows.num_sources).index_add_(0, rows.sources, values)
+    if side == "targets":
+        return _bags(values, torch.arange(len(values)), rows.offsets)
+    return _bags(values, rows.transposed.order, rows.transposed.offsets)
+
+
+class _NeighbourSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor | None, rows: Rows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows = rows
+        ctx.save_for_backward(x, values)
+        return _bags(x, rows.sources, rows.offsets, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x, values), rows = ctx.saved_tensors, ctx.rows
+        of_x = of_values = None
+        if ctx.needs_input_grad[0]:
+            back = rows.transposed
+            of_x = neighbour_sums(gradient, None if values is None else values.index_select(0, back.order), back)
+        if ctx.needs_input_grad[1]:
+            of_values = (at_edges(gradient, rows, "targets") * at_edges(x, rows, "sources")).sum(1)
+        return of_x, of_values, None
+
+
+class _AtEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, side: Side) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows, ctx.side = rows, side
+        return x.index_select(0, getattr(rows, side))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return sums_of_edges(gradient, ctx.rows, ctx.side), None, None
+
+
+class _SumsOfEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Rows, side: Side) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows, ctx.side = rows, side
+        return _summed(values, rows, side)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return at_edges(gradient, ctx.rows, ctx.side), None, None

@@ -1,0 +1,83 @@
+"""Which convolutions, and which calls of them, are computed over compressed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import is_plainly_eager
+from ...tracing.values import user_class
+from . import convolutions
+from .kept import KeptGraphs
+
+__all__ = ["CONVOLUTIONS", "not_supported", "takes"]
+
+Compute = Callable[[Any, KeptGraphs, Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+
+_CONV = "torch_geometric.nn.conv."
+CONVOLUTIONS: Mapping[str, Compute] = {
+    f"{_CONV}gcn_conv.GCNConv": convolutions.gcn,
+    f"{_CONV}sage_conv.SAGEConv": convolutions.sage,
+    f"{_CONV}gin_conv.GINConv": convolutions.gin,
+    f"{_CONV}gat_conv.GATConv": convolutions.gat,
+    f"{_CONV}gatv2_conv.GATv2Conv": convolutions.gatv2,
+}
+"""Class, by name -> what computes a call: of the layer, what is kept, x, edge_index and weights or features of edges.
+
+It returns None where the layer's own forward has to."""
+
+_AGGREGATIONS = {"SumAggregation": "sum", "MeanAggregation": "mean"}
+_AVERAGING = ("SAGEConv", "GINConv")
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_HOOKS = tuple(
+    f"_{what}_forward_{kind}hooks"
+    for what in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("", "pre_")
+)
+
+
+def not_supported(conv: nn.Module) -> str | None:
+    """Return why a layer cannot be computed over compressed rows as it is set up; None where it can."""
+    layer: Any = conv
+    name = user_class(type(conv)).__name__
+    aggregation = _AGGREGATIONS.get(type(layer.aggr_module).__name__)
+    if aggregation is None or (aggregation == "mean" and name not in _AVERAGING):
+        return f"it aggregates by {layer.aggr}, and only sums, and means of SAGEConv and GINConv, go over rows"
+    if any(getattr(layer, hooks, None) for hooks in _HOOKS):
+        return "it has hooks on its messages, which there are none of over rows"
+    if getattr(layer, "_explain", None):
+        return "its messages are being explained"
+    if getattr(layer, "lin", layer) is None:
+        return "its sources and targets are transformed by layers of their own"
+    return None
+
+
+def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool:
+    """Say whether a call, in eager mode on a CPU, goes over compressed rows."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or type(edge_index) is not Tensor:
+        return False
+    if x.dim() != 2 or x.dtype not in _DTYPES or x.device.type != "cpu" or not x.numel():
+        return False
+    if edge_index.dtype != torch.int64 or edge_index.layout != torch.strided or not edge_index.numel():
+        return False
+    if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.device != x.device:
+        return False
+    if torch.is_autocast_enabled("cpu") or not is_plainly_eager(watched=True):
+        return False
+    return _fits(edges, x, edge_index) and not _drops(conv) and not_supported(conv) is None
+
+
+def _fits(edges: object, x: Tensor, edge_index: Tensor) -> bool:
+    if edges is None:
+        return True
+    if not isinstance(edges, Tensor) or edges.device != x.device or edges.dtype != x.dtype:
+        return False
+    return edges.dim() in (1, 2) and len(edges) == edge_index.shape[1]
+
+
+def _drops(conv: Any) -> bool:
+    """Say whether attention is dropped at random: the random stream is the layer's own."""
+    return bool(conv.training and getattr(conv, "dropout", 0.0))

@@ -1,0 +1,221 @@
+"""Graph networks whose convolutions go over compressed rows: the same network otherwise, in any mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import nn as pyg
+
+import fxopt
+from fxopt.passes.pipeline import parse
+from fxopt.testing import assert_equivalent
+from fxopt.transforms.sparse_message_passing import SparseMessagePassing
+
+WIDTH, NODES = 8, 30
+
+
+def graph(seed=0, edges=90):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NODES, WIDTH, generator=generator), torch.randint(0, NODES, (2, edges), generator=generator)
+
+
+class Network(nn.Module):
+    def __init__(self, *convs):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(convs or [pyg.GCNConv(WIDTH, WIDTH), pyg.GATConv(WIDTH, 4, heads=2)])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return self.head(x)
+
+
+class Derived(pyg.SAGEConv):
+    """Whose messages are others."""
+
+    def message(self, x_j):
+        return 2 * x_j
+
+
+def optimized(model, **arguments):
+    inputs = arguments.pop("inputs", graph())
+    arguments = {"measure": False, "time_budget": 60, **arguments}
+    return fxopt.optimize(model, "sparse_message_passing", example_inputs=inputs, **arguments)
+
+
+def over_rows(conv):
+    """Say whether a layer keeps rows of graphs."""
+    return "_fxopt_graphs" in vars(conv)
+
+
+def statuses(model):
+    return [decision.status for decision in fxopt.plan(model).decisions]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_layers_keep_their_class_their_weights_and_their_names(training):
+    model = Network().train(training)
+    before = copy.deepcopy(model.state_dict())
+    fast = optimized(model)
+    assert statuses(fast) == ["applied", "applied"]
+    for conv, own in zip(fast.convs, model.convs, strict=True):
+        assert over_rows(conv) and isinstance(conv, type(own))
+        assert type(conv).__name__ == type(own).__name__ and repr(conv) == repr(own)
+        assert not over_rows(own)
+    assert fast.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for seed in (0, 1):
+        assert_equivalent(model, fast, graph(seed))
+
+
+def test_for_evaluation_training_runs_the_layers_own_forward(monkeypatch):
+    model = Network().eval()
+    fast = optimized(model)
+    calls = []
+    own = pyg.GCNConv.forward
+    monkeypatch.setattr(pyg.GCNConv, "forward", lambda *args: calls.append(1) or own(*args))
+    fast(*graph())
+    assert not calls
+    fast.train()(*graph()).sum().backward()
+    assert calls
+    assert all(parameter.grad is not None for parameter in fast.parameters())
+
+
+def test_a_network_trains_to_the_same_weights():
+    model = Network().train()
+    fast = optimized(model)
+    x, edge_index = graph()
+    for network in (model, fast):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            network(x, edge_index).square().mean().backward()
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(fast.get_parameter(name), parameter)
+
+
+def test_checkpoints_copies_archives_plans_and_the_way_back(tmp_path):
+    model = Network().eval()
+    fast, inputs = optimized(model), graph(1)
+    other = Network().eval()
+    nn.init.normal_(other.head.weight)
+    fast.load_state_dict(other.state_dict())
+    expected = other(*inputs)
+    torch.testing.assert_close(fast(*inputs), expected)
+    fxopt.save(fast, tmp_path / "network.fxopt")
+    again = fxopt.load(tmp_path / "network.fxopt", model=Network().eval())
+    replayed = fxopt.optimize(other, plan=fxopt.plan(fast), example_inputs=graph())
+    for network in (copy.deepcopy(fast), again, replayed):
+        assert all(map(over_rows, network.convs))
+        torch.testing.assert_close(network(*inputs), expected)
+    original = fxopt.restore(fast)
+    assert [type(conv) for conv in original.convs] == [pyg.GCNConv, pyg.GATConv]
+    torch.testing.assert_close(original(*inputs), expected)
+
+
+def test_a_cached_layer_knows_nothing_of_the_examples():
+    model = Network(pyg.GCNConv(WIDTH, WIDTH, cached=True)).eval()
+    fast = optimized(model, inputs=graph(5))
+    for inputs in (graph(), graph(1)):  # the second is answered over the edges of the first, as the layer has it
+        torch.testing.assert_close(fast(*inputs), model(*inputs))
+
+
+def test_small_graphs_that_never_come_again_are_left_to_the_layer(monkeypatch):
+    fast = optimized(Network(pyg.SAGEConv(WIDTH, WIDTH)).eval())
+    calls, own = [], pyg.SAGEConv.forward
+    monkeypatch.setattr(pyg.SAGEConv, "forward", lambda *args: calls.append(1) or own(*args))
+
+    def counts(seed, times=3):
+        inputs, found = graph(seed), []
+        for _ in range(times):
+            calls.clear()
+            fast(*inputs)
+            found.append(len(calls))
+        return found
+
+    once = [counts(seed, 1) for seed in range(200)]
+    assert once[0] == [0] and once[-1] == [1]
+    assert counts(3) == [1, 0, 0]
+    assert counts(4) == [0, 0, 0]  # one has come again
+
+
+class Twice(nn.Module):
+    """A forward that no graph can say, with a layer that is called twice."""
+
+    def __init__(self, names=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = pyg.GINConv(nn.Linear(WIDTH, WIDTH))
+        if names == 2:
+            self.same = self.conv
+
+    def forward(self, x, edge_index):
+        for _ in range(int(edge_index.max() > 0) + 1):
+            x = self.conv(x, edge_index)
+        return x
+
+
+def test_a_layer_in_a_model_without_graphs():
+    fast, inputs = optimized(Twice().eval()), graph(2)
+    assert statuses(fast) == ["applied"]
+    torch.testing.assert_close(fast(*inputs), Twice().eval()(*inputs))
+
+
+def test_a_layer_with_two_names_is_left_as_it_is():
+    (decision,) = fxopt.plan(optimized(Twice(names=2).eval())).decisions
+    assert decision.status == "refused"
+    assert "same" in decision.reason
+
+
+def test_a_second_run_changes_nothing():
+    fast = optimized(Network().eval())
+    again = fxopt.optimize(fast, "sparse_message_passing", example_inputs=graph(), measure=False)
+    reasons = [decision.reason for decision in fxopt.plan(again).decisions[2:]]
+    assert reasons == ["it goes over compressed rows already"] * 2
+
+
+def test_measured_it_stays_where_it_pays_and_says_so():
+    fast = optimized(Network().eval(), measure=True)
+    assert set(statuses(fast)) <= {"applied", "undone", "skipped"}
+    torch.testing.assert_close(fast(*graph(3)), Network().eval()(*graph(3)))
+
+
+@pytest.mark.parametrize(
+    ("conv", "reason"),
+    [
+        (lambda: pyg.GraphConv(WIDTH, WIDTH), "GraphConv is none of GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv"),
+        (lambda: Derived(WIDTH, WIDTH), "Derived is none of"),
+        (lambda: pyg.SAGEConv(WIDTH, WIDTH, aggr="max"), "it aggregates by max"),
+        (lambda: pyg.GCNConv(WIDTH, WIDTH, aggr="mean"), "it aggregates by mean"),
+        (lambda: pyg.GATConv((WIDTH, WIDTH), WIDTH), "transformed by layers of their own"),
+        (lambda: hooked(pyg.GCNConv(WIDTH, WIDTH)), "it has hooks on its messages"),
+    ],
+)
+def test_refused_with_a_reason(conv, reason):
+    (decision,) = fxopt.plan(optimized(Network(conv()).eval())).decisions
+    assert decision.status == "refused"
+    assert reason in decision.reason
+
+
+def hooked(conv):
+    conv.register_propagate_forward_hook(lambda *_: None)
+    return conv
+
+
+def test_a_model_without_message_passing_is_refused():
+    fast = optimized(nn.Linear(3, 3), inputs=(torch.randn(2, 3),))
+    (decision,) = fxopt.plan(fast).decisions
+    assert "no message passing" in decision.reason
+
+
+def test_its_text_is_read_back():
+    assert parse(str(SparseMessagePassing())) == (SparseMessagePassing(),)

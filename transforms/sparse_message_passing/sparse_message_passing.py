@@ -1,0 +1,78 @@
+"""The pass: convolutions of PyTorch Geometric over compressed rows of the graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from ...tracing.values import user_class
+
+__all__ = ["SparseMessagePassing"]
+
+_MESSAGE_PASSING = "torch_geometric.nn.conv.message_passing"
+
+
+@dataclass(frozen=True)
+class SparseMessagePassing(Pass):
+    """Sum over neighbours in compressed rows, made once for each graph, without a message for each edge.
+
+    Before: y = conv(x, edge_index)        After: the same call; the layer keeps the rows of `edge_index`
+    Refuses: layers other than GCNConv, SAGEConv, GINConv, GATConv and GATv2Conv, classes derived from these, hooks on
+    messages, aggregations other than sums and means.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
+    before: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "pipeline")
+    after: ClassVar[tuple[str, ...]] = ("prune", "qat", "quantize", "graph_pooling", "fuse_ensembles")
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        names = program.names
+        found = [each for module in names.distinct for each in _found(program, names.name(module), module)]
+        yield from found or [Refusal("the model has no message passing of PyTorch Geometric", "")]
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        from ...layers.message_passing import compressed
+
+        trains = site.phase is not Phase.EVAL
+        edit.replace_module("", compressed(edit.owner, edit.program.model, trains=trains))
+        edit.trainable = True  # otherwise the layer's own forward runs in training
+
+
+def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Refusal]:
+    """Yield a site for a layer that goes over rows, and a reason for other message passing."""
+    if not _passes_messages(module):
+        return
+    from ...layers.message_passing import CONVOLUTIONS, is_compressed, not_supported
+
+    base = user_class(type(module))
+    if is_compressed(module):
+        yield Refusal("it goes over compressed rows already", name)
+    elif f"{base.__module__}.{base.__qualname__}" not in CONVOLUTIONS:
+        yield Refusal(f"{base.__name__} is none of {_listed(CONVOLUTIONS)}; what its messages are is its own", name)
+    elif type(module) is not base:
+        yield Refusal("another pass has rewritten it", name)
+    else:
+        reason = not_supported(module)
+        label = f"{base.__name__} over compressed rows"
+        phase = Phase.BOTH if program.training else Phase.EVAL
+        yield Site(program, name, {}, detail=label, phase=phase) if reason is None else Refusal(reason, name)
+
+
+def _passes_messages(module: nn.Module) -> bool:
+    """Tell whether a module is message passing; PyTorch Geometric is not imported for it."""
+    loaded = sys.modules.get(_MESSAGE_PASSING)
+    return loaded is not None and isinstance(module, loaded.MessagePassing)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name.rpartition(".")[2] for name in names)
