@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import convolution as convolutions
-from fxopt.layers.packed import linear as linears
+from fxopt.compat_packed import convolution, linear_product, why_no_packing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -55,8 +53,8 @@ def _wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     def spoiled(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: request.param(kernel(*args))
 
-    monkeypatch.setattr(linears, "linear_product", spoiled(linears.linear_product))
-    monkeypatch.setattr(convolutions, "convolution", spoiled(convolutions.convolution))
+    monkeypatch.setattr("fxopt.layers.packed.linear.linear_product", spoiled(linear_product))
+    monkeypatch.setattr("fxopt.layers.packed.convolution.convolution", spoiled(convolution))
 
 
 def decided(layer: nn.Module, shape: tuple[int, ...], **options: Any) -> list[tuple[str, str]]:
