@@ -24,7 +24,7 @@ def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
         return None, None
     count, step = _walk(tensor)
     elements = tensor.detach().as_strided((count,), (step,), tensor.storage_offset()).view(dtype).numpy()
-    return memoryview(elements), memoryview(elements.copy())
+    return elements.data, elements.copy().data
 
 
 def _walk(tensor: Tensor) -> tuple[int, int]:
