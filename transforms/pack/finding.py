@@ -165,5 +165,6 @@ def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
     # What feeds a convolution is mostly another one; images are not.
     shape, channels = shape_of(first.layer.x) or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
-    check = Check(packed, *tensors[0], first.behind.other is not None, first.layer.outputs, first.layer.rows)
+    layer, adds = first.layer, first.behind.other is not None
+    check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
     return Calls(shape, packed.plainly, packed, tensors, check, lies_last)
