@@ -89,6 +89,11 @@ def _net(network: Callable[[], nn.Module], exact: float, bf16: float, size: int 
     return Case(build, _aims(exact, bf16), preparation=2.0, int8="quantize{scheme=int8_static}")
 
 
+def _decoder(network: Callable[[], Any], exact: float, bf16: float, int8: float) -> Case:
+    aims = _aims(exact, bf16, int8)
+    return Case(partial(_decoding, network), aims, preparation=6.0, int8="quantize{scheme=int8_weight}")
+
+
 _SGD = ("SGD", {"lr": 1e-4, "momentum": 0.9})
 _BERT = partial(networks.bert_base, labels=2)
 CASES: Mapping[str, Case] = {
@@ -101,8 +106,8 @@ CASES: Mapping[str, Case] = {
     "gpt2, 128 tokens": Case(partial(_text, networks.gpt2, 128, 50257), _aims(1.5, 2.7, 3.6), 6.0),
     "llama, 128 tokens": Case(partial(_text, networks.llama, 128, 32000), _aims(1.3, 2.4, 3.2), 6.0),
     "vit-small": Case(partial(_image, networks.vit_small), _aims(1.28, 2.3, 2.6), 6.0),
-    "gpt2, a step": Case(partial(_decoding, networks.gpt2), _aims(1.3, 1.8, 3.3), 6.0),
-    "llama, a step": Case(partial(_decoding, networks.llama), _aims(1.2, 1.8, 3.0), 6.0),
+    "gpt2, a step": _decoder(networks.gpt2, 1.3, 1.8, 3.3),
+    "llama, a step": _decoder(networks.llama, 1.2, 1.8, 3.0),
     "lstm": Case(_tagger, _aims(1.5, 2.2, 2.8)),
     "gcn": Case(partial(_graph, "GCNConv"), _aims(10)),
     "gat": Case(partial(_graph, "GATConv"), _aims(6)),

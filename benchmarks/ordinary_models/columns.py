@@ -93,8 +93,9 @@ def passes(preset: str, kind: str, int8: str) -> list[str]:
         listed = [f"{name}{{dtype=bfloat16}}" if name == "pack" else name for name in listed]
         return [*listed, "autocast"] if preset == "training" else listed
     if kind == "int8":
-        later = ("fold_batchnorm", *BEYOND[preset])  # 8 bits with ranges include the folding
-        before = next((at for at, name in enumerate(listed) if name in later), len(listed))
+        if "int8_static" in int8:  # it includes fold_batchnorm, which fuse_ensembles must not run before
+            listed.remove("fuse_ensembles")
+        before = next((at for at, name in enumerate(listed) if name in BEYOND[preset]), len(listed))
         return [*listed[:before], int8, *listed[before:]]
     return listed
 
