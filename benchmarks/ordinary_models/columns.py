@@ -24,7 +24,7 @@ BEYOND = {
     "inference": ("channels_last", "attention", "sparse_message_passing", "pack", "flatten_calls"),
     "training": ("channels_last",),
 }
-"""Passes that are taken beside those of a preset, as far as they are there and it has them not."""
+"""Passes that stand behind the others of a preset, whether it has them or not, as far as they are there."""
 
 Call = Callable[[], Tensor]
 
@@ -88,13 +88,12 @@ def eager(of: Subject) -> Prepared:
 def passes(preset: str, kind: str, int8: str) -> list[str]:
     """Return the passes of a column: exact ones, and for `kind` those that err."""
     known = own_names()
-    listed = [*PRESETS[preset], *(name for name in BEYOND[preset] if name in known and name not in PRESETS[preset])]
+    listed = [name for name in PRESETS[preset] if name not in BEYOND[preset]]
+    listed += [name for name in BEYOND[preset] if name in known]
     if kind == "bf16":
         listed = [f"{name}{{dtype=bfloat16}}" if name == "pack" else name for name in listed]
         return [*listed, "autocast"] if preset == "training" else listed
     if kind == "int8":
-        if "int8_static" in int8:  # it includes fold_batchnorm, which fuse_ensembles must not run before
-            listed.remove("fuse_ensembles")
         before = next((at for at, name in enumerate(listed) if name in BEYOND[preset]), len(listed))
         return [*listed[:before], int8, *listed[before:]]
     return listed
