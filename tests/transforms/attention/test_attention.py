@@ -153,8 +153,15 @@ def test_what_cannot_be_replaced_stays_for_a_reason(name: str):
     torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
 
 
-def test_dropout_of_the_weights_is_left_out_in_evaluation_only():
-    model = Attends(lambda m, q, k, v: m.drop(torch.softmax(q @ k.mT, -1)) @ v)
+DROPS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "module": lambda m, q, k, v: m.drop(torch.softmax(q @ k.mT, -1)) @ v,
+    "function": lambda m, q, k, v: F.dropout(torch.softmax(q @ k.mT, -1), 0.5, m.training) @ v,
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_dropout_of_the_weights_is_left_out_in_evaluation_only(name: str):
+    model = Attends(DROPS[name])
     x = torch.randn(3, LENGTH, 8)
     _, (refused,) = optimized(model, (x,))
     assert "evaluation" in refused.reason
@@ -165,6 +172,13 @@ def test_dropout_of_the_weights_is_left_out_in_evaluation_only():
     dropped = fast.train()(x)
     torch.manual_seed(0)
     torch.testing.assert_close(dropped, model.train()(x))
+
+
+def test_dropout_in_evaluation_stays():
+    model, x = Attends(lambda m, q, k, v: F.dropout(torch.softmax(q @ k.mT, -1), 0.5) @ v), torch.randn(3, LENGTH, 8)
+    fast, decisions = optimized(model.eval(), (x,))
+    assert all(each.status != "applied" for each in decisions)
+    assert calls(fast) == []
 
 
 def test_twice_is_once_and_the_original_is_untouched():
