@@ -36,6 +36,7 @@ HOUSE = (
         "compat",
         "compat_checkpoint",
         "compat_distributed",
+        "compat_calls",
         "compat_packed",
         "compat_quantized",
         "known_passes",

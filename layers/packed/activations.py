@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ class Activation:
         operator: canonical name; "" for none.
         fixed: arguments that it has, by name.
         free: names of numbers that it reads.
-        numbers: these, or what the kernel is given where it reads none.
-        kernel: what oneDNN calls it.
+        numbers: these.
+        kernel: what oneDNN calls it; "" where its kernel makes numbers of NaN: then it is computed behind the product.
         kind: which kind of it.
     """
 
@@ -35,17 +36,26 @@ class Activation:
 
     @property
     def behind(self) -> tuple[str, list[float], str]:
-        """Return it as `compat_packed` takes it."""
-        return self.kernel, list(self.numbers), self.kind
+        """Return what the kernel of a product computes of it, as `compat_packed` takes it."""
+        return (self.kernel, list(self.numbers), self.kind) if self.kernel else ("none", [], "")
+
+    def having(self, numbers: tuple[float, ...]) -> Activation:
+        """Return it with its numbers. A leaky ReLU without a slope is one, of which the kernel makes numbers of NaN."""
+        is_relu = self.operator == "leaky_relu" and numbers == (0.0,)
+        return dataclasses.replace(self, numbers=numbers, kernel="" if is_relu else self.kernel)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.operator:
-            return x
-        return _FUNCTIONS[self.operator](x, **dict(self.fixed), **dict(zip(self.free, self.numbers, strict=False)))
+        return _FUNCTIONS[self.operator](x, **self._arguments) if self.operator else x
 
     def written_into(self, x: Tensor) -> Tensor:
         """Compute it, in place where torch can."""
-        return x.relu_() if self.operator == "relu" else self(x)
+        if self.operator not in _IN_PLACE:
+            return self(x)
+        return x.relu_() if self.operator == "relu" else _FUNCTIONS[self.operator](x, **self._arguments, inplace=True)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {**dict(self.fixed), **dict(zip(self.free, self.numbers, strict=True))}
 
     def __str__(self) -> str:
         return self.operator or "nothing"
@@ -59,18 +69,20 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "relu6": F.relu6,
 }  # fmt: skip
 
+_IN_PLACE = ("relu", "hardsigmoid", "hardtanh", "relu6")
+
 _KNOWN = (
-    Activation("relu", kernel="relu"),
+    Activation("relu", kernel=""),
     Activation("gelu", (("approximate", "none"),), kernel="gelu", kind="none"),
     Activation("gelu", (("approximate", "tanh"),), kernel="gelu", kind="tanh"),
     Activation("silu", kernel="swish"),
     Activation("sigmoid", kernel="sigmoid"),
     Activation("tanh", kernel="tanh"),
     Activation("hardswish", kernel="hardswish"),
-    Activation("hardsigmoid", kernel="hardsigmoid"),
+    Activation("hardsigmoid", kernel=""),
     Activation("leaky_relu", free=("negative_slope",), kernel="leaky_relu"),
-    Activation("hardtanh", free=("min_val", "max_val"), kernel="hardtanh"),
-    Activation("relu6", numbers=(0.0, 6.0), kernel="hardtanh"),
+    Activation("hardtanh", free=("min_val", "max_val"), kernel=""),
+    Activation("relu6", kernel=""),
 )
 
 

@@ -82,17 +82,20 @@ class PackedConvolution(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if not self.takes(x, weight, bias, other) or x.dim() != self._dims:
+        if x.dim() != self._dims or weight.dim() != self._dims:
+            return self.plainly(x, weight, bias, other)
+        groups, is_transposed = self.geometry.groups, self.geometry.output_padding is not None
+        inputs, outputs = weight.size(1) * groups, weight.size(0)
+        if is_transposed:
+            inputs, outputs = outputs, inputs
+        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
-        if self.dtype is torch.float32:
-            result = convolution(x, packed, bias, self.geometry, behind)
-        else:
-            result = convolution(x.to(self.dtype), packed, bias, self.geometry, behind).to(x.dtype)
-        return result if other is None else self.summed(result, other)
+        given = x if x.dtype is self.dtype else x.to(self.dtype)
+        return self.finished(convolution(given, packed, bias, self.geometry, behind), x.dtype, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""

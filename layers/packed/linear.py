@@ -52,7 +52,7 @@ class PackedLinear(Packed):
     ) -> None:
         super().__init__((activation, dtype, transposed), _Weight(dtype, transposed), activation)
         self.dtype, self.transposed = dtype, transposed
-        self._inputs = 0 if transposed else 1
+        self._inputs, self._outputs = (0, 1) if transposed else (1, 0)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(x @ weight.T + bias + other), [..., outputs].
@@ -63,17 +63,16 @@ class PackedLinear(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if not self.takes(x, weight, bias, other) or x.size(-1) != weight.size(self._inputs):
+        if weight.dim() != 2 or not x.dim() or x.size(-1) != weight.size(self._inputs):
+            return self.plainly(x, weight, bias, other)
+        if not self.takes(x, weight, bias, other, weight.size(self._outputs)):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
-        if self.dtype is torch.float32:
-            result = linear_product(x, packed, bias, behind)
-        else:
-            result = linear_product(x.to(self.dtype), packed, bias, behind).to(x.dtype)
-        return result if other is None else self.summed(result, other)
+        result = linear_product(x if x.dtype is self.dtype else x.to(self.dtype), packed, bias, behind)
+        return self.finished(result, x.dtype, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch does."""

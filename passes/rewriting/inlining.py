@@ -16,6 +16,7 @@ from ...tracing.values import user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
+    "obstacle_at",
     "obstacle_to_inlining",
     "unmet_guard",
     "unmet_guards",
@@ -23,21 +24,23 @@ __all__ = [
 
 
 def obstacle_to_inlining(module: nn.Module) -> str | None:
-    """Return why a module must stay one call (hooks, parametrizations, contexts), or None."""
-    for submodule in module.modules():
-        if isinstance(submodule, WrappedRegion):
-            return f"it opens {submodule.context}"
-        if user_class(type(submodule)).__call__ is not nn.Module.__call__ and not isinstance(submodule, fx.GraphModule):
-            return "it has a __call__ of its own"
-        if has_hooks(submodule):
-            return "it has hooks"
-        if parametrize.is_parametrized(submodule):
-            return "it has parametrizations"
-        if "forward" in vars(submodule):
-            return "its forward was replaced"
-        if is_volatile(submodule):
-            return VOLATILE
-    return None
+    """Return why a module, or one inside it, must stay one call (hooks, parametrizations, contexts), or None."""
+    return next((reason for reason in map(obstacle_at, module.modules()) if reason is not None), None)
+
+
+def obstacle_at(module: nn.Module) -> str | None:
+    """Return why a module must stay one call, whatever is inside it, or None."""
+    if isinstance(module, WrappedRegion):
+        return f"it opens {module.context}"
+    if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule):
+        return "it has a __call__ of its own"
+    if has_hooks(module):
+        return "it has hooks"
+    if parametrize.is_parametrized(module):
+        return "it has parametrizations"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    return VOLATILE if is_volatile(module) else None
 
 
 def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:

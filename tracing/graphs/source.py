@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -181,12 +182,14 @@ class _Body:
         self._nodes = list(specialization.graph.nodes)
         self._names = names
         self._containers = self._hoisted()
+        self._registries = self._hoisted_registries()
         self._last_uses = _last_uses(self._nodes)
         # A child may be called `self`; the forward needs that name to the end.
         self._renamed = {node: names.fresh("self") for node in self._nodes if node.name == "self"}
 
     def lines(self) -> list[str]:
         lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
+        lines += [f"{local} = {expression}" for expression, local in self._registries.items()]
         for node in self._nodes:
             line = self._statement(node)
             if line is None:
@@ -206,6 +209,11 @@ class _Body:
                 container = _container(node)
                 counts[container] = counts.get(container, 0) + 1
         return {container: self._names.fresh("children") for container, count in counts.items() if count > 1}
+
+    def _hoisted_registries(self) -> dict[str, str]:
+        """Name the registries of modules inside that several tensors are read from."""
+        counts = Counter(_registry(node) for node in self._nodes)
+        return {text: self._names.fresh("tensors") for text, count in counts.items() if text and count > 1}
 
     def _statement(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
@@ -262,12 +270,10 @@ class _Body:
 
     def _read(self, node: fx.Node) -> str:
         """Write the read of an attribute; a child's tensor is had in a tenth of the time without `__getattr__`."""
-        target, local = str(node.target), self._local(node)
-        registry = next((name for kind, name in _REGISTRIES.items() if node.meta.get(kind)), None)
-        if registry is None or not (node.users and "." in target):
+        target, local, registry = str(node.target), self._local(node), _registry(node)
+        if not registry:
             return _attribute(target)
-        *parents, name = target.split(".")
-        held = f"{_module_text(parents)}.{registry}.get({name!r})"
+        held = f"{self._registries.get(registry, registry)}.get({target.rpartition('.')[2]!r})"
         # It may be kept elsewhere: as a parametrization, or on the replicas of nn.DataParallel.
         return f"{local} if ({local} := {held}) is not None else {_attribute(target)}"
 
@@ -349,6 +355,13 @@ def _children_of(path: str) -> str:
 def _module_text(parts: Iterable[str]) -> str:
     """Return how generated code reaches a module, without the cost of `nn.Module.__getattr__`."""
     return "self" + "".join(f"._modules[{part!r}]" for part in parts)
+
+
+def _registry(node: fx.Node) -> str:
+    """Return the text of the registry that a child's tensor is read from; "" for other nodes."""
+    kept = next((name for kind, name in _REGISTRIES.items() if node.meta.get(kind)), "")
+    path, dot, _ = str(node.target).rpartition(".")
+    return f"{_module_text(path.split('.'))}.{kept}" if node.op == "get_attr" and node.users and kept and dot else ""
 
 
 def _attribute(target: str) -> str:

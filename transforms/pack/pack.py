@@ -45,7 +45,7 @@ class Pack(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
     judges_itself: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "swap_kernels")
-    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat", "autocast"), _BEFORE)
+    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat"), _BEFORE)
 
     def __post_init__(self) -> None:
         if self.dtype is torch.bfloat16:
@@ -55,12 +55,10 @@ class Pack(Pass):
         if self.dtype not in (torch.float32, torch.bfloat16):
             raise UsageError(f"pass 'pack': dtype={self.dtype}; use float32 or bfloat16")
         _ = self.error_budget
-        reason = why_no_packing(self.dtype)
-        if reason:
-            raise UsageError(f"pass 'pack': {reason}; leave the pass out")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        return found_in(program, self.dtype)
+        reason = why_no_packing(self.dtype)
+        return iter([Refusal(reason, "(root)")]) if reason else found_in(program, self.dtype)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if not write(site, edit, self.dtype):

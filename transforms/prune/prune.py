@@ -55,6 +55,7 @@ class Prune(Settings, Pass):
     """
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
+    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # it reads what was put in the place of the weights
     before: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_ensembles", "qat", "quantize")

@@ -48,6 +48,7 @@ class Quantize(Pass, Settings):
     """
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
     phase: ClassVar[Phase] = Phase.EVAL
     trainable: ClassVar[bool] = False
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
@@ -65,7 +66,7 @@ class Quantize(Pass, Settings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
         if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
-            object.__setattr__(self, "includes", ("fold_batchnorm",))
+            object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
             rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
             object.__setattr__(self, "destroys", rest)
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))

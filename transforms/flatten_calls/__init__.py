@@ -1,0 +1,7 @@
+"""Write the calls of a module tree out as one function: the pass, what it opens, what it asks at each call."""
+
+from __future__ import annotations
+
+from .flatten_calls import FlattenCalls
+
+__all__ = ["FlattenCalls"]

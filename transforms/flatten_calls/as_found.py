@@ -1,0 +1,180 @@
+"""Whether the modules whose calls were written out are still what they were, asked at each call of what is around."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...compat import REGISTERS, has_hooks, own_children
+from ...compat_calls import hooks_of, hooks_of_all
+from ...tracing.graphs import capture_of
+from ...tracing.guards import NOT_HELD
+from ...tracing.values import Absent, user_class
+
+__all__ = ["AsFound", "Opened"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A module inside another one, as it was when its call was written out, or one on the way to it.
+
+    Attributes:
+        path: its name there.
+        kind: its class.
+        settings: the attributes that its forward reads, with their values; None of one that has a graph, which knows.
+        reads: the names of attributes that its graph was made for; of a leaf those of its settings.
+        without: the names of its parameters and buffers that are None.
+        children: how many it has.
+    """
+
+    path: str
+    kind: type[nn.Module]
+    settings: tuple[tuple[str, Any], ...] | None
+    reads: tuple[str, ...]
+    without: tuple[str, ...]
+    children: int
+
+    @classmethod
+    def of(
+        cls, path: str, module: nn.Module, settings: tuple[tuple[str, Any], ...] | None, reads: Iterable[str]
+    ) -> Opened:
+        """Return what a module is now."""
+        tensors = [item for register in REGISTERS for item in vars(module)[register].items()]
+        without = tuple(name for name, tensor in tensors if tensor is None)
+        return cls(path, user_class(type(module)), settings, tuple(reads), without, len(own_children(module)))
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What modules are like: equal as long as they are the same, with the same settings, of the same classes.
+
+    Attributes:
+        hooks: the registries of all their hooks, and those of all modules.
+        places, names, values: entries of dictionaries, and what is there: children and settings.
+        registries, sizes: the modules' dictionaries of attributes and of children, and how many entries they have.
+        modules, kinds: the modules and their classes.
+        is_right: whether that is what it was when the calls were written out.
+    """
+
+    hooks: tuple[Any, ...]
+    places: list[dict[str, Any]]
+    names: list[str]
+    values: list[Any]
+    registries: list[dict[str, Any]]
+    sizes: list[int]
+    modules: list[nn.Module]
+    kinds: list[type]
+    is_right: bool
+
+
+class AsFound:
+    """Say of a module whether those inside of it are what they were when their calls were written out, without hooks.
+
+    What is asked at each call are a few comparisons of lists; copies and pickles look at their modules anew.
+
+    Args:
+        opened: the modules inside.
+        children: how many it has itself.
+    """
+
+    __name__ = "calls_as_found"
+
+    def __init__(self, opened: Sequence[Opened], children: int) -> None:
+        self.opened, self.children = tuple(opened), children
+        self._known: dict[int, tuple[Any, ...]] = {}
+        """By the identity of the module, for copies of a model may share a graph."""
+
+    def __call__(self, module: nn.Module) -> bool:
+        if torch.compiler.is_compiling():
+            return False  # compilers see the modules
+        known = self._known.get(id(module))
+        if known is not None:
+            hooks, places, names, values, registries, sizes, modules, kinds, is_right, _ = known
+            if any(hooks):
+                return False
+            try:
+                if (
+                    [*map(getitem, places, names)] == values
+                    and [*map(len, registries)] == sizes
+                    and [*map(type, modules)] == kinds
+                ):
+                    return is_right
+            except NOT_HELD:
+                pass
+        return self._look(module)
+
+    def _look(self, module: nn.Module) -> bool:
+        """Look at each module, and note what it is like."""
+        try:
+            noted = self._noted(module)
+        except NOT_HELD:
+            return False  # one is not there
+        key, known = id(module), self._known
+        alive = weakref.ref(module, lambda _: known.pop(key, None))
+        known[key] = (*(getattr(noted, name) for name in noted.__match_args__), alive)
+        return noted.is_right and not any(noted.hooks)
+
+    def _noted(self, module: nn.Module) -> _Noted:
+        places: list[dict[str, Any]] = []
+        names: list[str] = []
+        modules: list[nn.Module] = []
+        by_path, is_right = {"": module}, len(own_children(module)) == self.children
+        for each in self.opened:
+            parent, _, last = each.path.rpartition(".")
+            places.append(cast("dict[str, Any]", own_children(by_path[parent])))
+            names.append(last)
+            inside = by_path[each.path] = cast("nn.Module", places[-1][last])
+            modules.append(inside)
+            is_right = is_right and _is_as_found(inside, each)
+            for registry, own in ((vars(inside), each.reads), *((vars(inside)[r], each.without) for r in REGISTERS)):
+                there = [name for name in own if name in registry]
+                places += [registry] * len(there)
+                names += there
+        values = [_kept(place[name]) for place, name in zip(places, names, strict=True)]
+        hooks = tuple(registry for inside in modules for registry in hooks_of(inside))
+        parents = [cast("dict[str, Any]", own_children(each)) for each in (module, *modules)]
+        registries = [*map(vars, modules), *(children for children in parents if children)]
+        return _Noted(
+            (*hooks, *hooks_of_all()), places, names, values, registries, [*map(len, registries)], modules,
+            [*map(type, modules)], is_right,
+        )  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AsFound) and (self.opened, self.children) == (other.opened, other.children)
+
+    def __hash__(self) -> int:
+        return hash(tuple(each.path for each in self.opened))
+
+    def __repr__(self) -> str:
+        return f"AsFound({len(self.opened)} modules)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AsFound:
+        return AsFound(self.opened, self.children)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AsFound, (self.opened, self.children)
+
+
+def _is_as_found(module: nn.Module, opened: Opened) -> bool:
+    if len(own_children(module)) != opened.children:
+        return False
+    if user_class(type(module)) is not opened.kind or "forward" in vars(module) or has_hooks(module):
+        return False
+    if any(vars(module)[register].get(name) is not None for register in REGISTERS for name in opened.without):
+        return False
+    if opened.settings is None:
+        capture = capture_of(module)
+        return capture is not None and not capture.dropped
+    return all(vars(module).get(name, Absent) == value for name, value in opened.settings)
+
+
+def _kept(value: Any) -> Any:
+    """Return a value to compare with later: of what may be changed in place a copy."""
+    return copy.deepcopy(value) if type(value) in (list, dict, set) else value

@@ -1,0 +1,86 @@
+"""The pass: one function for a module tree whose calls cost more than its work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...errors import MatchFailure
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...tracing.graphs import Region, Specialization, required_capture
+from ...tracing.program import Program
+from ...tracing.values import keep, qualified
+from .writing import Flat, flattened, is_written_out
+
+__all__ = ["FlattenCalls"]
+
+
+@dataclass(frozen=True)
+class FlattenCalls(Pass):
+    """Write out what modules call in the graph of the outermost one, and read their parameters directly.
+
+    Before: y = child(x), where child calls linear and relu    After: y = relu(linear(x, child.0.weight, child.0.bias))
+    Refuses: modules with hooks, parametrizations or a `__call__` of their own; they stay calls.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    after: ClassVar[tuple[str, ...]] = (
+        "eliminate_common_subexpressions", "fold_constants", "fold_batchnorm", "fuse_experts", "fuse_ensembles",
+        "swap_kernels", "pack", "autocast", "quantize", "qat", "prune", "graph_pooling", "sync_batchnorm",
+    )  # fmt: skip
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        phase = Phase.TRAIN if program.training else Phase.EVAL
+        opened: set[str] = set()
+        for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
+            if owner in opened or isinstance(program.module(owner), Region):
+                continue
+            flat = [each for _, each in _flattened(program, owner)]
+            if flat and any(each.specialization.graph.find_nodes(op="call_function", target=keep) for each in flat):
+                yield Refusal("it writes into what it is given, such as a cache", owner)
+            elif flat:
+                calls = sum(each.calls for each in flat)
+                yield Site(program, owner, {}, phase=phase, detail=f"{calls} calls written out")
+                yield from (_refusal(owner, each) for each in _closed(flat))
+                opened |= {qualified(owner, path) for each in flat for path in each.opened}
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        before = list(required_capture(edit.owner).specializations)
+        flat = _flattened(edit.program, site.owner)
+        if not flat:
+            raise MatchFailure("no call is left to write out")
+        edit.trainable = True  # in the other mode
+        # Behind them stay the graphs as they were: for other modes, and where modules are no longer what they were.
+        edit.set_specializations(
+            [*(each.specialization for _, each in flat), *before],
+            [*(number for number, _ in flat), *range(len(before))],
+        )
+
+
+def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
+    """Return those of a module's graphs in which calls can be written out, with their numbers, once that is done."""
+    module = program.module(owner)
+    found = [
+        (number, flattened(program, owner, each))
+        for number, each in enumerate(required_capture(module).specializations)
+        if each.runs_in_mode(module) and not _is_flat(each)
+    ]
+    return [(number, flat) for number, flat in found if flat.calls]
+
+
+def _is_flat(specialization: Specialization) -> bool:
+    return any(is_written_out(guard) for guard in specialization.guards)
+
+
+def _closed(flat: Iterable[Flat]) -> Iterator[tuple[str, str]]:
+    yield from {path: why for each in flat for path, why in each.closed.items() if why}.items()
+
+
+def _refusal(owner: str, closed: tuple[str, str]) -> Refusal:
+    path, reason = closed
+    return Refusal(reason, qualified(owner, path))

@@ -1,0 +1,259 @@
+"""The graph of a module with what it calls written out in the place of the calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import fx, nn
+
+from ...compat import own_buffers, own_children, own_parameters
+from ...passes.rewriting import obstacle_at, unmet_guards, writes
+from ...tracing.graphs import Capture, Region, Specialization, capture_of
+from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
+from ...tracing.program import Program
+from ...tracing.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
+from .as_found import AsFound, Opened
+from .leaves import leaf_body, settings_of, shorten
+
+__all__ = ["Flat", "flattened", "is_written_out"]
+
+_CHANGED = "flatten_calls wrote out what it calls"
+
+
+@dataclass
+class Flat:
+    """A graph with calls written out.
+
+    Attributes:
+        specialization: the graph, and when it holds.
+        calls: how many calls were written out.
+        opened: the names of the modules whose calls were written out.
+        closed: name of each module that is called as before -> why; "" where that is as it mostly is.
+    """
+
+    specialization: Specialization
+    calls: int
+    opened: frozenset[str]
+    closed: dict[str, str]
+
+
+def flattened(program: Program, name: str, specialization: Specialization) -> Flat:
+    """Return one of a module's graphs with all calls written out that can be, by the modules' present modes."""
+    owner = program.module(name)
+    writer = _Writer(program, name, owner)
+    placeholders = specialization.graph.find_nodes(op="placeholder")
+    inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
+    writer.graph.output(writer.run(specialization.graph, "", inputs, ""))
+    shorten(writer.graph)
+    writer.graph.eliminate_dead_code(is_impure_node=_stays)
+    found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
+    mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
+    own = [guard for guard in specialization.guards if not _counts_children(guard, owner)]
+    guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))
+    reads = dict.fromkeys(guards)
+    arguments = {new.name: specialization.argument(old) for old, new in zip(placeholders, inputs, strict=True)}
+    flat = replace(specialization, graph=writer.graph, guards=tuple(reads), arguments=arguments)
+    return Flat(flat, writer.calls, writer.opened, writer.closed)
+
+
+def is_written_out(guard: Guard) -> bool:
+    """Say whether a condition is that of a graph in which calls were written out."""
+    return guard.reason == _CHANGED
+
+
+def _stays(node: fx.Node) -> bool:
+    return node.op != "get_attr"
+
+
+class _Writer:
+    """Write what a module calls into one graph.
+
+    Attributes:
+        graph: what is written.
+        guards: conditions of the graphs that were opened, as those of the owner.
+        calls, closed: see `Flat`.
+    """
+
+    def __init__(self, program: Program, name: str, owner: nn.Module) -> None:
+        self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
+        self.guards: list[Guard] = []
+        self.calls, self.closed = 0, dict[str, str]()
+        self._opened: dict[str, Opened] = {}
+        self._sources: dict[fx.Node, Source] = {}
+        self._has_written = False
+
+    def input(self, node: fx.Node, source: Source) -> fx.Node:
+        """Add an argument of the owner's."""
+        new = self.graph.node_copy(node)
+        self._sources[new] = source
+        return new
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Return the names of the modules that were opened."""
+        return frozenset(self._opened)
+
+    def opened_modules(self) -> list[Opened]:
+        """Return the modules that were opened, and those on the way there, each behind the one that holds it."""
+        paths = dict.fromkeys(part for path in self._opened for part in _ways(path))
+        return [self._opened.get(path) or self._on_the_way(path) for path in sorted(paths, key=lambda p: p.count("."))]
+
+    def _on_the_way(self, path: str) -> Opened:
+        return Opened.of(path, self.owner.get_submodule(path), (), ())
+
+    def run(self, graph: fx.Graph, path: str, inputs: Sequence[Any], call: str) -> Any:
+        """Write the operations of a graph; return what it gives.
+
+        Args:
+            graph: of the module at a path.
+            path: "" is the owner.
+            inputs: for its placeholders.
+            call: what stood for all of them before; "" in the owner's graph.
+        """
+        values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.op == "output":
+                return _substituted(node.args[0], values)
+            if node.op != "placeholder":
+                values[node] = self._visit(node, path, values, call)
+        return None
+
+    def _visit(self, node: fx.Node, path: str, values: Mapping[fx.Node, Any], call: str) -> Any:
+        args, kwargs = _substituted(node.args, values), _substituted(node.kwargs, values)
+        if node.target is operator.getitem and type(args[0]) is tuple and isinstance(args[1], int):
+            return args[0][args[1]]
+        if node.target is len and type(args[0]) is tuple:
+            return len(cast("tuple[Any, ...]", args[0]))
+        if node.target is require and _is_met(*args[:2]):
+            return None
+        if node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training":
+            module = self.owner.get_submodule(_joined(path, str(node.target).rpartition(".")[0]))
+            return module.training
+        if node.op == "get_attr" and self._is_without(_joined(path, str(node.target))):
+            return None
+        if node.op == "call_module":
+            opened = self._open(node, _joined(path, str(node.target)), args, kwargs, call)
+            if opened is not None:
+                return opened[0]
+        self._has_written = self._has_written or writes(node, self.program, qualified(self.name, path))
+        return self._copy(node, path, args, kwargs, call)
+
+    def _is_without(self, target: str) -> bool:
+        """Say whether a tensor of a module that was opened is None."""
+        path, _, name = target.rpartition(".")
+        return path in self._opened and name in self._opened[path].without
+
+    def _copy(self, node: fx.Node, path: str, args: Any, kwargs: Any, call: str) -> fx.Node:
+        target = _joined(path, str(node.target)) if node.op in ("call_module", "get_attr") else node.target
+        new = self.graph.create_node(node.op, target, args, kwargs, node.name)
+        new.meta = dict(node.meta)
+        if call:
+            new.meta["origin"] = call
+        if node.op == "get_attr":
+            parent, _, name = str(target).rpartition(".")
+            module = self.owner.get_submodule(parent)
+            new.meta["parameter"], new.meta["buffer"] = name in own_parameters(module), name in own_buffers(module)
+        return new
+
+    def _open(self, node: fx.Node, path: str, args: Any, kwargs: Any, call: str) -> tuple[Any] | None:
+        """Write what a called module computes; None where it stays a call."""
+        module = self.owner.get_submodule(path)
+        reason = obstacle_at(module)
+        if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
+            self.closed[path] = reason or ""
+            return None
+        capture = capture_of(module)
+        found = (
+            self._leaf(module, path, args, kwargs)
+            if capture is None
+            else self._captured(module, capture, path, args, kwargs)
+        )
+        if found is None:
+            self.closed.setdefault(path, "")
+            return None
+        graph, inputs = found
+        result = self.run(graph, path, inputs, call or str(node.meta.get("origin", node.name)))
+        self.calls += 1
+        return (result,)
+
+    def _leaf(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> tuple[fx.Graph, Sequence[Any]] | None:
+        graph, settings = leaf_body(module), settings_of(module)
+        if graph is None or settings is None or kwargs or len(args) != len(graph.find_nodes(op="placeholder")):
+            return None
+        self._opened[path] = Opened.of(path, module, settings, (name for name, _ in settings))
+        return graph, args
+
+    def _captured(
+        self, module: nn.Module, capture: Capture, path: str, args: Any, kwargs: Any
+    ) -> tuple[fx.Graph, Sequence[Any]] | None:
+        try:
+            given = capture.parameters.bind(tuple(args), dict(kwargs))
+        except TypeError:
+            return None
+        fitting = [each for each in capture.specializations if each.runs_in_mode(module)]
+        if len(fitting) != 1 or not self._may_restart(fitting[0].graph):
+            return None
+        inputs = _received(fitting[0], given)
+        unmet = unmet_guards(module, fitting[0], given)
+        result = fitting[0].graph.output_node().args[0]
+        asked = [self._of_owner(guard, path, given) for guard in unmet]
+        if inputs is None or None in asked or not isinstance(result, (fx.Node, tuple)):
+            return None
+        self.guards += [guard for guard in asked if guard is not None]
+        self._opened[path] = Opened.of(path, module, None, sorted(fitting[0].reads))
+        return fitting[0].graph, inputs
+
+    def _may_restart(self, graph: fx.Graph) -> bool:
+        """Say whether the owner may start over where a check in a graph fails: nothing was written before."""
+        targets = {node.target for node in graph.nodes if node.op == "call_function"}
+        return require not in targets or (keep not in targets and not self._has_written)
+
+    def _of_owner(self, guard: Guard, path: str, given: Mapping[str, Any]) -> Guard | None:
+        """Return the condition of a module's graph as one of the owner's; None where it is on what is computed."""
+        replaced: dict[Source, Source] = {SELF: module_at(path.split("."))}
+        arguments = {each for source in guard.sources() for each in source.all() if isinstance(each, Argument)}
+        for argument in arguments - {SELF}:
+            source = self._sources.get(given.get(argument.name, None))
+            if source is None:
+                return None
+            replaced[argument] = source
+        return guard.over(replaced)
+
+
+def _is_met(value: object, expected: object) -> bool:
+    """Say whether a check asks for what is known by now."""
+    return type(value) in PLAIN_TYPES and type(value) is type(expected) and value == expected
+
+
+def _counts_children(guard: Guard, owner: nn.Module) -> bool:
+    """Say whether a condition is on the number of a Sequential's children, which is asked for with all others."""
+    return user_class(type(owner)) is nn.Sequential and guard.source == length_of(SELF)
+
+
+def _received(specialization: Specialization, given: Mapping[str, Any]) -> list[Any] | None:
+    """Return what each placeholder receives; None where that is no argument by itself."""
+    sources = [specialization.argument(node) for node in specialization.graph.find_nodes(op="placeholder")]
+    received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
+    return received if all(isinstance(value, fx.Node) for value in received) else None
+
+
+def _is_held(owner: nn.Module, path: str) -> bool:
+    """Say whether modules, and no regions, lead to a module."""
+    ways = [owner.get_submodule(part) for part in _ways(path)]
+    return not any(isinstance(module, Region) for module in (owner, *ways)) and bool(own_children(owner))
+
+
+def _ways(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+    return map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, argument)
