@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -31,6 +32,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return self.norm(x + self.body(x) * scale) * self.factor
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, training=self.training)
 
 
 class Model(nn.Module):
@@ -238,6 +244,16 @@ def test_changes_are_seen(change: str) -> None:
         CHANGES[change](each)  # type: ignore[arg-type]
     same(fast, model)
     assert not torch.equal(fast(X), before)
+
+
+def test_the_mode_of_one_module_that_passes_it_on() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Noisy()).eval()
+    fast = flat(model)
+    assert count_calls(fast) == 1
+    same(fast, model)
+    for each in (fast, copy.deepcopy(fast)):
+        each[1].train()  # type: ignore[index]
+        assert (each(X) == 0).any()
 
 
 class Called(nn.Linear):
