@@ -274,6 +274,23 @@ def test_what_stays_a_call() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_holds_compiled_modules_or_other_tensors_stays() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(inner, torch.jit.trace(nn.Linear(8, 8), X)).eval()
+    assert _decided(model) == {"": "it holds a module that TorchScript compiled", "0": ""}
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(inner, nn.Linear(8, 8)).eval()
+    quantization.quantize_(model[1], quantization.Int8WeightOnlyConfig())
+    assert _decided(model) == {"": "it holds tensors that are no plain ones", "0": ""}
+
+
+def _decided(model: nn.Module) -> dict[str, str]:
+    fast = flat(model)
+    same(fast, model)
+    return {decision.label: decision.reason for decision in fxopt.plan(fast).decisions}
+
+
 def test_compilers_see_the_modules() -> None:
     model = network()
     fast = flat(model)
