@@ -60,6 +60,21 @@ class Layer:
         return PackedConvolution(self.geometry, activation, dtype)
 
     @property
+    def outputs(self) -> tuple[int, int] | None:
+        """Return the dimensions of the outputs in the weight and in the result; None where they hang together."""
+        if self.geometry is None:
+            return 1 if self.transposed else 0, -1
+        return (
+            (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
+        )
+
+    @property
+    def rows(self) -> slice:
+        """Return which part of what it is given stands for all: the last image."""
+        is_batch = self.geometry is not None and len(shape_of(self.x) or ()) == self.geometry.rank + 2
+        return slice(-1, None) if is_batch else slice(None)
+
+    @property
     def kind(self) -> Hashable:
         """Return what layers that take as long have in common."""
         return shape_of(self.x), self.shape, self.transposed, self.geometry, self.bias is None

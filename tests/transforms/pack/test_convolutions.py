@@ -78,6 +78,19 @@ def test_other_sizes(shape: tuple[int, ...]) -> None:
     same(packed(model), model, torch.randn(shape))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 4, 3, groups=2), nn.ConvTranspose2d(8, 4, 3, groups=2)], ids=str)
+def test_wrong_channels_raise_what_they_raised(layer: nn.Module) -> None:
+    model = Around(layer)
+    fast, x = packed(model), torch.randn(2, 6, 9, 11)
+    with torch.no_grad(), pytest.raises(RuntimeError) as expected:
+        model(x)
+    with torch.no_grad(), pytest.raises(RuntimeError) as found:
+        fast(x)
+    assert str(found.value) == str(expected.value)
+    model.layer.bias = fast.layer.bias = nn.Parameter(torch.randn(4)[::2].repeat(2))  # type: ignore[assignment]
+    same(fast, model)
+
+
 def test_inputs_that_lie_channels_last() -> None:
     model = Around(nn.Conv2d(8, 16, 3))
     same(packed(model), model, IMAGES.contiguous(memory_format=torch.channels_last))
