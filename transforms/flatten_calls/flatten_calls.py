@@ -47,7 +47,7 @@ class FlattenCalls(Pass):
             module = program.module(owner)
             if owner in opened or isinstance(module, Region):
                 continue
-            reason = _objection(module)
+            reason = _objection(program, module)
             flat = [] if reason else [each for _, each in _flattened(program, owner)]
             if reason:
                 yield Refusal(reason, owner)
@@ -83,16 +83,17 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
     return [(number, flat) for number, flat in found if flat.calls]
 
 
-def _objection(module: nn.Module) -> str:
+def _objection(program: Program, module: nn.Module) -> str:
     """Return why a module stays as it is, whatever it calls, or ""."""
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         return "it holds a module that TorchScript compiled"
-    tensors = (
-        tensor for each in module.modules() for register in REGISTERS for tensor in vars(each)[register].values()
-    )
-    if any(type(tensor) not in _PLAIN for tensor in tensors):
-        return "it holds tensors that are no plain ones"
-    return ""
+    return "" if _is_plain(program.model) else "the model holds tensors that are no plain ones"
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Say whether all tensors of a model are plain: of others no copies can be compared bit by bit."""
+    held = (vars(each)[register] for each in model.modules() for register in REGISTERS)
+    return all(type(tensor) in _PLAIN for tensors in held for tensor in dict(tensors).values())
 
 
 def _is_flat(specialization: Specialization) -> bool:

@@ -282,7 +282,7 @@ def test_what_holds_compiled_modules_or_other_tensors_stays() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(inner, nn.Linear(8, 8)).eval()
     quantization.quantize_(model[1], quantization.Int8WeightOnlyConfig())
-    assert _decided(model) == {"": "it holds tensors that are no plain ones", "0": ""}
+    assert set(_decided(model).values()) == {"the model holds tensors that are no plain ones"}
 
 
 def _decided(model: nn.Module) -> dict[str, str]:
