@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
@@ -67,6 +68,12 @@ class Layer:
         return (
             (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
         )
+
+    @property
+    def terms(self) -> int:
+        """Return how many products each output is the sum of, at the most."""
+        is_other_way = self.transposed or (self.geometry is not None and self.geometry.output_padding is not None)
+        return math.prod(self.shape) // self.shape[1 if is_other_way else 0]
 
     @property
     def rows(self) -> slice:
