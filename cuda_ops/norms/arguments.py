@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def summed(x: Tensor, residual: Tensor | None) -> Tensor:
     """Return a tensor without values that is like the sum with a residual; `x` itself where that is alike."""
     if residual is None or (residual.shape == x.shape and residual.dtype == x.dtype):
         return x
-    shape = torch.broadcast_shapes(x.shape, residual.shape)
+    shape: torch.Size = cast("Any", torch).broadcast_shapes(x.shape, residual.shape)
     return x.new_empty((), dtype=torch.result_type(x, residual)).expand(shape)
 
 
