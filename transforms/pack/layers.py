@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
@@ -57,7 +58,8 @@ class Layer:
         """Return what computes it on a packed weight."""
         if self.geometry is None:
             return PackedLinear(activation, dtype, self.transposed)
-        return PackedConvolution(self.geometry, activation, dtype)
+        size = None if self.geometry.size is None else self.given
+        return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 
     @property
     def outputs(self) -> tuple[int, int] | None:
@@ -75,9 +77,23 @@ class Layer:
         return slice(-1, None) if is_batch else slice(None)
 
     @property
+    def given(self) -> tuple[int, ...] | None:
+        """Return the shape of what it is given, as wide as its weight is by now; None where it is not known."""
+        shape = shape_of(self.x)
+        if self.geometry is None:
+            dim, width = -1, self.shape[0 if self.transposed else 1]
+        elif self.geometry.output_padding is None:
+            dim, width = -self.geometry.rank - 1, self.shape[1] * self.geometry.groups
+        else:
+            dim, width = -self.geometry.rank - 1, self.shape[0]
+        if shape is None or len(shape) < -dim:
+            return shape
+        return (*shape[: len(shape) + dim], width, *shape[len(shape) + dim + 1 :])
+
+    @property
     def kind(self) -> Hashable:
         """Return what layers that take as long have in common."""
-        return shape_of(self.x), self.shape, self.transposed, self.geometry, self.bias is None
+        return self.given, self.shape, self.transposed, self.geometry, self.bias is None
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
