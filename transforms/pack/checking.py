@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from ...passes.verification import Tolerance, distance, rounding, scale_of
 __all__ = ["Check"]
 
 _OWN = 4.0
-"""A packed layer may err four times as much as the layer does, and by units in the last place of the scale."""
+"""A packed layer may err four times as much as the layer does, by units in the last place of the scale, and by what
+rounding adds up to in a sum one after another: the square root of the number of terms."""
 
 _OUTPUTS = 16
 """So many outputs are computed in float64; the others are compared with the layer's own in float32."""
@@ -29,6 +31,7 @@ class Check:
         adds: something is added to the result.
         along: the dimensions of the outputs in the weight and in the result; None where outputs are not by themselves.
         rows: of what it is given, those that are computed in float64.
+        terms: how many products each output is the sum of.
     """
 
     packed: Packed
@@ -37,6 +40,7 @@ class Check:
     adds: bool
     along: tuple[int, int] | None
     rows: slice
+    terms: int
 
     def fault(self, x: Tensor, laid: Tensor) -> str:
         """Return how far off the packed layer is, or "" where that is rounding.
@@ -54,7 +58,8 @@ class Check:
             some = self._some(own)
             exact = self._exact(x, other, some)
             error = float((self._picked(own, some) - exact).abs().max())
-            most = _OWN * error + rounding(own).absolute
+            summed = math.sqrt(self.terms) * torch.finfo(own.dtype).eps * scale_of(exact)
+            most = _OWN * error + rounding(own).absolute + summed
             seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
             if not seen.problem:
                 seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))

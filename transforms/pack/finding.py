@@ -8,6 +8,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
@@ -20,7 +21,7 @@ from .behind import Behind, behind
 from .checking import Check
 from .layers import Layer, layer_at
 from .timing import Calls, Gains
-from .views import views_in
+from .views import readers_in
 
 __all__ = ["found_in"]
 
@@ -85,10 +86,15 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
             yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
-    lies_otherwise = any(found.layer.geometry for group in graphs.values() for found in group)
-    views = views_in(program) if lies_otherwise else {}
+    packed = {place: _otherwise(group) for place, group in graphs.items()}
+    views = readers_in(program, packed) if any(packed.values()) else {}
     for place in {**graphs, **views}:
         yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains.known)
+
+
+def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
+    """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
+    return {node for found in group if found.layer.geometry for node in found.behind.inside}
 
 
 def _site(
@@ -159,5 +165,6 @@ def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
     # What feeds a convolution is mostly another one; images are not.
     shape, channels = first.layer.given or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
-    check = Check(packed, *tensors[0], first.behind.other is not None, first.layer.outputs, first.layer.rows)
+    layer, adds = first.layer, first.behind.other is not None
+    check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
     return Calls(shape, packed.plainly, packed, tensors, check, lies_last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
+from ...layers.masked import Masked
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import obstacle_to_inlining
@@ -22,6 +24,12 @@ from .reading import computed, tensor_objection
 __all__ = ["Layer", "layer_at", "shape_of"]
 
 _PADDING = "it pads otherwise than with as many zeros on both sides, or its settings are no plain numbers"
+
+
+_MASKED = (
+    "its weight is masked, and may get zeros at each reading; call fxopt.transforms.prune.remove_masks(model), "
+    "which keeps the zeros, and then pack it"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,12 @@ class Layer:
         return (
             (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
         )
+
+    @property
+    def terms(self) -> int:
+        """Return how many products each output is the sum of, at the most."""
+        is_other_way = self.transposed or (self.geometry is not None and self.geometry.output_padding is not None)
+        return math.prod(self.shape) // self.shape[1 if is_other_way else 0]
 
     @property
     def rows(self) -> slice:
@@ -139,7 +153,9 @@ def _module_objection(module: nn.Module, kind: type[nn.Module], base: type[nn.Mo
     if base is not None and kind is not base:
         return f"it is a {kind.__name__}, which may compute something else than nn.{base.__name__}"
     if type(module) is not kind and getattr(type(module), "_fxopt_is_operation", False):
-        return "it is part of something fused, or masked"
+        if isinstance(module, Masked):
+            return _MASKED
+        return "it is part of something fused"
     return ""
 
 

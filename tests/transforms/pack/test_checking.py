@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_packed import convolution, linear_product, why_no_packing
+from fxopt.compat_packed import why_no_packing
+from fxopt.transforms.pack import layers
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -32,6 +32,7 @@ LAYERS = (
     (Residual(nn.Conv2d(8, 8, 3, padding=1)), (8, 7, 7)),
     (nn.Conv2d(8, 8, 3, groups=4), (2, 8, 7, 7)),
     (nn.ConvTranspose2d(8, 8, 3), (2, 8, 7, 7)),
+    (nn.Conv2d(512, 8, 3, padding=1), (1, 512, 7, 7)),  # sums of so many terms round by more than torch's own
 )
 
 
@@ -50,11 +51,14 @@ def in_bfloat16(result: Tensor) -> Tensor:
 
 @pytest.fixture(params=[too_large, wrong_at_the_end, in_bfloat16])
 def _wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args: request.param(kernel(*args))
+    def spoiled(layer: Any) -> type:
+        def finished(self: Any, *args: Any) -> Tensor:
+            return request.param(layer.finished(self, *args))
 
-    monkeypatch.setattr("fxopt.layers.packed.linear.linear_product", spoiled(linear_product))
-    monkeypatch.setattr("fxopt.layers.packed.convolution.convolution", spoiled(convolution))
+        return type(layer.__name__, (layer,), {"finished": finished})
+
+    monkeypatch.setattr(layers, "PackedLinear", spoiled(layers.PackedLinear))
+    monkeypatch.setattr(layers, "PackedConvolution", spoiled(layers.PackedConvolution))
 
 
 def decided(layer: nn.Module, shape: tuple[int, ...], **options: Any) -> list[tuple[str, str]]:
