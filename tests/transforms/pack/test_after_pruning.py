@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
+from fxopt.errors import OrderError
+from fxopt.transforms.prune import remove_masks
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -59,5 +61,25 @@ def test_layers_behind_a_module_are_tried_as_wide_as_they_are_now(
     width = fast.last.weight.shape[1]
     assert width < model.last.weight.shape[1]
     pruned = fxopt.optimize(model, PIPELINE.removesuffix(",pack"), example_inputs=x, measure=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), pruned(x))
+
+
+@pytest.mark.parametrize("later", ["prune", "prune{method=structured}", "quantize", "qat", "autocast"])
+def test_passes_that_need_layers_are_refused_in_a_later_call(later: str) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval(), torch.randn(8, 16)
+    fast = fxopt.optimize(model, "pack", example_inputs=x, measure=False)
+    with pytest.raises(OrderError, match=r"'pack' in an earlier call.*fxopt\.restore\(model\), or list .*,pack in one"):
+        fxopt.optimize(fast, later, example_inputs=x, measure=False)
+
+
+def test_masked_layers_are_packed_once_their_masks_are_gone() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(8, 16)
+    pruned = fxopt.optimize(model, "prune{method=nm},pack", example_inputs=x, measure=False)
+    assert "its weight is masked" in str(fxopt.report(pruned))
+    remove_masks(pruned)
+    fast = fxopt.optimize(pruned, "pack", example_inputs=x, measure=False)
+    assert any("packed_linear" in node.name for node in fxopt.graphs(fast)[""].nodes)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), pruned(x))
