@@ -64,9 +64,11 @@ def _ended(command: Sequence[str], environment: Mapping[str, str], limit: float)
     )
     try:
         lines = process.communicate(timeout=limit)[1].strip().splitlines()
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # it has a session of its own: nothing else ends it
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return f"not done after {limit:.0f} s"
     return f"the process ended with {process.returncode}: {lines[-1] if lines else 'no message'}"
 
@@ -195,6 +197,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to add cells to")
     arguments = parser.parse_args()
     report = Report(arguments.json)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     for model in arguments.models:
         for threads in arguments.threads:
             for column in arguments.columns:

@@ -95,6 +95,10 @@ class Packed(Keeping):
 
     def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
         """Compute everything as torch does."""
+        if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
+            self.weights.forget(
+                id(weight)
+            )  # an optimizer may step next, and torch does not count what fused ones write
         result = self.computed(x, weight, bias)
         return self.activation(result if other is None else result + other)
 

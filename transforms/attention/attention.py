@@ -19,6 +19,7 @@ from ...tracing.guards import SELF, Attribute, Guard, Truth, attribute_at
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta
 from ..swap_kernels import Occurrence
+from .left_out import weights_left_out
 from .returned import readers_of
 from .spellings import WRITTEN_OUT, number_of
 
@@ -62,11 +63,20 @@ class Attention(Pass):
             if found.unread is not None:  # who hooks the module may ask for the weights
                 hooks = Attribute(SELF, "_forward_hooks")
                 edit.hold_where([Guard(hooks, Truth(False), "attention leaves its weights out")])
+                _leave_out(found.unread, edit)
             if found.found.values.get("mode") and _drops(found):
                 drops = attribute_at(found.found.values["mode"])
                 edit.hold_where([Guard(drops, Truth(False), "attention leaves dropout out")])
                 edit.trainable = True  # its own forward runs then
             found.write(edit)
+
+
+def _leave_out(weights: fx.Node, edit: Edit) -> None:
+    output = edit.graph.output_node()
+    with edit.graph.inserting_before(output):
+        instead = edit.graph.call_function(weights_left_out)
+    output.args = fx.map_arg(output.args, lambda node: instead if node is weights else node)
+    edit.sign(instead)
 
 
 def _site(found: Occurrence, number: int) -> Site:

@@ -34,7 +34,7 @@ class Occurrence:
         found: the operations, and their operands by name.
         settings: what the spelling says besides.
         second: the node that has the second result, where the kernel gives two.
-        unread: the node whose result the graph returns, but no caller reads; None is returned in its place.
+        unread: the node whose result the graph returns, but no caller reads.
     """
 
     program: Program
@@ -79,7 +79,6 @@ class Occurrence:
             made = _several(self.kernel.compute(**self._plain(lambda node: fx.Proxy(node, tracer)), **tensors))
             known = zip(made, self._tried(), dtypes, strict=False)
             new = [proxy if tried.dtype == dtype else proxy.to(dtype) for proxy, tried, dtype in known]
-        self._return_nothing_unread(edit)
         self._ask_operands(edit)
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
         for path, names in written_out(edit.owner, calls).items():
@@ -123,11 +122,6 @@ class Occurrence:
 
     def _is_late(self, node: fx.Node) -> bool:
         return self.second is not None and node.op != "get_attr" and self.second < node
-
-    def _return_nothing_unread(self, edit: Edit) -> None:
-        if self.unread is not None:
-            output, unread = edit.graph.output_node(), self.unread
-            output.args = fx.map_arg(output.args, lambda node: None if node is unread else node)
 
     def _is_known(self, user: fx.Node) -> bool:
         """Say whether something asks for a device or dtype, which an operand has too."""

@@ -236,3 +236,32 @@ def test_weights_that_a_caller_or_a_hook_reads_stay():
         fast, (decision,) = optimized(model, (x,))
         assert "may be read by the caller" in decision.reason
         torch.testing.assert_close(fast(x), model(x), rtol=0, atol=0)
+
+
+class Asked(nn.Module):
+    """A layer that returns weights if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attends(STAYS["returned"][1])
+
+    def forward(self, x: Tensor, weights: bool = False) -> Any:
+        result, seen = self.inner(x)
+        return seen.mean(1) if weights else result
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_a_call_reads_after_all_are_an_error():
+    model, x = Asked().eval(), torch.randn(3, LENGTH, 8)
+    fast, (decision,) = optimized(model, (x,))
+    assert decision.status == "applied"
+    with pytest.raises(fxopt.FxoptError, match="left out by the pass 'attention'"):
+        fast(x, weights=True)
+    torch.testing.assert_close(fxopt.restore(fast)(x, weights=True), model(x, weights=True))
+
+
+def test_a_plan_is_replayed():
+    model, x = Layer(reads=False).eval(), torch.randn(3, LENGTH, 8)
+    fast, _ = optimized(model, (x,))
+    again = fxopt.optimize(model, "attention", example_inputs=(x,), plan=fxopt.plan(fast))
+    assert str(fxopt.graphs(again)["inner"]) == str(fxopt.graphs(fast)["inner"])
